@@ -1,0 +1,90 @@
+//! What an adapter must know of the frozen model it belongs to, as plain data that the model fills in.
+
+use std::ops::Range;
+
+/// A frozen base as adapters see it: names, sizes and the modules an adapter can attach to.
+#[derive(Debug, Clone, PartialEq)]
+pub struct BaseDescription {
+    /// Name or folder the base was loaded from; written as `base_model_name_or_path`.
+    pub name: String,
+    /// Revision of the base, where one was asked for.
+    pub revision: Option<String>,
+    /// Fingerprint of the base weights; adapters carry it, so that a wrong base is refused.
+    pub fingerprint: Option<String>,
+    /// Number of layers, L.
+    pub layers: usize,
+    /// Attention heads per layer.
+    pub heads: usize,
+    /// Width of the residual stream, d.
+    pub width: usize,
+    /// Longest sequence, virtual tokens included.
+    pub positions: usize,
+    /// Vocabulary size.
+    pub vocab: usize,
+    /// Linear modules of a layer; the same in every layer, in one fixed order.
+    pub sites: Vec<SiteDescription>,
+}
+
+/// A linear module that every layer has, and that an adapter can attach to.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SiteDescription {
+    /// Name inside a layer, such as `attn.c_attn`.
+    pub name: String,
+    /// Full module path with `{layer}` for the layer, such as `transformer.h.{layer}.attn.c_attn`.
+    pub key: String,
+    /// Input features.
+    pub inputs: usize,
+    /// Output features.
+    pub outputs: usize,
+    /// Whether the base stores the weight as [inputs, outputs]; A and B never depend on it.
+    pub fan_in_fan_out: bool,
+    /// Blocks of output columns with a name of their own (`q`, `k`, `v` of a fused projection).
+    pub parts: Vec<PartDescription>,
+}
+
+/// A named block of a site's output columns.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PartDescription {
+    /// Name, such as `q`.
+    pub name: String,
+    /// Output columns of the site that belong to the part.
+    pub columns: Range<usize>,
+}
+
+impl SiteDescription {
+    /// Full module path in one layer, such as `transformer.h.3.attn.c_attn`.
+    pub fn module(&self, layer: usize) -> String {
+        self.key.replace("{layer}", &layer.to_string())
+    }
+
+    /// Segment of the module path that holds the layers (`h` in `transformer.h.{layer}.attn.c_attn`).
+    pub(crate) fn layers_segment(&self) -> &str {
+        let before = self.key.split(".{layer}").next().unwrap_or_default();
+        before.rsplit('.').next().unwrap_or_default()
+    }
+
+    /// Layer that a module path or a tensor name belongs to, if it is one of this site's.
+    pub(crate) fn layer_of(&self, name: &str) -> Option<usize> {
+        let (before, after) = self.key.split_once("{layer}")?;
+        let (digits, rest) = name.split_once(before)?.1.split_once('.')?;
+        let after = after.strip_prefix('.').unwrap_or(after);
+        (rest == after || rest.starts_with(&format!("{after}."))).then(|| digits.parse().ok()).flatten()
+    }
+}
+
+impl BaseDescription {
+    /// Names a target can have on this base: the sites and, behind a site, its parts.
+    pub fn target_names(&self) -> Vec<String> {
+        self.sites
+            .iter()
+            .map(|site| {
+                let parts: Vec<_> = site.parts.iter().map(|part| part.name.as_str()).collect();
+                if parts.is_empty() {
+                    site.name.clone()
+                } else {
+                    format!("{} (parts {})", site.name, parts.join(", "))
+                }
+            })
+            .collect()
+    }
+}

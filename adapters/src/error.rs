@@ -1,0 +1,323 @@
+//! Everything that can be wrong with an adapter, its files, or the writing of them.
+
+use std::{
+    fmt, io,
+    path::{Path, PathBuf},
+};
+
+/// `Result` with this crate's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// How many mismatches a message spells out; the variant holds all of them.
+const SPELLED_OUT: usize = 50;
+
+/// Why an adapter cannot be made, read or written. The message is a sentence for the user.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Neither a LoRA nor a prefix was asked for.
+    #[error("no adapter is asked for; choose lora, prefix or both")]
+    Empty,
+    /// A target that matches no module in the chosen layers.
+    #[error("targets: `{target}` matches no module; this base has {}", .sites.join(", "))]
+    NothingMatched {
+        /// The target as written.
+        target: String,
+        /// What exists.
+        sites: Vec<String>,
+    },
+    /// A regular expression of a target or a pattern that cannot be compiled.
+    #[error("{option}: `{pattern}` is no regular expression that can be used here ({cause}); correct it")]
+    BadRegex {
+        /// `targets`, `rank_pattern` or `alpha_pattern`.
+        option: &'static str,
+        /// The expression.
+        pattern: String,
+        /// What is wrong with it.
+        cause: String,
+    },
+    /// A site and a part of the same site, in one layer.
+    #[error("targets: `{module}` is chosen as a whole and as its part `{part}`; choose one of the two")]
+    PartAndWhole {
+        /// Module path.
+        module: String,
+        /// Part of it.
+        part: String,
+    },
+    /// Parts of one module with different rank or alpha.
+    #[error(
+        "rank_pattern, alpha_pattern: the parts of `{module}` get different ranks or alphas; give them the same"
+    )]
+    PartsDiffer {
+        /// Module path.
+        module: String,
+    },
+    /// A rank of zero.
+    #[error("{option}: the rank is 0; it must be at least 1")]
+    ZeroRank {
+        /// `rank`, or the pattern key that gives it.
+        option: String,
+    },
+    /// An alpha that is NaN or infinite.
+    #[error("{option}: {value} is not finite; give a number such as 16")]
+    Alpha {
+        /// `alpha`, or the pattern key that gives it.
+        option: String,
+        /// The value.
+        value: f64,
+    },
+    /// A dropout outside [0, 1).
+    #[error("dropout: {value} is not in [0, 1); give a probability such as 0.05")]
+    Dropout {
+        /// The value.
+        value: f64,
+    },
+    /// A choice of layers that chooses none.
+    #[error("layers: the list is empty; name layers or leave it out for all of them")]
+    NoLayers,
+    /// A layer that the base does not have.
+    #[error("layers: {layer} does not exist; the base has layers 0-{}", .layers.saturating_sub(1))]
+    LayerOutOfRange {
+        /// The layer.
+        layer: usize,
+        /// Layers of the base.
+        layers: usize,
+    },
+    /// A pattern key that applies to no adapted module.
+    #[error(
+        "{option}: `{key}` applies to no adapted module (none matches, or a key that sorts before it wins); \
+         they are called like `{example}`"
+    )]
+    PatternUnmatched {
+        /// `rank_pattern` or `alpha_pattern`.
+        option: &'static str,
+        /// The key.
+        key: String,
+        /// A module that is adapted.
+        example: String,
+    },
+    /// A prefix that is empty or leaves no position for text.
+    #[error("prefix length: {length} is not between 1 and {}; the base has {positions} positions", .positions.saturating_sub(1))]
+    PrefixLength {
+        /// Virtual tokens asked for.
+        length: usize,
+        /// Positions of the base.
+        positions: usize,
+    },
+    /// A projection without hidden units.
+    #[error("prefix projection: the hidden width is 0; it must be at least 1")]
+    ZeroProjection,
+    /// More values than this crate handles.
+    #[error("{tensor}: a tensor of shape {shape:?} is too large; lower the rank or the hidden width")]
+    TooLarge {
+        /// Tensor name.
+        tensor: String,
+        /// Its shape.
+        shape: Vec<usize>,
+    },
+    /// A file or folder that cannot be read.
+    #[error("{}: cannot be read: {cause}; check the path and its permissions", .path.display())]
+    Read {
+        /// File or folder.
+        path: PathBuf,
+        /// What the system said.
+        cause: io::Error,
+    },
+    /// A folder without adapter files.
+    #[error("{}: is no adapter: {found}; name a folder that holds adapter_config.json, or lora/ and prefix/", .path.display())]
+    NotAnAdapter {
+        /// The folder.
+        path: PathBuf,
+        /// What is there instead.
+        found: &'static str,
+    },
+    /// A config that is no JSON object.
+    #[error("{}: is no valid adapter config: {cause}; save the adapter again", .path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// Line, column and reason.
+        cause: String,
+    },
+    /// A tensor file that breaks a rule of the safetensors format.
+    #[error("{}: is no valid safetensors file: {rule}; save or download it again", .path.display())]
+    SafeTensors {
+        /// The file.
+        path: PathBuf,
+        /// The broken rule.
+        rule: String,
+    },
+    /// An adapter that does not fit the base or uses what is not supported: every reason at once.
+    #[error("{}: {}", .path.display(), problem_list(.problems))]
+    Mismatch {
+        /// Folder of the adapter.
+        path: PathBuf,
+        /// Every reason.
+        problems: Vec<Problem>,
+    },
+    /// Values that do not fill the layout.
+    #[error("{what}: {found} values where the adapter has {expected}; this is a fault of the program")]
+    ValueCount {
+        /// Which values.
+        what: &'static str,
+        /// Number given.
+        found: usize,
+        /// Number expected.
+        expected: usize,
+    },
+    /// A value that is NaN or infinite and must not reach a file.
+    #[error("{tensor}: value {index} is {value}; the adapter was not written, lower the learning rate")]
+    NotFinite {
+        /// Tensor name.
+        tensor: String,
+        /// Flat index in the tensor.
+        index: usize,
+        /// The value.
+        value: f32,
+    },
+    /// A file or folder that cannot be written.
+    #[error("{}: cannot be written: {cause}; free space or choose another folder", .path.display())]
+    Write {
+        /// File or folder.
+        path: PathBuf,
+        /// What the system said.
+        cause: io::Error,
+    },
+    /// The reference maths failed inside candle.
+    #[error("reference maths: {0}")]
+    Candle(#[from] candle_core::Error),
+}
+
+/// One reason why an adapter's files do not fit.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum Problem {
+    /// An adapter kind this crate does not know.
+    UnsupportedType(String),
+    /// What the config asks for cannot be had on this base.
+    Spec(String),
+    /// A config field with a value that is not supported or not understood.
+    Field {
+        /// Name in adapter_config.json.
+        name: String,
+        /// Its value as JSON.
+        value: String,
+        /// What it should be.
+        expected: String,
+    },
+    /// A number of layers other than the base's.
+    Layers {
+        /// Layers the adapter is for.
+        found: usize,
+        /// Layers of the base.
+        expected: usize,
+    },
+    /// A tensor the config promises and the file lacks.
+    Missing(String),
+    /// A tensor the config does not promise.
+    Extra(String),
+    /// A tensor of another shape.
+    Shape {
+        /// Tensor name.
+        tensor: String,
+        /// Shape in the file.
+        found: Vec<usize>,
+        /// Shape the config and the base ask for.
+        expected: Vec<usize>,
+    },
+    /// A tensor of a type other than F32, F16, BF16.
+    Dtype {
+        /// Tensor name.
+        tensor: String,
+        /// Type in the file.
+        found: String,
+    },
+    /// A value that is NaN or infinite.
+    NotFinite {
+        /// Tensor name.
+        tensor: String,
+        /// Flat index.
+        index: usize,
+    },
+    /// A value outside the blocks of a fused module's parts.
+    OutsideBlock {
+        /// Tensor name.
+        tensor: String,
+        /// Flat index.
+        index: usize,
+    },
+    /// A base with other weights than the adapter was made for.
+    Base {
+        /// Fingerprint in the adapter.
+        found: String,
+        /// Fingerprint of the base at hand.
+        expected: String,
+    },
+}
+
+impl Error {
+    /// Whether the user's input is at fault (exit code 2) and not the running of it (exit code 1).
+    pub fn is_input(&self) -> bool {
+        !matches!(
+            self,
+            Self::Write { .. } | Self::NotFinite { .. } | Self::ValueCount { .. } | Self::Candle(_)
+        )
+    }
+
+    /// Every reason behind a [`Error::Mismatch`], nothing for the others.
+    pub fn problems(&self) -> &[Problem] {
+        match self {
+            Self::Mismatch { problems, .. } => problems,
+            _ => &[],
+        }
+    }
+
+    pub(crate) fn read(path: &Path, cause: io::Error) -> Self {
+        Self::Read { path: path.to_owned(), cause }
+    }
+
+    pub(crate) fn write(path: &Path, cause: io::Error) -> Self {
+        Self::Write { path: path.to_owned(), cause }
+    }
+}
+
+fn problem_list(problems: &[Problem]) -> String {
+    let shown: Vec<_> = problems.iter().take(SPELLED_OUT).map(Problem::to_string).collect();
+    let mut text = format!("does not fit: {}", shown.join("; "));
+    if problems.len() > SPELLED_OUT {
+        text += &format!("; and {} more", problems.len() - SPELLED_OUT);
+    }
+    text
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::UnsupportedType(found) => {
+                write!(f, "peft_type {found} is not supported (LORA and PREFIX_TUNING are)")
+            }
+            Self::Spec(error) => write!(f, "{error}"),
+            Self::Field { name, value, expected } => write!(f, "{name} is {value} where {expected}"),
+            Self::Layers { found, expected } => {
+                write!(f, "it is for a base of {found} layers, this one has {expected}")
+            }
+            Self::Missing(tensor) => write!(f, "tensor {tensor} is missing"),
+            Self::Extra(tensor) => write!(f, "tensor {tensor} is not expected"),
+            Self::Shape { tensor, found, expected } => {
+                write!(f, "tensor {tensor} has shape {found:?} where {expected:?} is expected")
+            }
+            Self::Dtype { tensor, found } => {
+                write!(f, "tensor {tensor} is {found} (F32, F16 and BF16 are read)")
+            }
+            Self::NotFinite { tensor, index } => write!(f, "tensor {tensor} is not finite at {index}"),
+            Self::OutsideBlock { tensor, index } => {
+                write!(f, "tensor {tensor} is not zero at {index}, outside the blocks of its parts")
+            }
+            Self::Base { found, expected } => write!(
+                f,
+                "it was made for a base with fingerprint {found}, this base has {expected} \
+                 (use that base, or allow the mismatch)"
+            ),
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! LoRA and prefix adapters as data, for any candle user.
+//!
+//! An adapter is described by an [`AdapterSpec`], resolved against a [`BaseDescription`] into an
+//! [`AdapterSet`] (which tensors exist, and where in one flat F32 store), and read from or written to
+//! PEFT files by [`peft`]. [`reference`](mod@reference) is what the adapters compute, in plain candle tensors.
+//!
+//! # Loading an adapter and computing an adapted linear
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use engraft_adapters::{
+//!     AdapterSet, AdapterSpec, BaseDescription, LoraSpec, SiteDescription, peft, reference,
+//! };
+//!
+//! // What the adapter must know of your model.
+//! let base = BaseDescription {
+//!     name: "my/model".into(),
+//!     revision: None,
+//!     fingerprint: Some("5d41402a".into()),
+//!     layers: 2,
+//!     heads: 1,
+//!     width: 4,
+//!     positions: 16,
+//!     vocab: 10,
+//!     sites: vec![SiteDescription {
+//!         name: "mlp.up".into(),
+//!         key: "model.layers.{layer}.mlp.up".into(),
+//!         inputs: 4,
+//!         outputs: 6,
+//!         fan_in_fan_out: false,
+//!         parts: vec![],
+//!     }],
+//! };
+//!
+//! // Somebody made an adapter for it ...
+//! # let folder = tempfile::tempdir()?;
+//! # let dir = folder.path().join("adapter");
+//! let lora = LoraSpec { rank: 2, targets: "mlp.up".parse()?, ..LoraSpec::default() };
+//! let set = AdapterSet::new(&AdapterSpec { lora: Some(lora), prefix: None }, &base)?;
+//! peft::save(&dir, &set, &set.init(1), None, &base)?;
+//!
+//! // ... and you use it: y = x W + s (x A^T) B^T, W as [inputs, outputs].
+//! let loaded = peft::load(&dir, &base, false)?;
+//! let lora = &loaded.set.loras[0];
+//! let tensor = |slot: usize| {
+//!     let slot = &loaded.set.layout.tensors[slot];
+//!     Tensor::from_slice(&loaded.values[slot.range()], slot.shape.as_slice(), &Device::Cpu)
+//! };
+//! let x = Tensor::ones((3, 4), candle_core::DType::F32, &Device::Cpu)?;
+//! let w = Tensor::ones((4, 6), candle_core::DType::F32, &Device::Cpu)?;
+//! let y = reference::lora_linear(&x, &w, None, &tensor(lora.a)?, &tensor(lora.b)?, lora.scale.into())?;
+//! assert_eq!(y.to_vec2::<f32>()?, [[4.0; 6]; 3]); // B starts at zero: still the base
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+pub mod atomic;
+mod base;
+mod error;
+mod init;
+pub mod peft;
+pub mod reference;
+pub mod rng;
+mod set;
+mod spec;
+mod targets;
+#[cfg(test)]
+mod testing;
+
+pub use base::{BaseDescription, PartDescription, SiteDescription};
+pub use error::{Error, Problem, Result};
+pub use set::{AdapterSet, Layout, Lora, Prefix, PrefixValues, TensorSlot};
+pub use spec::{AdapterSpec, LoraSpec, PrefixSpec, Targets};

@@ -1,0 +1,159 @@
+//! The safetensors container: a checked header in, tensors read one at a time; streamed out with metadata.
+//!
+//! Nothing is allocated from a number in the file before it was compared with the file's own length.
+
+use std::{
+    collections::HashMap,
+    fs::File,
+    io::{self, Read, Seek, SeekFrom, Write},
+    path::{Path, PathBuf},
+};
+
+use half::{bf16, f16};
+use safetensors::{
+    Dtype,
+    tensor::{Metadata, TensorInfo},
+};
+
+use crate::{Error, Result};
+
+/// Bytes of the length in front of the header.
+const PREFIX: u64 = 8;
+/// Longest header read; one of an adapter of thousands of tensors has some hundred kilobytes.
+const LONGEST_HEADER: u64 = 16 << 20;
+
+/// An open tensor file whose header obeys every rule of the format.
+#[derive(Debug)]
+pub(crate) struct TensorFile {
+    path: PathBuf,
+    file: File,
+    header: Metadata,
+    /// Position of the first tensor byte.
+    start: u64,
+}
+
+impl TensorFile {
+    pub fn open(path: &Path) -> Result<Self> {
+        let read = |cause| Error::read(path, cause);
+        let broken = |rule: String| Error::SafeTensors { path: path.to_owned(), rule };
+        let mut file = File::open(path).map_err(read)?;
+        let total = file.metadata().map_err(read)?.len();
+        let body = total
+            .checked_sub(PREFIX)
+            .ok_or_else(|| broken(format!("it has {total} bytes, too few for a header length")))?;
+        let mut prefix = [0; PREFIX as usize];
+        file.read_exact(&mut prefix).map_err(read)?;
+        let length = u64::from_le_bytes(prefix);
+        if length > body || length > LONGEST_HEADER {
+            return Err(broken(format!(
+                "its header claims {length} bytes, {body} follow (limit {LONGEST_HEADER})"
+            )));
+        }
+        let mut bytes = vec![0; length as usize];
+        file.read_exact(&mut bytes).map_err(read)?;
+        let header: Metadata = serde_json::from_slice(&bytes).map_err(|error| broken(error.to_string()))?;
+        let data = header.data_len() as u64;
+        if data != body - length {
+            return Err(broken(format!(
+                "its header describes {data} bytes of tensors, the file has {}",
+                body - length
+            )));
+        }
+        Ok(Self { path: path.to_owned(), file, header, start: PREFIX + length })
+    }
+
+    /// An entry of the `__metadata__` map.
+    pub fn metadata(&self, key: &str) -> Option<&str> {
+        self.header.metadata().as_ref()?.get(key).map(String::as_str)
+    }
+
+    /// Name, type and shape of each tensor, by name.
+    pub fn tensors(&self) -> Vec<(String, &TensorInfo)> {
+        let mut all: Vec<_> = self.header.tensors().into_iter().collect();
+        all.sort_by(|a, b| a.0.cmp(&b.0));
+        all
+    }
+
+    pub fn info(&self, name: &str) -> Option<&TensorInfo> {
+        self.header.info(name)
+    }
+
+    /// Values of an F32, F16 or BF16 tensor; nothing for another type or name.
+    pub fn read(&mut self, name: &str) -> Result<Option<Vec<f32>>> {
+        let Some(info) = self.header.info(name) else { return Ok(None) };
+        let (dtype, (begin, end)) = (info.dtype, info.data_offsets);
+        if !is_readable(dtype) {
+            return Ok(None);
+        }
+        let mut bytes = vec![0; end - begin];
+        self.file
+            .seek(SeekFrom::Start(self.start + begin as u64))
+            .and_then(|_| self.file.read_exact(&mut bytes))
+            .map_err(|cause| Error::read(&self.path, cause))?;
+        Ok(Some(widen(dtype, &bytes)))
+    }
+}
+
+/// Whether values of this type are read.
+pub(crate) fn is_readable(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16)
+}
+
+fn widen(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
+    let pairs = bytes.as_chunks::<2>().0.iter().copied();
+    match dtype {
+        Dtype::F16 => pairs.map(|pair| f16::from_le_bytes(pair).to_f32()).collect(),
+        Dtype::BF16 => pairs.map(|pair| bf16::from_le_bytes(pair).to_f32()).collect(),
+        _ => bytes.as_chunks::<4>().0.iter().map(|&four| f32::from_le_bytes(four)).collect(),
+    }
+}
+
+/// An F32 tensor to be written; its values are made when their turn comes.
+pub(crate) struct Outgoing<'a> {
+    pub name: String,
+    pub shape: Vec<usize>,
+    pub values: Box<dyn Fn() -> std::borrow::Cow<'a, [f32]> + 'a>,
+}
+
+/// Writes a tensor file: tensors sorted by name, metadata in the header.
+pub(crate) fn write(
+    out: &mut dyn Write,
+    tensors: &[Outgoing],
+    metadata: &HashMap<String, String>,
+) -> io::Result<()> {
+    let mut tensors: Vec<&Outgoing> = tensors.iter().collect();
+    tensors.sort_by(|a, b| a.name.cmp(&b.name));
+    out.write_all(&header(&tensors, metadata)?)?;
+    for tensor in tensors {
+        for block in (tensor.values)().chunks(4096) {
+            let bytes: Vec<u8> = block.iter().flat_map(|value| value.to_le_bytes()).collect();
+            out.write_all(&bytes)?;
+        }
+    }
+    Ok(())
+}
+
+/// Length and header, padded with spaces to a multiple of 8.
+///
+/// Written here and not by the safetensors crate, whose map of metadata has no stable order: the same
+/// adapter gives the same bytes.
+fn header(tensors: &[&Outgoing], metadata: &HashMap<String, String>) -> io::Result<Vec<u8>> {
+    let metadata: std::collections::BTreeMap<_, _> = metadata.iter().collect();
+    let mut text = format!("{{\"__metadata__\":{}", serde_json::to_string(&metadata)?);
+    let mut offset = 0;
+    for tensor in tensors {
+        let end = offset + 4 * tensor.shape.iter().product::<usize>();
+        let info = TensorInfo { dtype: Dtype::F32, shape: tensor.shape.clone(), data_offsets: (offset, end) };
+        text += &format!(",{}:{}", serde_json::to_string(&tensor.name)?, serde_json::to_string(&info)?);
+        offset = end;
+    }
+    text.push('}');
+    text += &" ".repeat(text.len().next_multiple_of(PREFIX as usize) - text.len());
+    let mut bytes = (text.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(text.into_bytes());
+    Ok(bytes)
+}
+
+#[cfg(test)]
+#[path = "tensors_tests.rs"]
+mod tests;

@@ -1,0 +1,218 @@
+//! Which modules a LoRA attaches to, and with which rank and alpha: PEFT's rules, strict.
+//!
+//! A target of a list is a module path or its end after a dot; a regular expression must match a
+//! whole module path; a pattern key matches as `(.*\.)?(KEY)$`. Beyond PEFT, a part of a module
+//! (`q` of a fused projection) is addressed as if it were a module below it: `attn.c_attn.q`.
+
+use std::collections::BTreeMap;
+
+use regex::Regex;
+
+use crate::{BaseDescription, Error, LoraSpec, Result, Targets};
+
+/// A module, or a part of one, that a LoRA attaches to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Selected {
+    pub layer: usize,
+    /// Index into the base's sites.
+    pub site: usize,
+    /// Index into the site's parts; `None` for the whole module.
+    pub part: Option<usize>,
+}
+
+impl Selected {
+    /// Module path, with the part behind it.
+    pub fn path(self, base: &BaseDescription) -> String {
+        let site = &base.sites[self.site];
+        let module = site.module(self.layer);
+        self.part.map_or(module.clone(), |part| format!("{module}.{}", site.parts[part].name))
+    }
+
+    fn module(self, base: &BaseDescription) -> String {
+        base.sites[self.site].module(self.layer)
+    }
+}
+
+/// Modules and parts that `targets` choose in `layers`, in the order layer, site, part.
+pub(crate) fn select(
+    targets: &Targets,
+    layers: Option<&[usize]>,
+    base: &BaseDescription,
+) -> Result<Vec<Selected>> {
+    let candidates = candidates(chosen_layers(layers, base)?, base);
+    let nothing = || Error::NothingMatched { target: targets.to_string(), sites: base.target_names() };
+    let chosen: Vec<Selected> = match targets {
+        Targets::AllLinear => candidates.into_iter().filter(|c| c.part.is_none()).collect(),
+        Targets::Regex(pattern) => {
+            let regex = whole_match("targets", pattern, &format!("^(?:{pattern})$"))?;
+            let whole = |c: &Selected| c.part.is_none() && regex.is_match(&c.module(base));
+            candidates.into_iter().filter(whole).collect()
+        }
+        Targets::List(names) => select_by_name(names, candidates, base)?,
+    };
+    if chosen.is_empty() {
+        return Err(nothing());
+    }
+    refuse_part_and_whole(&chosen, base)?;
+    Ok(chosen)
+}
+
+/// Whether a list entry names the module or part at `path`: all of it, or its end after a dot.
+pub(crate) fn names(target: &str, path: &str) -> bool {
+    path.strip_suffix(target).is_some_and(|before| before.is_empty() || before.ends_with('.'))
+}
+
+fn chosen_layers(layers: Option<&[usize]>, base: &BaseDescription) -> Result<Vec<usize>> {
+    let Some(layers) = layers else { return Ok((0..base.layers).collect()) };
+    if layers.is_empty() {
+        return Err(Error::NoLayers);
+    }
+    if let Some(&layer) = layers.iter().find(|&&layer| layer >= base.layers) {
+        return Err(Error::LayerOutOfRange { layer, layers: base.layers });
+    }
+    let mut layers = layers.to_vec();
+    layers.sort_unstable();
+    layers.dedup();
+    Ok(layers)
+}
+
+fn candidates(layers: Vec<usize>, base: &BaseDescription) -> Vec<Selected> {
+    let mut all = Vec::new();
+    for layer in layers {
+        for (site, description) in base.sites.iter().enumerate() {
+            all.push(Selected { layer, site, part: None });
+            all.extend((0..description.parts.len()).map(|part| Selected { layer, site, part: Some(part) }));
+        }
+    }
+    all
+}
+
+fn select_by_name(names: &[String], all: Vec<Selected>, base: &BaseDescription) -> Result<Vec<Selected>> {
+    let paths: Vec<String> = all.iter().map(|candidate| candidate.path(base)).collect();
+    if let Some(target) = names.iter().find(|name| !paths.iter().any(|path| self::names(name, path))) {
+        return Err(Error::NothingMatched { target: target.clone(), sites: base.target_names() });
+    }
+    let chosen = |path: &String| names.iter().any(|name| self::names(name, path));
+    Ok(all.into_iter().zip(&paths).filter(|(_, path)| chosen(path)).map(|(candidate, _)| candidate).collect())
+}
+
+fn refuse_part_and_whole(chosen: &[Selected], base: &BaseDescription) -> Result<()> {
+    // The whole module comes right before its parts.
+    for pair in chosen.windows(2) {
+        let [whole, next] = [pair[0], pair[1]];
+        if let (None, Some(part)) = (whole.part, next.part)
+            && (whole.layer, whole.site) == (next.layer, next.site)
+        {
+            let part = base.sites[next.site].parts[part].name.clone();
+            return Err(Error::PartAndWhole { module: whole.module(base), part });
+        }
+    }
+    Ok(())
+}
+
+/// Rank and alpha of each selected module: the pattern's where a key matches, else the default.
+pub(crate) fn ranks_and_alphas(
+    lora: &LoraSpec,
+    chosen: &[Selected],
+    base: &BaseDescription,
+) -> Result<Vec<(usize, f64)>> {
+    check_values(lora)?;
+    let mut ranks = Patterns::new("rank_pattern", &lora.rank_pattern)?;
+    let mut alphas = Patterns::new("alpha_pattern", &lora.alpha_pattern)?;
+    let found: Vec<_> = chosen
+        .iter()
+        .map(|&one| {
+            let rank = ranks.value(one, base).unwrap_or(lora.rank);
+            (rank, alphas.value(one, base).unwrap_or(lora.alpha))
+        })
+        .collect();
+    let example = chosen.first().map(|one| one.path(base)).unwrap_or_default();
+    ranks.refuse_unmatched(&example)?;
+    alphas.refuse_unmatched(&example)?;
+    for (pair, values) in chosen.windows(2).zip(found.windows(2)) {
+        let same_module = (pair[0].layer, pair[0].site) == (pair[1].layer, pair[1].site);
+        if same_module && values[0] != values[1] {
+            return Err(Error::PartsDiffer { module: pair[0].module(base) });
+        }
+    }
+    Ok(found)
+}
+
+fn check_values(lora: &LoraSpec) -> Result<()> {
+    let option = |pattern: &str, key: Option<&String>| match key {
+        None => pattern.to_owned(),
+        Some(key) => format!("{pattern}_pattern `{key}`"),
+    };
+    let ranks =
+        std::iter::once((None, lora.rank)).chain(lora.rank_pattern.iter().map(|(k, &v)| (Some(k), v)));
+    if let Some((key, _)) = ranks.into_iter().find(|&(_, rank)| rank == 0) {
+        return Err(Error::ZeroRank { option: option("rank", key) });
+    }
+    let alphas =
+        std::iter::once((None, lora.alpha)).chain(lora.alpha_pattern.iter().map(|(k, &v)| (Some(k), v)));
+    // The scale is F32: an alpha beyond its range is as good as infinite.
+    if let Some((key, value)) = alphas.into_iter().find(|&(_, alpha)| !(alpha as f32).is_finite()) {
+        return Err(Error::Alpha { option: option("alpha", key), value });
+    }
+    if !(0.0..1.0).contains(&lora.dropout) {
+        return Err(Error::Dropout { value: lora.dropout });
+    }
+    Ok(())
+}
+
+/// The compiled keys of `rank_pattern` or `alpha_pattern`, and which of them matched something.
+struct Patterns<'a, T> {
+    option: &'static str,
+    keys: Vec<(&'a str, Regex, T, bool)>,
+}
+
+impl<'a, T: Copy> Patterns<'a, T> {
+    fn new(option: &'static str, patterns: &'a BTreeMap<String, T>) -> Result<Self> {
+        let compile = |(key, &value): (&'a String, &T)| {
+            let regex = pattern_regex(option, key)?;
+            Ok((key.as_str(), regex, value, false))
+        };
+        Ok(Self { option, keys: patterns.iter().map(compile).collect::<Result<_>>()? })
+    }
+
+    /// Value of the first key that matches the part's path, else of the first that matches the module's.
+    fn value(&mut self, one: Selected, base: &BaseDescription) -> Option<T> {
+        let paths = [one.path(base), one.module(base)];
+        for path in paths {
+            if let Some(entry) = self.keys.iter_mut().find(|entry| entry.1.is_match(&path)) {
+                entry.3 = true;
+                return Some(entry.2);
+            }
+        }
+        None
+    }
+
+    fn refuse_unmatched(&self, example: &str) -> Result<()> {
+        match self.keys.iter().find(|entry| !entry.3) {
+            None => Ok(()),
+            Some(entry) => Err(Error::PatternUnmatched {
+                option: self.option,
+                key: entry.0.to_owned(),
+                example: example.to_owned(),
+            }),
+        }
+    }
+}
+
+/// PEFT's `(.*\.)?(KEY)$`, matched from the start of a module path.
+pub(crate) fn pattern_regex(option: &'static str, key: &str) -> Result<Regex> {
+    whole_match(option, key, &format!(r"^(?:.*\.)?(?:{key})$"))
+}
+
+fn whole_match(option: &'static str, pattern: &str, anchored: &str) -> Result<Regex> {
+    // Alone first, so that the message quotes what the user wrote and `a)|(b` is refused.
+    Regex::new(pattern).and_then(|_| Regex::new(anchored)).map_err(|error| {
+        let text = error.to_string();
+        let cause = text.lines().last().unwrap_or_default().trim_start_matches("error: ").to_owned();
+        Error::BadRegex { option, pattern: pattern.to_owned(), cause }
+    })
+}
+
+#[cfg(test)]
+#[path = "targets_tests.rs"]
+mod tests;

@@ -1,0 +1,35 @@
+//! A small base for this crate's tests: odd sizes, a fused projection with parts.
+
+use crate::{BaseDescription, PartDescription, SiteDescription};
+
+/// Width of the base.
+pub const D: usize = 6;
+
+/// Three layers of width 6 with two heads.
+pub fn base() -> BaseDescription {
+    let parts = ["q", "k", "v"].iter().enumerate();
+    let parts = parts
+        .map(|(i, name)| PartDescription { name: (*name).to_owned(), columns: i * D..(i + 1) * D })
+        .collect();
+    BaseDescription {
+        name: "tiny/base".to_owned(),
+        revision: Some("v1".to_owned()),
+        fingerprint: Some("f00d".to_owned()),
+        layers: 3,
+        heads: 2,
+        width: D,
+        positions: 32,
+        vocab: 11,
+        sites: vec![
+            site("attn.c_attn", D, 3 * D, parts),
+            site("attn.c_proj", D, D, vec![]),
+            site("mlp.c_fc", D, 4 * D, vec![]),
+            site("mlp.c_proj", 4 * D, D, vec![]),
+        ],
+    }
+}
+
+fn site(name: &str, inputs: usize, outputs: usize, parts: Vec<PartDescription>) -> SiteDescription {
+    let key = format!("transformer.h.{{layer}}.{name}");
+    SiteDescription { name: name.to_owned(), key, inputs, outputs, fan_in_fan_out: true, parts }
+}

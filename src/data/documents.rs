@@ -1,0 +1,256 @@
+//! Records to documents: token ids and, for each position, the target it should predict.
+
+use super::batch::NO_LOSS;
+use super::dataset::DataOptions;
+use super::records::{Place, Record, Role};
+use super::tokenizer::Tokenizer;
+use crate::error::Result;
+
+/// Inputs with their targets, already shifted.
+///
+/// Where an end-of-text follows, it is the last target and no input: nothing comes after it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Document {
+    /// Token ids, `(t)`.
+    pub ids: Vec<u32>,
+    /// What position `i` should predict, or [`NO_LOSS`], `(t)`.
+    pub targets: Vec<i32>,
+    /// Whether a JSONL record was longer than a row and lost its end.
+    pub cut: bool,
+}
+
+/// A stretch of tokens, all with loss or all without.
+struct Span {
+    ids: Vec<u32>,
+    loss: bool,
+}
+
+impl Document {
+    /// Tokenises `record`; a JSONL record is cut to `options.seq_len` inputs, a text file is not.
+    ///
+    /// # Errors
+    /// A record of text when there is no tokenizer, or text that it cannot encode.
+    pub fn new(
+        place: Place,
+        record: &Record,
+        tokenizer: Option<&Tokenizer>,
+        options: &DataOptions,
+    ) -> Result<Self> {
+        if let Record::Ids { ids, labels } = record {
+            return Ok(Self::from_ids(ids, labels, options.seq_len));
+        }
+        let tokenizer = tokenizer.ok_or_else(|| {
+            place.error(
+                "is text, and the base has no tokenizer; \
+                 give records {\"input_ids\",\"labels\"} or put tokenizer.json into the base's folder",
+            )
+        })?;
+        let spans = spans(record, tokenizer, options).map_err(|error| place.error(error))?;
+        let mut document = Self::from_spans(spans);
+        if !matches!(record, Record::File(_)) {
+            document.cut(options.seq_len);
+        }
+        Ok(document)
+    }
+
+    /// As Transformers reads labels: position `i` predicts `labels[i + 1]` and the last position
+    /// nothing, also where a record was cut to `seq_len` tokens.
+    fn from_ids(ids: &[u32], labels: &[i32], seq_len: usize) -> Self {
+        let kept = ids.len().min(seq_len);
+        let mut targets: Vec<i32> = labels[..kept].iter().skip(1).copied().collect();
+        targets.resize(kept, NO_LOSS);
+        Self { ids: ids[..kept].to_vec(), targets, cut: kept < ids.len() }
+    }
+
+    /// The first token of a document has nothing before it and is never a target; every other token
+    /// of a span with loss is one exactly once.
+    fn from_spans(spans: Vec<Span>) -> Self {
+        let length = spans.iter().map(|span| span.ids.len()).sum();
+        let mut document =
+            Self { ids: Vec::with_capacity(length), targets: Vec::with_capacity(length), cut: false };
+        for span in spans {
+            document.targets.extend(span.ids.iter().map(|&id| if span.loss { id as i32 } else { NO_LOSS }));
+            document.ids.extend(span.ids);
+        }
+        if !document.ids.is_empty() {
+            document.targets.remove(0);
+            document.ids.pop();
+        }
+        document
+    }
+
+    fn cut(&mut self, seq_len: usize) {
+        self.cut = self.ids.len() > seq_len;
+        self.ids.truncate(seq_len);
+        self.targets.truncate(seq_len);
+    }
+}
+
+fn spans(record: &Record, tokenizer: &Tokenizer, options: &DataOptions) -> Result<Vec<Span>> {
+    let end = Span { ids: vec![options.end_of_text], loss: true };
+    let span = |text: &str, loss: bool| tokenizer.encode(text).map(|ids| Span { ids, loss });
+    match record {
+        Record::File(text) | Record::Text(text) => Ok(vec![span(text, true)?, end]),
+        Record::Completion { prompt, completion } => {
+            Ok(vec![span(prompt, options.train_on_prompt)?, span(completion, true)?, end])
+        }
+        Record::Messages(messages) => conversation(messages, tokenizer, options),
+        Record::Ids { .. } => Ok(Vec::new()),
+    }
+}
+
+/// The template: a turn is its role, `:` and a newline, then the content. A turn of the assistant
+/// ends with end-of-text, the others with a blank line:
+///
+/// ```text
+/// system:
+/// Be brief.
+///
+/// user:
+/// Hi
+///
+/// assistant:
+/// Hello<|endoftext|>user:
+/// ```
+///
+/// Everything between two contents of the assistant is tokenised in one piece, so that a
+/// conversation with one answer is the record
+/// `{"prompt":"user:\nHi\n\nassistant:\n","completion":"Hello"}`. The loss is on the assistant's
+/// contents and the end-of-text behind each of them, where generation is to stop.
+fn conversation(
+    messages: &[(Role, String)],
+    tokenizer: &Tokenizer,
+    options: &DataOptions,
+) -> Result<Vec<Span>> {
+    let mut spans = Vec::new();
+    let mut context = String::new();
+    for (role, content) in messages {
+        context += role.name();
+        context += ":\n";
+        if *role == Role::Assistant {
+            spans.push(Span { ids: tokenizer.encode(&context)?, loss: options.train_on_prompt });
+            spans.push(Span { ids: tokenizer.encode(content)?, loss: true });
+            spans.push(Span { ids: vec![options.end_of_text], loss: true });
+            context.clear();
+        } else {
+            context += content;
+            context += "\n\n";
+        }
+    }
+    if !context.is_empty() {
+        // Turns behind the last answer: without loss unless asked for, ended like any document.
+        spans.push(Span { ids: tokenizer.encode(&context)?, loss: options.train_on_prompt });
+        spans.push(Span { ids: vec![options.end_of_text], loss: options.train_on_prompt });
+    }
+    Ok(spans)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::testing::{END, ids, options, tokenizer};
+
+    const PLACE: Place = Place { name: "d.jsonl", line: Some(7) };
+
+    fn document(record: &Record, options: &DataOptions) -> Document {
+        Document::new(PLACE, record, Some(&tokenizer()), options).unwrap()
+    }
+
+    fn completion(prompt: &str, completion: &str) -> Record {
+        Record::Completion { prompt: prompt.into(), completion: completion.into() }
+    }
+
+    /// `text` and the end-of-text as targets.
+    fn ended(text: &str) -> Vec<i32> {
+        ids(text).into_iter().chain([END]).map(|id| id as i32).collect()
+    }
+
+    #[test]
+    fn a_text_predicts_all_but_its_first_token_and_the_end() {
+        let text = document(&Record::Text("hello the!".into()), &options(9));
+        assert_eq!(text, Document { ids: vec![259, 261, 0], targets: vec![261, 0, END as i32], cut: false });
+        let one = document(&Record::File("!".into()), &options(9));
+        assert_eq!(one, Document { ids: vec![0], targets: vec![END as i32], cut: false });
+        let none = document(&Record::Text(String::new()), &options(9));
+        assert_eq!(none, Document { ids: vec![], targets: vec![], cut: false });
+    }
+
+    #[test]
+    fn prompt_and_completion_are_tokenised_apart() {
+        // Together "hell" + "o" would be one token.
+        let apart = document(&completion("hell", "o!"), &options(9));
+        assert_eq!(apart.ids, [ids("hell"), ids("o!")].concat());
+        assert_eq!(apart.targets, ended("o!"));
+        let both = document(&completion("hell", "o!"), &DataOptions { train_on_prompt: true, ..options(9) });
+        assert_eq!(both, apart, "the first token of a document is never a target");
+        let longer = document(&completion("a b", "o"), &DataOptions { train_on_prompt: true, ..options(9) });
+        assert_eq!(longer.targets, [ids(" b").iter().map(|&id| id as i32).collect(), ended("o")].concat());
+    }
+
+    #[test]
+    fn an_empty_prompt_or_completion_is_allowed() {
+        assert_eq!(document(&completion("", "ab"), &options(9)).targets, ended("b"));
+        assert_eq!(document(&completion("ab", ""), &options(9)).targets, [NO_LOSS, END as i32]);
+    }
+
+    #[test]
+    fn jsonl_is_cut_and_files_are_not() {
+        // Four inputs: three tokens, and the end-of-text as the target of the last.
+        let exact = document(&completion("a", "bcd"), &options(4));
+        assert!(!exact.cut && exact.targets.last() == Some(&(END as i32)));
+        let cut = document(&completion("a", "bcd"), &options(3));
+        assert!(cut.cut);
+        assert_eq!((cut.ids, cut.targets), (ids("abc"), ids("bcd").iter().map(|&id| id as i32).collect()));
+        let file = document(&Record::File("abcdef".into()), &options(3));
+        assert_eq!((file.ids.len(), file.cut), (6, false));
+        assert_eq!(document(&Record::Text("abcdef".into()), &options(3)).ids, ids("abc"));
+    }
+
+    #[test]
+    fn ids_are_shifted_as_transformers_does() {
+        let record = Record::Ids { ids: vec![4, 5, 6, 7], labels: vec![4, -100, 6, 9] };
+        let whole = document(&record, &options(4));
+        assert_eq!(whole, Document { ids: vec![4, 5, 6, 7], targets: vec![-100, 6, 9, -100], cut: false });
+        let cut = document(&record, &options(3));
+        assert_eq!(cut, Document { ids: vec![4, 5, 6], targets: vec![-100, 6, -100], cut: true });
+        let empty = document(&Record::Ids { ids: vec![], labels: vec![] }, &options(3));
+        assert!(empty.ids.is_empty() && empty.targets.is_empty());
+    }
+
+    #[test]
+    fn one_answer_is_a_prompt_and_its_completion() {
+        let messages = Record::Messages(vec![
+            (Role::System, "Be brief.".into()),
+            (Role::User, "Hi".into()),
+            (Role::Assistant, "hello".into()),
+        ]);
+        let plain = completion("system:\nBe brief.\n\nuser:\nHi\n\nassistant:\n", "hello");
+        assert_eq!(document(&messages, &options(99)), document(&plain, &options(99)));
+    }
+
+    #[test]
+    fn every_answer_is_supervised_and_nothing_else() {
+        let turns = [(Role::User, "a"), (Role::Assistant, "b"), (Role::User, "c"), (Role::Assistant, "d")];
+        let messages = turns.map(|(role, content)| (role, content.to_owned())).to_vec();
+        let two = document(&Record::Messages(messages.clone()), &options(99));
+        let spoken: Vec<i32> = two.targets.iter().copied().filter(|&target| target != NO_LOSS).collect();
+        assert_eq!(spoken, [ended("b"), ended("d")].concat());
+        let text = "user:\na\n\nassistant:\nb<|endoftext|>user:\nc\n\nassistant:\nd";
+        assert_eq!(two.ids, ids(text));
+        let open = document(&Record::Messages(messages[..3].to_vec()), &options(99));
+        let spoken: Vec<i32> = open.targets.iter().copied().filter(|&target| target != NO_LOSS).collect();
+        assert_eq!(spoken, ended("b"));
+        let all = DataOptions { train_on_prompt: true, ..options(99) };
+        let trained = document(&Record::Messages(messages[..3].to_vec()), &all);
+        assert!(trained.targets.iter().all(|&target| target != NO_LOSS));
+    }
+
+    #[test]
+    fn text_needs_a_tokenizer_and_ids_do_not() {
+        let ids = Record::Ids { ids: vec![1, 2], labels: vec![1, 2] };
+        assert!(Document::new(PLACE, &ids, None, &options(4)).is_ok());
+        let error =
+            Document::new(PLACE, &Record::Text("a".into()), None, &options(4)).unwrap_err().to_string();
+        assert!(error.starts_with("d.jsonl:7: is text, and the base has no tokenizer; "), "{error}");
+    }
+}

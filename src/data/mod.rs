@@ -1,0 +1,55 @@
+//! From files to batches: records, tokens and loss masks, rows, micro-batches.
+//!
+//! The way: [`sources`] names the files of a split, [`records`] reads them, [`documents`] turns a
+//! record into token ids and shifted targets, [`rows`] cuts and packs documents into rows,
+//! [`dataset`] holds the rows with their counts and fingerprint, [`sampler`] says which row comes
+//! next, [`batch`] pads rows for the model. Nothing here knows a device or an adapter.
+
+pub mod batch;
+pub mod dataset;
+pub mod documents;
+pub mod records;
+pub mod rows;
+pub mod sampler;
+pub mod sources;
+pub mod stream;
+pub mod tokenizer;
+
+pub use batch::{Batch, NO_LOSS, Row};
+pub use dataset::{DataOptions, DataReport, Dataset, load, load_text};
+pub use records::Kind;
+pub use sampler::Sampler;
+pub use sources::{Split, files, has_split};
+pub use stream::DecodeStream;
+pub use tokenizer::Tokenizer;
+
+/// Helpers shared by the tests of this folder.
+#[cfg(test)]
+pub(crate) mod testing {
+    use super::{DataOptions, Tokenizer};
+
+    /// End-of-text and vocabulary size of the fixture: 256 bytes, 10 merges (spaces and newlines too), end-of-text.
+    pub(crate) const END: u32 = 266;
+    pub(crate) const VOCAB: usize = 267;
+    pub(crate) const FIXTURE: &[u8] = include_bytes!("fixtures/tokenizer.json");
+
+    pub(crate) fn tokenizer() -> Tokenizer {
+        Tokenizer::from_bytes(FIXTURE).unwrap()
+    }
+
+    pub(crate) fn options(seq_len: usize) -> DataOptions {
+        DataOptions {
+            seq_len,
+            pack: false,
+            line_by_line: false,
+            train_on_prompt: false,
+            end_of_text: END,
+            vocab: VOCAB,
+        }
+    }
+
+    /// The ids of `text` under the fixture.
+    pub(crate) fn ids(text: &str) -> Vec<u32> {
+        tokenizer().encode(text).unwrap()
+    }
+}

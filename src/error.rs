@@ -1,0 +1,107 @@
+//! The one error of the library: what the user did wrong, or what failed while running.
+//!
+//! A message is one sentence that names the file, line or option, the value found and what to do;
+//! further lines are hints. The exit code follows from the variant alone.
+
+use std::{fmt, io, path::Path};
+
+/// `Result` with the library's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A sentence for the user, with optional `hint:` lines.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Report {
+    /// One sentence: where, the value found, the remedy.
+    pub message: String,
+    /// Lines printed after the sentence, each behind `hint: `.
+    pub hints: Vec<String>,
+}
+
+/// Why a program stops before its work is done.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Error {
+    /// Wrong usage or bad input; exit code 2.
+    Input(Report),
+    /// Failed while running (disk full, device lost, network); exit code 1.
+    Failed(Report),
+    /// Stopped by SIGINT or SIGTERM with everything for `--resume` on disk; exit code 130.
+    Interrupted(Report),
+    /// The reader of our output went away (`| head`); ends quietly with exit code 0.
+    ClosedPipe,
+}
+
+impl Error {
+    /// Bad input, described by one sentence.
+    pub fn input(message: impl Into<String>) -> Self {
+        Self::Input(Report::new(message))
+    }
+
+    /// A failure while running, described by one sentence.
+    pub fn failed(message: impl Into<String>) -> Self {
+        Self::Failed(Report::new(message))
+    }
+
+    /// A user's file that cannot be read: [`Error::Input`] with the path, the cause and a remedy.
+    pub fn reading(path: &Path, cause: &io::Error) -> Self {
+        let remedy = match cause.kind() {
+            io::ErrorKind::NotFound => "check the path",
+            io::ErrorKind::PermissionDenied => "check its permissions",
+            _ => "check the file",
+        };
+        Self::input(format!("{}: cannot be read: {cause}; {remedy}", path.display()))
+    }
+
+    /// A file of ours that cannot be written: [`Error::Failed`] with the path and the cause.
+    pub fn writing(path: &Path, cause: &io::Error) -> Self {
+        Self::failed(format!(
+            "{}: cannot be written: {cause}; free space or choose another folder",
+            path.display()
+        ))
+    }
+
+    /// The same error with one more hint line.
+    #[must_use]
+    pub fn hint(mut self, hint: impl Into<String>) -> Self {
+        if let Self::Input(report) | Self::Failed(report) | Self::Interrupted(report) = &mut self {
+            report.hints.push(hint.into());
+        }
+        self
+    }
+
+    /// The exit code of a program that stops with this error.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::ClosedPipe => 0,
+            Self::Failed(_) => 1,
+            Self::Input(_) => 2,
+            Self::Interrupted(_) => 130,
+        }
+    }
+}
+
+impl Report {
+    /// A report without hints.
+    pub fn new(message: impl Into<String>) -> Self {
+        Self { message: message.into(), hints: Vec::new() }
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ClosedPipe => write!(f, "the reader of the output went away"),
+            Self::Input(report) | Self::Failed(report) | Self::Interrupted(report) => {
+                write!(f, "{}", report.message)?;
+                report.hints.iter().try_for_each(|hint| write!(f, "\nhint: {hint}"))
+            }
+        }
+    }
+}
+
+impl std::error::Error for Error {}
+
+impl From<engraft_adapters::Error> for Error {
+    fn from(error: engraft_adapters::Error) -> Self {
+        if error.is_input() { Self::input(error.to_string()) } else { Self::failed(error.to_string()) }
+    }
+}

@@ -1,0 +1,158 @@
+//! The next token: penalties and filters in the order of Transformers, the draw by candle.
+//!
+//! Order: repetition penalty, no end-of-text before the minimum, temperature, top-k, top-p. candle's own
+//! top-k-then-top-p compares probabilities that no longer sum to 1, so the filters are ours.
+
+use candle_core::{Device, Tensor};
+use candle_transformers::{
+    generation::{LogitsProcessor, Sampling},
+    utils::apply_repeat_penalty,
+};
+
+use super::GenerateOptions;
+use crate::error::{Error, Result};
+
+/// Chooses tokens for one sample.
+pub struct Chooser<'a> {
+    options: &'a GenerateOptions,
+    processor: LogitsProcessor,
+    end_of_text: Option<u32>,
+}
+
+impl<'a> Chooser<'a> {
+    /// A chooser that draws with `seed`.
+    pub fn new(options: &'a GenerateOptions, seed: u64, end_of_text: Option<u32>) -> Self {
+        let sampling =
+            if options.temperature == 0.0 { Sampling::ArgMax } else { Sampling::All { temperature: 1.0 } };
+        Self { options, processor: LogitsProcessor::from_sampling(seed, sampling), end_of_text }
+    }
+
+    /// The token after `seen`, `new` of which were generated; `logits` are changed.
+    pub fn choose(&mut self, logits: &mut Vec<f32>, seen: &[u32], new: usize) -> Result<u32> {
+        let failed = |cause: candle_core::Error| Error::failed(format!("sampling failed: {cause}"));
+        if let Some(bad) = logits.iter().find(|logit| !logit.is_finite()) {
+            return Err(Error::failed(format!(
+                "the model gives a logit of {bad}; check base and adapter for damaged weights"
+            )));
+        }
+        let penalty = self.options.repetition_penalty as f32;
+        let vocab = logits.len();
+        if penalty != 1.0 {
+            let tensor = Tensor::from_slice(logits, vocab, &Device::Cpu).map_err(failed)?;
+            *logits =
+                apply_repeat_penalty(&tensor, penalty, seen).and_then(|t| t.to_vec1()).map_err(failed)?;
+        }
+        if let Some(end) = self.end_of_text.filter(|_| new < self.options.min_new_tokens) {
+            logits[end as usize] = f32::NEG_INFINITY;
+        }
+        if self.options.temperature > 0.0 {
+            let factor = (1.0 / self.options.temperature) as f32;
+            logits.iter_mut().for_each(|logit| *logit *= factor);
+            keep_top_k(logits, self.options.top_k);
+            keep_top_p(logits, self.options.top_p);
+        }
+        let tensor = Tensor::from_slice(logits, vocab, &Device::Cpu).map_err(failed)?;
+        self.processor.sample(&tensor).map_err(failed)
+    }
+}
+
+/// Hides all but the `k` largest logits (0: none); equals of the k-th stay, as in Transformers.
+fn keep_top_k(logits: &mut [f32], k: usize) {
+    if k == 0 || k >= logits.len() {
+        return;
+    }
+    let mut sorted = logits.to_vec();
+    let (_, kth, _) = sorted.select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a));
+    let kth = *kth;
+    logits.iter_mut().filter(|logit| **logit < kth).for_each(|logit| *logit = f32::NEG_INFINITY);
+}
+
+/// Hides the least likely tokens whose probabilities together stay within 1 - p (Holtzman et al. 2020);
+/// the likeliest always stays.
+fn keep_top_p(logits: &mut [f32], p: f64) {
+    if p >= 1.0 {
+        return;
+    }
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let power = |logit: f32| f64::from(logit - max).exp();
+    let total: f64 = logits.iter().map(|&logit| power(logit)).sum();
+    let mut order: Vec<usize> = (0..logits.len()).filter(|&at| logits[at] > f32::NEG_INFINITY).collect();
+    order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]));
+    let mut reached = 0.0;
+    for (rank, &at) in order.iter().enumerate() {
+        let before = reached;
+        reached += power(logits[at]) / total;
+        if rank > 0 && before >= p {
+            logits[at] = f32::NEG_INFINITY;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options() -> GenerateOptions {
+        GenerateOptions {
+            max_new_tokens: 1,
+            min_new_tokens: 0,
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            repetition_penalty: 1.0,
+            stop: Vec::new(),
+            seed: 0,
+            num_samples: 1,
+        }
+    }
+
+    #[test]
+    fn greedy_takes_the_largest_and_penalties_come_first() {
+        let plain = options();
+        assert_eq!(Chooser::new(&plain, 0, Some(2)).choose(&mut vec![1.0, 3.0, 5.0], &[1], 0).unwrap(), 2);
+        let waiting = GenerateOptions { min_new_tokens: 1, ..options() };
+        assert_eq!(Chooser::new(&waiting, 0, Some(2)).choose(&mut vec![1.0, 3.0, 5.0], &[], 0).unwrap(), 1);
+        let penalised = GenerateOptions { repetition_penalty: 4.0, ..options() };
+        assert_eq!(Chooser::new(&penalised, 0, None).choose(&mut vec![1.0, 3.0, -5.0], &[1], 0).unwrap(), 0);
+    }
+
+    #[test]
+    fn filters_keep_what_transformers_keeps() {
+        let mut logits = vec![0.0, 2.0, 1.0, 2.0, -1.0];
+        keep_top_k(&mut logits, 3);
+        assert_eq!(logits, [f32::NEG_INFINITY, 2.0, 1.0, 2.0, f32::NEG_INFINITY]);
+        // Probabilities 0.5, 0.3, 0.2 after the filter above was undone.
+        let mut logits: Vec<f32> = [0.2f32, 0.5, 0.3].iter().map(|p| p.ln()).collect();
+        keep_top_p(&mut logits, 0.6);
+        assert_eq!(logits.map_finite(), [false, true, true]);
+        let mut logits: Vec<f32> = [0.2f32, 0.5, 0.3].iter().map(|p| p.ln()).collect();
+        keep_top_p(&mut logits, 0.01);
+        assert_eq!(logits.map_finite(), [false, true, false]);
+    }
+
+    trait MapFinite {
+        fn map_finite(&self) -> Vec<bool>;
+    }
+    impl MapFinite for Vec<f32> {
+        fn map_finite(&self) -> Vec<bool> {
+            self.iter().map(|x| x.is_finite()).collect()
+        }
+    }
+
+    #[test]
+    fn draws_follow_the_probabilities_and_the_seed() {
+        let drawing = GenerateOptions { temperature: 0.5, ..options() };
+        let logits: Vec<f32> = [0.1f32, 0.6, 0.3].iter().map(|p| p.ln() / 2.0).collect();
+        let draw = |seed| Chooser::new(&drawing, seed, None).choose(&mut logits.clone(), &[], 0).unwrap();
+        let mut counts = [0usize; 3];
+        (0..4000).for_each(|seed| counts[draw(seed) as usize] += 1);
+        assert!((counts[1] as f64 / 4000.0 - 0.6).abs() < 0.03, "{counts:?}");
+        assert_eq!(draw(7), draw(7));
+    }
+
+    #[test]
+    fn a_logit_that_is_no_number_is_an_error() {
+        let plain = options();
+        assert!(Chooser::new(&plain, 0, None).choose(&mut vec![1.0, f32::NAN], &[], 0).is_err());
+    }
+}

@@ -1,0 +1,199 @@
+//! From the name of a base or an adapter to local files: a folder, or a model of the hub in its shared cache.
+//!
+//! Nothing here reads the environment: endpoint, token and cache folder come in [`HubOptions`]. Only the
+//! files that are needed are fetched, all from the commit that the first of them came from. A cut
+//! download goes on where it stopped at the next try.
+
+mod explain;
+mod repo;
+mod resume;
+
+use std::{
+    path::{Path, PathBuf},
+    sync::mpsc,
+    thread,
+};
+
+use self::repo::Repo;
+use crate::{
+    error::{Error, Result},
+    model::{BaseSource, weights::shard_names},
+};
+
+/// How to reach the hub, and where its files are kept.
+#[derive(Debug, Clone, Default)]
+pub struct HubOptions {
+    /// Address of the hub; `None` is the client library's own.
+    pub endpoint: Option<String>,
+    /// Access token; `None` asks anonymously.
+    pub token: Option<String>,
+    /// The shared cache, usually `~/.cache/huggingface/hub`.
+    pub cache: PathBuf,
+    /// Branch, tag or commit; `None` is the main branch.
+    pub revision: Option<String>,
+    /// Whether only what the cache holds may be used.
+    pub offline: bool,
+}
+
+/// How far the download of a file has come.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Progress {
+    /// Name of the file in its repository.
+    pub file: String,
+    /// Bytes on disk.
+    pub bytes: u64,
+    /// Bytes of the whole file; 0 while unknown.
+    pub total: u64,
+}
+
+/// The folder `name`, or else the hub's model of that id (`name` or `owner/name`) as a folder of the cache.
+///
+/// # Errors
+/// [`Error::Input`] when `name` is neither, or names what is not there or may not be read;
+/// [`Error::Failed`] when the network or the disk does.
+pub fn base(name: &str, options: &HubOptions, progress: &dyn Fn(Progress)) -> Result<BaseSource> {
+    let folder = match local(name, "--base")? {
+        Some(folder) => folder,
+        None => fetch(name, options, progress, base_files)?,
+    };
+    Ok(BaseSource::Folder(folder))
+}
+
+/// The folder `name`, or else the hub's adapter of that id as a folder of the cache.
+///
+/// The folder holds PEFT's two files, or `lora/` and `prefix/` that do.
+///
+/// # Errors
+/// As [`base()`].
+pub fn adapter(name: &str, options: &HubOptions, progress: &dyn Fn(Progress)) -> Result<PathBuf> {
+    match local(name, "--adapter")? {
+        Some(folder) => Ok(folder),
+        None => fetch(name, options, progress, adapter_files),
+    }
+}
+
+/// `name` as a folder; `None` when it can only be an id.
+fn local(name: &str, option: &str) -> Result<Option<PathBuf>> {
+    let path = Path::new(name);
+    if path.is_dir() {
+        return Ok(Some(path.to_owned()));
+    }
+    if path.exists() {
+        return Err(Error::input(format!("{option} {name}: is a file; give the folder that holds it")));
+    }
+    if is_id(name) {
+        return Ok(None);
+    }
+    Err(Error::input(format!(
+        "{option} {name}: is neither a folder nor a hub id; check the path, or give an id as `name` or `owner/name`"
+    )))
+}
+
+/// The hub's own rule for ids: at most two parts of letters, digits and `-_.`, with no `-` or `.` at the
+/// ends and none doubled.
+fn is_id(name: &str) -> bool {
+    let part = |part: &str| {
+        let inner = part.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
+        let ends = part.starts_with(['-', '.']) || part.ends_with(['-', '.']);
+        !part.is_empty() && inner && !ends && !part.contains("--") && !part.contains("..")
+    };
+    name.len() <= 96 && name.split('/').count() <= 2 && name.split('/').all(part)
+}
+
+/// Runs `files` beside this thread, which alone may call `progress`.
+fn fetch(
+    id: &str,
+    options: &HubOptions,
+    progress: &dyn Fn(Progress),
+    files: fn(&Repo) -> Result<PathBuf>,
+) -> Result<PathBuf> {
+    let (sender, receiver) = mpsc::channel();
+    thread::scope(|scope| {
+        let worker = scope.spawn(move || {
+            let found = Repo::open(id, options, sender.clone()).and_then(|repo| files(&repo));
+            // The client may keep a clone of the sender for a while: the end is a message.
+            let _ = sender.send(None);
+            found
+        });
+        receiver.into_iter().map_while(|message| message).for_each(progress);
+        worker
+            .join()
+            .unwrap_or_else(|_| Err(Error::failed(format!("{id}: the download broke down; try again"))))
+    })
+}
+
+/// `config.json`, the tokenizer if there is one, and the weights in the first form that is there.
+fn base_files(repo: &Repo) -> Result<PathBuf> {
+    let Some(config) = repo.get("config.json")? else { return Err(repo.absent("config.json")) };
+    let folder = config.parent().unwrap_or(Path::new("")).to_owned();
+    if repo.get("tokenizer.json")?.is_none() && repo.get("vocab.json")?.is_some() {
+        repo.get("merges.txt")?;
+    }
+    for (single, index) in [
+        ("model.safetensors", "model.safetensors.index.json"),
+        ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+    ] {
+        if repo.get(single)?.is_some() {
+            return Ok(folder);
+        }
+        if let Some(index) = repo.get(index)? {
+            for shard in shard_names(&index)? {
+                repo.get(&shard)?.ok_or_else(|| repo.absent(&shard))?;
+            }
+            return Ok(folder);
+        }
+    }
+    Err(repo.absent("model.safetensors, model.safetensors.index.json or pytorch_model.bin"))
+}
+
+/// PEFT's two files at the top, or in `lora/` and `prefix/`.
+fn adapter_files(repo: &Repo) -> Result<PathBuf> {
+    if let Some(config) = repo.get("adapter_config.json")? {
+        repo.get("adapter_model.safetensors")?.ok_or_else(|| repo.absent("adapter_model.safetensors"))?;
+        return Ok(config.parent().unwrap_or(Path::new("")).to_owned());
+    }
+    let mut folder = None;
+    for part in ["lora", "prefix"] {
+        if let Some(config) = repo.get(&format!("{part}/adapter_config.json"))? {
+            let weights = format!("{part}/adapter_model.safetensors");
+            repo.get(&weights)?.ok_or_else(|| repo.absent(&weights))?;
+            folder = config.parent().and_then(Path::parent).map(Path::to_owned);
+        }
+    }
+    folder.ok_or_else(|| repo.absent("adapter_config.json"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_follow_the_hubs_rule() {
+        for id in ["gpt2", "openai-community/gpt2-xl", "a/b_c.d"] {
+            assert!(is_id(id), "{id}");
+        }
+        for name in
+            ["", "a/b/c", "./gpt2", "../x", "a//b", "-a", "a.", "a--b", "a..b", "a b", "/a", "a/", "~/x", "é"]
+        {
+            assert!(!is_id(name), "{name}");
+        }
+        assert!(!is_id(&"a".repeat(97)));
+    }
+
+    #[test]
+    fn a_folder_wins_and_a_file_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let name = dir.path().to_str().unwrap();
+        let progress = |_| {};
+        let found = base(name, &HubOptions::default(), &progress).unwrap();
+        assert_eq!(found, BaseSource::Folder(dir.path().to_owned()));
+        std::fs::write(dir.path().join("x"), "").unwrap();
+        let error = adapter(&format!("{name}/x"), &HubOptions::default(), &progress).unwrap_err();
+        assert!(error.to_string().contains("is a file; give the folder"), "{error}");
+        let error = base("./nowhere", &HubOptions::default(), &progress).unwrap_err();
+        assert!(
+            error.to_string().starts_with("--base ./nowhere: is neither a folder nor a hub id"),
+            "{error}"
+        );
+    }
+}

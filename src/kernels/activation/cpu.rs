@@ -1,0 +1,60 @@
+//! CPU side: vector loops for the functions that GPT-2 uses, the plain formula for the rest.
+
+use super::{Activation, reference};
+use crate::kernels::cpu::{Shared, each, exp, vectorised};
+
+/// Elements a task takes.
+const PIECE: usize = 1 << 14;
+const K: f32 = reference::SQRT_2_OVER_PI as f32;
+const CUBE: f32 = reference::CUBE as f32;
+
+pub fn forward(kind: Activation, x: &[f32], y: &mut [f32]) {
+    assert_eq!(x.len(), y.len(), "activation shapes");
+    pieces(x, y, |x, y| match kind {
+        Activation::GeluTanh => map(x, y, |x, _| x * gate(x)),
+        Activation::Relu => map(x, y, |x, _| x.max(0.0)),
+        other => map(x, y, |x, _| reference::forward(other, x)),
+    });
+}
+
+pub fn backward(kind: Activation, x: &[f32], d: &mut [f32]) {
+    assert_eq!(x.len(), d.len(), "activation shapes");
+    pieces(x, d, |x, d| match kind {
+        Activation::GeluTanh => map(x, d, |x, d| {
+            // In the forward pass y = x s with s = sigmoid(2u), so dy/dx = s + x s (1 - s) 2 du/dx.
+            let s = gate(x);
+            let slope = 2.0 * K * (1.0 + 3.0 * CUBE * x * x);
+            // For large |x| the square overflows before s (1 - s) vanishes; x s (1 - s) is 0 there.
+            let curve = s * (1.0 - s);
+            d * (s + if curve == 0.0 { 0.0 } else { x * curve * slope })
+        }),
+        Activation::Relu => map(x, d, |x, d| if x > 0.0 { d } else { 0.0 }),
+        other => map(x, d, |x, d| d * reference::derivative(other, x)),
+    });
+}
+
+/// sigmoid(2u) of the tanh approximation.
+#[inline(always)]
+fn gate(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-2.0 * K * (x + CUBE * x * x * x)))
+}
+
+#[inline(always)]
+fn map(x: &[f32], y: &mut [f32], f: impl Fn(f32, f32) -> f32) {
+    y.iter_mut().zip(x).for_each(|(y, &x)| *y = f(x, *y));
+}
+
+fn pieces(x: &[f32], y: &mut [f32], body: impl Fn(&[f32], &mut [f32]) + Sync + Send) {
+    let len = x.len();
+    let y = Shared::new(y);
+    each(len.div_ceil(PIECE), |task| {
+        let start = task * PIECE;
+        let count = PIECE.min(len - start);
+        // SAFETY: this piece belongs to this task.
+        let y = unsafe { y.range(start, count) };
+        vectorised(
+            #[inline(always)]
+            || body(&x[start..start + count], y),
+        );
+    });
+}

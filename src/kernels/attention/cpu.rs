@@ -1,0 +1,386 @@
+//! CPU side: a task is one head of one row; it walks over tiles of queries.
+//!
+//! The scores of a tile, TILE x (p + keys) floats, stay in the second-level cache. A task writes only
+//! its own head's columns.
+
+use super::{Heads, Prefix, Seen, Shape};
+use crate::kernels::cpu::{Shared, Strides, each, exp, gemm, vectorised, with_scratch};
+
+/// Queries of a tile: 64 x 1044 scores are 267 KiB.
+const TILE: usize = 64;
+
+/// One head of one row, with its strides.
+#[derive(Clone, Copy)]
+struct Head<'a> {
+    data: &'a [f32],
+    row: usize,
+}
+
+impl<'a> Head<'a> {
+    fn new(heads: Heads<'a>, batch: usize, head: usize, width: usize) -> Self {
+        let data: &[f32] = heads.data.host();
+        Self { data: &data[batch * heads.batch + head * width..], row: heads.row }
+    }
+
+    fn from(&self, token: usize) -> *const f32 {
+        self.data[token * self.row..].as_ptr()
+    }
+}
+
+/// A tile of queries and the tokens that any of them sees.
+struct Tile {
+    first: usize,
+    rows: usize,
+    /// First and past-the-last token among the keys.
+    keys: std::ops::Range<usize>,
+    /// Columns of the score matrix: prefix, then keys.
+    columns: usize,
+}
+
+fn tiles<'a>(starts: &'a [u32], shape: &'a Shape) -> impl Iterator<Item = Tile> + 'a {
+    (0..shape.queries).step_by(TILE).map(move |first| {
+        let rows = TILE.min(shape.queries - first);
+        let start = starts[first..first + rows].iter().copied().min().unwrap_or(0) as usize;
+        let keys = start..shape.past + first + rows;
+        Tile { first, rows, columns: shape.prefix + keys.len(), keys }
+    })
+}
+
+impl Tile {
+    /// Columns of the score matrix that query `row` of the tile sees beyond the prefix.
+    fn visible(&self, row: usize, starts: &[u32], shape: &Shape) -> std::ops::Range<usize> {
+        let query = self.first + row;
+        let shift = shape.prefix;
+        let from = starts[query] as usize - self.keys.start;
+        shift + from..shift + shape.past + query + 1 - self.keys.start
+    }
+}
+
+/// `scores (rows, columns) = scale * left right^T` over prefix and keys.
+///
+/// # Safety
+/// `left` points at `tile.rows` vectors of `width` floats.
+unsafe fn products(
+    (left, left_row): (*const f32, usize),
+    prefix: Option<Head>,
+    right: Head,
+    tile: &Tile,
+    shape: &Shape,
+    scale: f32,
+    scores: &mut [f32],
+) {
+    let mut part = |columns: usize, at: usize, right: *const f32, row: usize| {
+        // SAFETY: `at + columns` lies inside a row of scores; the operands hold that many vectors.
+        unsafe {
+            gemm(
+                (tile.rows, columns, shape.width),
+                scores[at..].as_mut_ptr(),
+                Strides::rows(tile.columns),
+                0.0,
+                left,
+                Strides::rows(left_row),
+                right,
+                Strides::columns(row),
+                scale,
+            );
+        }
+    };
+    if let Some(prefix) = prefix {
+        part(shape.prefix, 0, prefix.from(0), prefix.row);
+    }
+    part(tile.keys.len(), shape.prefix, right.from(tile.keys.start), right.row);
+}
+
+pub fn forward(
+    (q, k, v): (Heads, Heads, Heads),
+    prefix: Option<Prefix>,
+    starts: &[u32],
+    scale: f32,
+    shape: Shape,
+    out: &mut [f32],
+    lse: &mut [f32],
+) {
+    let Shape { batch, queries: t, heads, width, .. } = shape;
+    let c = heads * width;
+    assert!(out.len() == batch * t * c && lse.len() == batch * heads * t, "attention shapes");
+    let (out, lse) = (Shared::new(out), Shared::new(lse));
+    each(batch * heads, |task| {
+        let (b, h) = (task / heads, task % heads);
+        let (q, k, v) = (Head::new(q, b, h, width), Head::new(k, b, h, width), Head::new(v, b, h, width));
+        let prefix = prefix.map(|p| (Head::new(p.k, b, h, width), Head::new(p.v, b, h, width)));
+        let starts = &starts[b * t..][..t];
+        // SAFETY: this head of lse belongs to this task.
+        let lse = unsafe { lse.range(task * t, t) };
+        with_scratch(TILE * (shape.prefix + shape.past + t), |scores| {
+            for tile in tiles(starts, &shape) {
+                let left = (q.from(tile.first), q.row);
+                // SAFETY: q holds the tile's queries.
+                unsafe { products(left, prefix.map(|p| p.0), k, &tile, &shape, scale, scores) };
+                for (row, scores) in scores.chunks_exact_mut(tile.columns).take(tile.rows).enumerate() {
+                    lse[tile.first + row] = softmax(scores, shape.prefix, tile.visible(row, starts, &shape));
+                }
+                let target = out.at((b * t + tile.first) * c + h * width);
+                let add = |columns: usize, at: usize, values: *const f32, row: usize, keep: f32| {
+                    // SAFETY: these rows and columns of out belong to this task.
+                    unsafe {
+                        gemm(
+                            (tile.rows, width, columns),
+                            target,
+                            Strides::rows(c),
+                            keep,
+                            scores[at..].as_ptr(),
+                            Strides::rows(tile.columns),
+                            values,
+                            Strides::rows(row),
+                            1.0,
+                        );
+                    }
+                };
+                add(tile.keys.len(), shape.prefix, v.from(tile.keys.start), v.row, 0.0);
+                if let Some((_, values)) = prefix {
+                    add(shape.prefix, 0, values.from(0), values.row, 1.0);
+                }
+            }
+        });
+    });
+}
+
+/// In place softmax over the prefix columns and `visible`; all others become 0. Returns ln sum exp.
+fn softmax(scores: &mut [f32], prefix: usize, visible: std::ops::Range<usize>) -> f32 {
+    let (before, tokens) = scores.split_at_mut(visible.start);
+    let (prefix, hidden) = before.split_at_mut(prefix);
+    let (tokens, future) = tokens.split_at_mut(visible.len());
+    hidden.fill(0.0);
+    future.fill(0.0);
+    vectorised(
+        #[inline(always)]
+        || {
+            let max = largest(prefix).max(largest(tokens));
+            let sum = powers(prefix, max) + powers(tokens, max);
+            let factor = 1.0 / sum;
+            prefix.iter_mut().chain(tokens).for_each(|p| *p *= factor);
+            max + sum.ln()
+        },
+    )
+}
+
+#[inline(always)]
+fn largest(values: &[f32]) -> f32 {
+    let mut most = [f32::NEG_INFINITY; 16];
+    let (body, rest) = values.as_chunks::<16>();
+    for chunk in body {
+        for lane in 0..16 {
+            most[lane] = if chunk[lane] > most[lane] { chunk[lane] } else { most[lane] };
+        }
+    }
+    most.iter().chain(rest).fold(f32::NEG_INFINITY, |a, &b| a.max(b))
+}
+
+/// Replaces each value by exp(value - max) and returns their sum.
+#[inline(always)]
+fn powers(values: &mut [f32], max: f32) -> f32 {
+    let mut sums = [0f32; 16];
+    let (body, rest) = values.as_chunks_mut::<16>();
+    for chunk in body {
+        for lane in 0..16 {
+            chunk[lane] = exp(chunk[lane] - max);
+            sums[lane] += chunk[lane];
+        }
+    }
+    let mut sum: f32 = sums.iter().sum();
+    for value in rest {
+        *value = exp(*value - max);
+        sum += *value;
+    }
+    sum
+}
+
+pub fn backward(dout: &[f32], seen: Seen, scale: f32, shape: Shape, d_qkv: &mut [f32], d_prefix: &mut [f32]) {
+    let Shape { batch, queries: t, heads, width, prefix: p, .. } = shape;
+    let c = heads * width;
+    assert!(d_qkv.len() == batch * t * 3 * c && d_prefix.len() >= batch * 2 * p * c, "attention shapes");
+    let (d_qkv, d_prefix) = (Shared::new(d_qkv), Shared::new(d_prefix));
+    each(batch * heads, |task| {
+        let (b, h) = (task / heads, task % heads);
+        let column = h * width;
+        let d_at = |part: usize, token: usize| d_qkv.at((b * t + token) * 3 * c + part * c + column);
+        for token in 0..t {
+            for part in 1..3 {
+                // SAFETY: this head's columns of dK and dV belong to this task.
+                unsafe { d_qkv.range((b * t + token) * 3 * c + part * c + column, width) }.fill(0.0);
+            }
+        }
+        for row in 0..2 * p {
+            // SAFETY: this head's columns of this row's part belong to this task.
+            unsafe { d_prefix.range((b * 2 * p + row) * c + column, width) }.fill(0.0);
+        }
+        let targets = Gradients {
+            task: (b, h),
+            d_at: &d_at,
+            prefix_at: &|part, row| d_prefix.at(((b * 2 + part) * p + row) * c + column),
+        };
+        backward_head(dout, seen, scale, &shape, &targets);
+    });
+}
+
+/// Where one head's gradients go.
+struct Gradients<'a> {
+    task: (usize, usize),
+    /// Query, key or value gradient (0, 1, 2) of a token; rows are 3c apart.
+    d_at: &'a dyn Fn(usize, usize) -> *mut f32,
+    /// Key or value gradient (0, 1) of a prefix row; rows are c apart.
+    prefix_at: &'a dyn Fn(usize, usize) -> *mut f32,
+}
+
+fn backward_head(dout: &[f32], seen: Seen, scale: f32, shape: &Shape, to: &Gradients) {
+    let (b, h) = to.task;
+    let (t, width, p) = (shape.queries, shape.width, shape.prefix);
+    let c = shape.heads * width;
+    let (q, k, v) = super::packed(seen.qkv, t, c);
+    let (q, k, v) = (Head::new(q, b, h, width), Head::new(k, b, h, width), Head::new(v, b, h, width));
+    let prefix = seen.prefix.map(|p| (Head::new(p.k, b, h, width), Head::new(p.v, b, h, width)));
+    let starts = &seen.starts.host::<u32>()[b * t..][..t];
+    let lse = &seen.lse.host::<f32>()[(b * shape.heads + h) * t..][..t];
+    let rows_of = |data: &'_ [f32], token: usize| data[(b * t + token) * c + h * width..].as_ptr();
+    let out = seen.out.host::<f32>();
+    let most = TILE * (p + t);
+    with_scratch(2 * most, |scratch| {
+        let (probabilities, d_scores) = scratch.split_at_mut(most);
+        for tile in tiles(starts, shape) {
+            let d_rows = rows_of(dout, tile.first);
+            // SAFETY: q and dout hold the tile's rows.
+            unsafe {
+                products(
+                    (q.from(tile.first), q.row),
+                    prefix.map(|p| p.0),
+                    k,
+                    &tile,
+                    shape,
+                    scale,
+                    probabilities,
+                );
+                products((d_rows, c), prefix.map(|p| p.1), v, &tile, shape, 1.0, d_scores);
+            }
+            for row in 0..tile.rows {
+                let at = (b * t + tile.first + row) * c + h * width;
+                let delta: f32 =
+                    dout[at..][..width].iter().zip(&out[at..][..width]).map(|(a, b)| a * b).sum();
+                score_gradient(
+                    &mut probabilities[row * tile.columns..][..tile.columns],
+                    &mut d_scores[row * tile.columns..][..tile.columns],
+                    (p, tile.visible(row, starts, shape)),
+                    (lse[tile.first + row], delta, scale),
+                );
+            }
+            // SAFETY: all targets are this head's columns; tokens and prefix rows exist.
+            unsafe {
+                accumulate(&tile, shape, (q, k), prefix.map(|p| p.0), d_rows, (probabilities, d_scores), to);
+            }
+        }
+    });
+}
+
+/// From scores and `dp = do v` to probabilities and `ds = scale p (dp - delta)`, in place.
+fn score_gradient(
+    scores: &mut [f32],
+    d_scores: &mut [f32],
+    (prefix, visible): (usize, std::ops::Range<usize>),
+    (lse, delta, scale): (f32, f32, f32),
+) {
+    for range in [prefix..visible.start, visible.end..scores.len()] {
+        scores[range.clone()].fill(0.0);
+        d_scores[range].fill(0.0);
+    }
+    for range in [0..prefix, visible] {
+        let (scores, d_scores) = (&mut scores[range.clone()], &mut d_scores[range]);
+        vectorised(
+            #[inline(always)]
+            || {
+                for (p, d) in scores.iter_mut().zip(d_scores) {
+                    *p = exp(*p - lse);
+                    *d = scale * *p * (*d - delta);
+                }
+            },
+        );
+    }
+}
+
+/// `dq = ds K`, `dK += ds^T Q`, `dV += P^T do`, for keys and prefix.
+///
+/// # Safety
+/// The targets belong to the calling task.
+unsafe fn accumulate(
+    tile: &Tile,
+    shape: &Shape,
+    (q, k): (Head, Head),
+    prefix_k: Option<Head>,
+    d_rows: *const f32,
+    (probabilities, d_scores): (&[f32], &[f32]),
+    to: &Gradients,
+) {
+    let (width, c) = (shape.width, shape.heads * shape.width);
+    let transposed = Strides::columns(tile.columns);
+    let one = |columns: usize,
+               at: usize,
+               keys: (*const f32, usize),
+               dk: *mut f32,
+               dv: *mut f32,
+               row: usize,
+               keep: f32| {
+        // SAFETY: promised by the caller.
+        unsafe {
+            let dq = (to.d_at)(0, tile.first);
+            let ds = d_scores[at..].as_ptr();
+            let sizes = (tile.rows, width, columns);
+            gemm(
+                sizes,
+                dq,
+                Strides::rows(3 * c),
+                keep,
+                ds,
+                Strides::rows(tile.columns),
+                keys.0,
+                Strides::rows(keys.1),
+                1.0,
+            );
+            let sizes = (columns, width, tile.rows);
+            let queries = (q.from(tile.first), Strides::rows(q.row));
+            gemm(sizes, dk, Strides::rows(row), 1.0, ds, transposed, queries.0, queries.1, 1.0);
+            let p = probabilities[at..].as_ptr();
+            gemm(sizes, dv, Strides::rows(row), 1.0, p, transposed, d_rows, Strides::rows(c), 1.0);
+        }
+    };
+    let first = tile.keys.start;
+    let keys = (k.from(first), k.row);
+    one(tile.keys.len(), shape.prefix, keys, (to.d_at)(1, first), (to.d_at)(2, first), 3 * c, 0.0);
+    if let Some(keys) = prefix_k {
+        let keys = (keys.from(0), keys.row);
+        one(shape.prefix, 0, keys, (to.prefix_at)(0, 0), (to.prefix_at)(1, 0), c, 1.0);
+    }
+}
+
+pub fn sum_prefix(parts: &[f32], shape: Shape, gradient: &mut [f32], (row, k, v): (usize, usize, usize)) {
+    let (p, c) = (shape.prefix, shape.heads * shape.width);
+    for part in parts.chunks_exact(p * c).take(2 * shape.batch).enumerate() {
+        let (index, part) = part;
+        let first = if index % 2 == 0 { k } else { v };
+        for (i, part) in part.chunks_exact(c).enumerate() {
+            gradient[first + i * row..][..c].iter_mut().zip(part).for_each(|(g, d)| *g += d);
+        }
+    }
+}
+
+pub fn append(
+    from: Heads,
+    to: &mut [f32],
+    (rows, tokens, c): (usize, usize, usize),
+    (first, batch): (usize, usize),
+) {
+    let data: &[f32] = from.data.host();
+    for row in 0..rows {
+        for token in 0..tokens {
+            let source = &data[row * from.batch + token * from.row..][..c];
+            to[row * batch + first + token * c..][..c].copy_from_slice(source);
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! Causal attention over packed documents and an optional prefix; no `(t, t)` matrix leaves a tile.
+//!
+//! For query `i` of a row, keys are the p prefix rows, all of them visible, and the tokens
+//! `starts[i] ..= past + i`: `s_j = scale q_i k_j`, `p = softmax(s)`, `o_i = sum_j p_j v_j`
+//! (Vaswani et al. 2017). The forward leaves `lse_i = ln sum_j exp(s_j)`, from which the backward
+//! rebuilds the probabilities tile by tile (Dao et al. 2022). Hidden keys are left out by selection,
+//! never by a large negative number.
+
+use super::device::{Device, View, ViewMut};
+
+mod cpu;
+pub mod reference;
+#[cfg(test)]
+mod tests;
+
+/// Vectors of all heads in memory: `(b, i, head, d)` stands at
+/// `b * batch + i * row + head * width + d`.
+#[derive(Clone, Copy)]
+pub struct Heads<'a> {
+    /// The elements, beginning with the first vector.
+    pub data: View<'a>,
+    /// Distance between tokens.
+    pub row: usize,
+    /// Distance between rows of the batch; 0 for a prefix that all of them share.
+    pub batch: usize,
+}
+
+/// Sizes of an attention call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    /// Rows b.
+    pub batch: usize,
+    /// Queries t in each row.
+    pub queries: usize,
+    /// Keys that precede the first query: the filled part of a cache.
+    pub past: usize,
+    /// Heads h.
+    pub heads: usize,
+    /// Width d of a head.
+    pub width: usize,
+    /// Prefix rows p.
+    pub prefix: usize,
+}
+
+/// Keys and values of a prefix, `(p, h, d)` each.
+#[derive(Clone, Copy)]
+pub struct Prefix<'a> {
+    /// Keys.
+    pub k: Heads<'a>,
+    /// Values.
+    pub v: Heads<'a>,
+}
+
+/// Forward: `out (b, t, h d)` and `lse (b, h, t)`.
+///
+/// `starts (b, t)` is the first visible token of each query.
+#[allow(clippy::too_many_arguments, reason = "three operands, a prefix, a mask, two outputs")]
+pub fn forward(
+    (q, k, v): (Heads, Heads, Heads),
+    prefix: Option<Prefix>,
+    starts: View,
+    scale: f32,
+    shape: Shape,
+    out: ViewMut,
+    lse: ViewMut,
+) {
+    match out.device() {
+        Device::Cpu => {
+            cpu::forward((q, k, v), prefix, starts.host(), scale, shape, out.host(), lse.host());
+        }
+    }
+}
+
+/// What the backward needs of the forward.
+#[derive(Clone, Copy)]
+pub struct Seen<'a> {
+    /// Packed queries, keys and values `(b, t, 3 h d)`.
+    pub qkv: View<'a>,
+    /// The prefix.
+    pub prefix: Option<Prefix<'a>>,
+    /// First visible token `(b, t)`.
+    pub starts: View<'a>,
+    /// The forward's output `(b, t, h d)`.
+    pub out: View<'a>,
+    /// The forward's log-sum-exp `(b, h, t)`.
+    pub lse: View<'a>,
+}
+
+/// Backward over packed qkv: writes `d_qkv (b, t, 3 h d)`, and for a prefix `d_prefix (b, 2, p, h d)`,
+/// one part for each row of the batch (keys, then values), to be summed in order.
+pub fn backward(dout: View, seen: Seen, scale: f32, shape: Shape, d_qkv: ViewMut, d_prefix: ViewMut) {
+    match d_qkv.device() {
+        Device::Cpu => cpu::backward(dout.host(), seen, scale, shape, d_qkv.host(), d_prefix.host()),
+    }
+}
+
+/// Adds the parts of [`backward`] over the batch to a gradient whose prefix rows stand `row` apart:
+/// keys from `k` on, values from `v` on.
+pub fn sum_prefix(parts: View, shape: Shape, gradient: ViewMut, (row, k, v): (usize, usize, usize)) {
+    match parts.device() {
+        Device::Cpu => cpu::sum_prefix(parts.host(), shape, gradient.host(), (row, k, v)),
+    }
+}
+
+/// Copies `(rows, tokens, c)` keys or values into a cache whose rows stand `place.1` apart, from element
+/// `place.0` of each row on.
+pub fn append(from: Heads, to: ViewMut, sizes: (usize, usize, usize), place: (usize, usize)) {
+    match to.device() {
+        Device::Cpu => cpu::append(from, to.host(), sizes, place),
+    }
+}
+
+/// The three parts of packed `qkv (b, t, 3c)`.
+pub fn packed(qkv: View, tokens: usize, width: usize) -> (Heads, Heads, Heads) {
+    let part = |index: usize| Heads {
+        data: qkv.slice(index * width, qkv.len() - index * width),
+        row: 3 * width,
+        batch: tokens * 3 * width,
+    };
+    (part(0), part(1), part(2))
+}

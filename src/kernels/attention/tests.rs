@@ -1,0 +1,121 @@
+//! Central differences of the REFERENCE twin, then the CPU side against it: heads, batch, packed
+//! documents, prefix, a cache, odd sizes and more than one tile.
+
+use super::*;
+use crate::kernels::testing::*;
+
+#[test]
+fn reference_backward_is_central_differences() {
+    let s = reference::Shape { queries: 7, past: 0, prefix: 5, width: 3 };
+    let starts = [0, 0, 0, 3, 3, 3, 6];
+    let (q, k, v, dout) = (doubles(1, 21), doubles(2, 36), doubles(3, 36), doubles(4, 21));
+    let (dq, dk, dv) = reference::backward(&dout, &q, &k, &v, &starts, 0.7, s);
+    let loss =
+        |q: &[f64], k: &[f64], v: &[f64]| weighted(&reference::forward(q, k, v, &starts, 0.7, s).0, &dout);
+    assert_gradient(&q, &dq, "q", |q| loss(q, &k, &v));
+    assert_gradient(&k, &dk, "k", |k| loss(&q, k, &v));
+    assert_gradient(&v, &dv, "v", |v| loss(&q, &k, v));
+}
+
+/// Rows of `width` floats at column `at` of rows that stand `row` apart, in f64.
+fn columns(data: &[f32], row: usize, at: usize, width: usize) -> Vec<f64> {
+    data.chunks(row).flat_map(|row| widened(&row[at..at + width])).collect()
+}
+
+fn check(batch: usize, t: usize, heads: usize, width: usize, p: usize, starts: &[u32]) {
+    let c = heads * width;
+    let shape = Shape { batch, queries: t, past: 0, heads, width, prefix: p };
+    let qkv = numbers(1, batch * t * 3 * c);
+    let (pk, pv, dout) = (numbers(2, p * c), numbers(3, p * c), numbers(4, batch * t * c));
+    let rows = |data| Heads { data, row: c, batch: 0 };
+    let prefix = (p > 0).then(|| Prefix { k: rows(View::from(&pk[..])), v: rows(View::from(&pv[..])) });
+    let (mut out, mut lse) = (vec![0f32; batch * t * c], vec![0f32; batch * heads * t]);
+    let parts = packed(qkv[..].into(), t, c);
+    forward(parts, prefix, starts.into(), 0.3, shape, out.as_mut_slice().into(), lse.as_mut_slice().into());
+    let seen =
+        Seen { qkv: qkv[..].into(), prefix, starts: starts.into(), out: out[..].into(), lse: lse[..].into() };
+    let (mut d_qkv, mut d_prefix) = (vec![f32::NAN; qkv.len()], vec![f32::NAN; batch * 2 * p * c]);
+    backward(dout[..].into(), seen, 0.3, shape, d_qkv.as_mut_slice().into(), d_prefix.as_mut_slice().into());
+    let mut summed = vec![0f32; 2 * p * c];
+    if p > 0 {
+        sum_prefix(d_prefix[..].into(), shape, summed.as_mut_slice().into(), (c, 0, p * c));
+    }
+
+    let mut expected_sum = vec![0f64; 2 * p * c];
+    for b in 0..batch {
+        let tokens = &qkv[b * t * 3 * c..][..t * 3 * c];
+        for h in 0..heads {
+            let at = h * width;
+            let part = |index: usize| columns(tokens, 3 * c, index * c + at, width);
+            let q = part(0);
+            let k = [columns(&pk, c, at, width), part(1)].concat();
+            let v = [columns(&pv, c, at, width), part(2)].concat();
+            let d = columns(&dout[b * t * c..][..t * c], c, at, width);
+            let s = reference::Shape { queries: t, past: 0, prefix: p, width };
+            let starts = &starts[b * t..][..t];
+            let scale = f64::from(0.3f32);
+            let (expected, _) = reference::forward(&q, &k, &v, starts, scale, s);
+            let found: Vec<f32> =
+                (0..t).flat_map(|i| out[(b * t + i) * c + at..][..width].to_vec()).collect();
+            assert_close(&found, &expected, 3e-6, "out");
+            let (dq, dk, dv) = reference::backward(&d, &q, &k, &v, starts, scale, s);
+            for (part, gradient) in [(0, &dq[..]), (1, &dk[p * width..]), (2, &dv[p * width..])] {
+                let found: Vec<f32> = (0..t)
+                    .flat_map(|i| d_qkv[(b * t + i) * 3 * c + part * c + at..][..width].to_vec())
+                    .collect();
+                assert_close(&found, gradient, 1e-5, ["dq", "dk", "dv"][part]);
+            }
+            for (part, gradient) in [(0, &dk), (1, &dv)] {
+                for i in 0..p {
+                    for e in 0..width {
+                        expected_sum[(part * p + i) * c + at + e] += gradient[i * width + e];
+                    }
+                }
+            }
+        }
+    }
+    assert_close(&summed, &expected_sum, 2e-5, "prefix gradient");
+}
+
+#[test]
+fn cpu_matches_reference() {
+    check(2, 7, 3, 5, 0, &[0; 14]);
+    check(2, 7, 2, 8, 5, &[0, 0, 0, 3, 3, 5, 5, 0, 1, 1, 1, 1, 6, 6]);
+    let packed: Vec<u32> = (0..150).map(|i| if i < 70 { 0 } else { 70 }).collect();
+    check(1, 150, 1, 64, 3, &packed);
+}
+
+#[test]
+fn a_cache_gives_the_same_rows() {
+    let (t, heads, width, p) = (9, 2, 4, 3);
+    let c = heads * width;
+    let qkv = numbers(1, t * 3 * c);
+    let prefix_rows = numbers(2, p * 2 * c);
+    let rows = |start: usize| Heads { data: View::from(&prefix_rows[start..]), row: 2 * c, batch: 0 };
+    let prefix = Some(Prefix { k: rows(0), v: rows(c) });
+    let parts = packed(qkv[..].into(), t, c);
+    let run = |first: usize| {
+        let queries = t - first;
+        let shape = Shape { batch: 1, queries, past: first, heads, width, prefix: p };
+        let (mut out, mut lse) = (vec![0f32; queries * c], vec![0f32; heads * queries]);
+        let q = Heads { data: View::from(&qkv[first * 3 * c..]), ..parts.0 };
+        let starts = vec![0u32; queries];
+        let (out_view, lse_view) = (out.as_mut_slice().into(), lse.as_mut_slice().into());
+        forward((q, parts.1, parts.2), prefix, starts[..].into(), 0.5, shape, out_view, lse_view);
+        out
+    };
+    let whole = widened(&run(0)[5 * c..]);
+    assert_close(&run(5), &whole, 1e-6, "cached rows");
+}
+
+#[test]
+fn large_scores_do_not_overflow() {
+    let (t, c) = (3, 4);
+    let qkv: Vec<f32> = numbers(1, t * 3 * c).iter().map(|x| x * 300.0).collect();
+    let shape = Shape { batch: 1, queries: t, past: 0, heads: 1, width: c, prefix: 0 };
+    let (mut out, mut lse) = (vec![0f32; t * c], vec![0f32; t]);
+    let (out_view, lse_view) = (out.as_mut_slice().into(), lse.as_mut_slice().into());
+    let starts = [0u32; 3];
+    forward(packed(qkv[..].into(), t, c), None, starts[..].into(), 1.0, shape, out_view, lse_view);
+    assert!(out.iter().chain(&lse).all(|x| x.is_finite()));
+}

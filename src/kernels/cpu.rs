@@ -1,0 +1,236 @@
+//! What the CPU sides of all ops share: tasks on disjoint ranges, widening, exp, per-thread scratch.
+//!
+//! Work is cut into a grid that depends on shapes alone, never on the number of threads, and no two
+//! tasks add to the same element. So results do not depend on the number of threads.
+
+use std::cell::RefCell;
+
+use half::{f16, slice::HalfFloatSliceExt};
+use rayon::prelude::*;
+
+/// Runs `task` for every index below `count`, on the global pool when there is more than one.
+pub fn each(count: usize, task: impl Fn(usize) + Send + Sync) {
+    if count <= 1 {
+        (0..count).for_each(task);
+    } else {
+        (0..count).into_par_iter().with_max_len(1).for_each(task);
+    }
+}
+
+/// Runs `body` compiled for the widest vectors of this CPU.
+#[inline(always)]
+pub fn vectorised<R>(body: impl FnOnce() -> R) -> R {
+    // Finding the level costs two atomic loads.
+    pulp::Arch::new().dispatch(body)
+}
+
+/// The vector level in use, part of what results depend on: `x86-v4` (AVX-512), `x86-v3` (AVX2),
+/// `baseline` ...
+pub fn dispatch_level() -> &'static str {
+    struct Level;
+    impl pulp::WithSimd for Level {
+        type Output = &'static str;
+        fn with_simd<S: pulp::Simd>(self, _: S) -> &'static str {
+            match (std::any::type_name::<S>(), S::F32_LANES) {
+                (_, 16) => "x86-v4",
+                (_, 8) => "x86-v3",
+                (_, 4) => "128-bit",
+                _ => "scalar",
+            }
+        }
+    }
+    pulp::Arch::new().dispatch(Level)
+}
+
+/// A pointer that tasks writing disjoint elements share.
+#[derive(Clone, Copy)]
+pub struct Shared(*mut f32, usize);
+
+// SAFETY: every user promises disjoint ranges when it calls `range`.
+unsafe impl Send for Shared {}
+// SAFETY: as above.
+unsafe impl Sync for Shared {}
+
+impl Shared {
+    /// Shares `values` among tasks for as long as the caller keeps its borrow alive.
+    pub fn new(values: &mut [f32]) -> Self {
+        Self(values.as_mut_ptr(), values.len())
+    }
+
+    /// The elements `start .. start + len`.
+    ///
+    /// # Safety
+    /// The borrow given to [`Shared::new`] still lives, and no other task uses any of these elements.
+    #[allow(clippy::mut_from_ref, reason = "tasks write disjoint ranges of one borrow")]
+    pub unsafe fn range<'a>(&self, start: usize, len: usize) -> &'a mut [f32] {
+        assert!(start.checked_add(len).is_some_and(|end| end <= self.1), "range leaves the buffer");
+        // SAFETY: inside the buffer, and disjoint from every other range in use by contract.
+        unsafe { std::slice::from_raw_parts_mut(self.0.add(start), len) }
+    }
+
+    /// Pointer to element `at`, for kernels that write a strided block from there.
+    pub fn at(&self, at: usize) -> *mut f32 {
+        assert!(at <= self.1, "range leaves the buffer");
+        // SAFETY: at lies inside the buffer or one past its end.
+        unsafe { self.0.add(at) }
+    }
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Vec<Vec<f32>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Lends `len` floats of per-thread memory with arbitrary content; nests.
+///
+/// A few MB a thread that stay for the life of the process; the sizes follow from the tile constants
+/// of the ops, not from the model.
+pub fn with_scratch<R>(len: usize, body: impl FnOnce(&mut [f32]) -> R) -> R {
+    let mut memory = SCRATCH.with(|pool| pool.borrow_mut().pop()).unwrap_or_default();
+    if memory.len() < len {
+        memory.resize(len, 0.0);
+    }
+    let result = body(&mut memory[..len]);
+    SCRATCH.with(|pool| pool.borrow_mut().push(memory));
+    result
+}
+
+/// Widens FP16 to FP32, exactly.
+pub fn widen(from: &[f16], to: &mut [f32]) {
+    from.convert_to_f32_slice(to);
+}
+
+/// One FP32 value of a frozen vector.
+#[inline(always)]
+pub fn wide(value: f16) -> f32 {
+    value.to_f32()
+}
+
+/// e^x for x <= 0 or moderate x, to 2 ulp, in a form that compilers turn into vector code.
+///
+/// Range reduction x = n ln 2 + r and a degree-6 polynomial on |r| <= ln 2 / 2, as in Cephes `expf`.
+/// Below -87.3 the result is 0 (no subnormal numbers), above 88.3 it is infinite.
+#[inline(always)]
+pub fn exp(x: f32) -> f32 {
+    const LOG2_E: f32 = std::f32::consts::LOG2_E;
+    const LN2_HI: f32 = 0.693_359_4;
+    const LN2_LO: f32 = -2.121_944_4e-4;
+    // Adding and taking away 1.5 * 2^23 rounds to the nearest whole number without a library call.
+    const ROUND: f32 = 12_582_912.0;
+    let inside = x.clamp(-87.3, 88.3);
+    let n = (inside * LOG2_E + ROUND) - ROUND;
+    let r = (inside - n * LN2_HI) - n * LN2_LO;
+    let mut p = 1.987_569_1e-4;
+    p = p * r + 1.398_2e-3;
+    p = p * r + 8.333_452e-3;
+    p = p * r + 4.166_579_6e-2;
+    p = p * r + 1.666_666_5e-1;
+    p = p * r + 0.5;
+    let power = f32::from_bits(((n as i32 + 127) << 23) as u32);
+    let value = (p * r * r + r + 1.0) * power;
+    let value = if x > 88.3 { f32::INFINITY } else { value };
+    if x < -87.3 { 0.0 } else { value }
+}
+
+/// A strided matrix in memory: element (i, j) stands at `start + i * row + j * column`.
+#[derive(Clone, Copy)]
+pub struct Strides {
+    /// Distance between rows.
+    pub row: usize,
+    /// Distance between columns.
+    pub column: usize,
+}
+
+impl Strides {
+    /// Rows one after another, `row` elements apart.
+    pub fn rows(row: usize) -> Self {
+        Self { row, column: 1 }
+    }
+
+    /// The transpose of [`Strides::rows`].
+    pub fn columns(column: usize) -> Self {
+        Self { row: 1, column }
+    }
+}
+
+/// `dst (m, n) = keep * dst + scale * lhs (m, k) rhs (k, n)` on this thread, FP32 accumulation.
+///
+/// # Safety
+/// The three matrices lie in valid memory for their strides, and nothing else writes `dst` or reads it
+/// meanwhile.
+#[allow(clippy::too_many_arguments, reason = "a matrix product has three matrices, three sizes, two factors")]
+#[inline]
+pub unsafe fn gemm(
+    (m, n, k): (usize, usize, usize),
+    dst: *mut f32,
+    dst_strides: Strides,
+    keep: f32,
+    lhs: *const f32,
+    lhs_strides: Strides,
+    rhs: *const f32,
+    rhs_strides: Strides,
+    scale: f32,
+) {
+    // SAFETY: promised by the caller.
+    unsafe {
+        gemm::gemm(
+            m,
+            n,
+            k,
+            dst,
+            dst_strides.column as isize,
+            dst_strides.row as isize,
+            keep != 0.0,
+            lhs,
+            lhs_strides.column as isize,
+            lhs_strides.row as isize,
+            rhs,
+            rhs_strides.column as isize,
+            rhs_strides.row as isize,
+            keep,
+            scale,
+            false,
+            false,
+            false,
+            gemm::Parallelism::None,
+        );
+    }
+}
+
+/// `count` cut into equal parts of at most `most`, as (parts, length of a part); the length is a
+/// multiple of 16 unless one part holds all.
+pub fn parts(count: usize, most: usize) -> (usize, usize) {
+    if count <= most {
+        return (1, count.max(1));
+    }
+    let pieces = count.div_ceil(most).next_multiple_of(2);
+    let length = count.div_ceil(pieces).next_multiple_of(16);
+    (count.div_ceil(length), length)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exp_is_within_two_ulp() {
+        for step in -8700..8800 {
+            let x = step as f32 * 0.01;
+            let true_value = f64::from(x).exp();
+            let error = (f64::from(exp(x)) - true_value).abs() / true_value;
+            assert!(error < 2.5e-7, "exp({x}) is off by {error}");
+        }
+        assert_eq!(exp(f32::NEG_INFINITY), 0.0);
+        assert_eq!(exp(0.0), 1.0);
+    }
+
+    #[test]
+    fn parts_cover_everything() {
+        for count in [1, 15, 192, 193, 768, 1600, 2304, 50257] {
+            let (pieces, length) = parts(count, 256);
+            assert!(
+                pieces * length >= count && (pieces - 1) * length < count,
+                "{count}: {pieces} x {length}"
+            );
+        }
+    }
+}

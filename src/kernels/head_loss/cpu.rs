@@ -1,0 +1,77 @@
+//! CPU side of the steps between the two products: one task a row of logits.
+
+use crate::kernels::cpu::{Shared, each, exp, vectorised};
+
+const LANES: usize = 16;
+
+pub fn gather(from: &[f32], rows: &[u32], to: &mut [f32], c: usize) {
+    for (to, &row) in to.chunks_exact_mut(c).zip(rows) {
+        to.copy_from_slice(&from[row as usize * c..][..c]);
+    }
+}
+
+pub fn scatter(from: &[f32], rows: &[u32], to: &mut [f32], c: usize) {
+    for (from, &row) in from.chunks_exact(c).zip(rows) {
+        to[row as usize * c..][..c].copy_from_slice(from);
+    }
+}
+
+pub fn cross_entropy(
+    z: &mut [f32],
+    targets: &[i32],
+    smoothing: f32,
+    factor: Option<f32>,
+    losses: &mut [f32],
+) {
+    let v = z.len() / targets.len();
+    let (z, losses) = (Shared::new(z), Shared::new(losses));
+    each(targets.len(), |row| {
+        // SAFETY: this row and its loss belong to this task.
+        let (z, loss) = unsafe { (z.range(row * v, v), losses.range(row, 1)) };
+        let target = targets[row] as usize;
+        vectorised(
+            #[inline(always)]
+            || {
+                let at_target = z[target];
+                let (max, sum, total) = statistics(z, smoothing > 0.0);
+                let lse = max + sum.ln();
+                let mean = total / v as f32;
+                loss[0] = (1.0 - smoothing) * (lse - at_target) + smoothing * (lse - mean);
+                if let Some(factor) = factor {
+                    let uniform = factor * smoothing / v as f32;
+                    z.iter_mut().for_each(|z| *z = factor * exp(*z - lse) - uniform);
+                    z[target] -= factor * (1.0 - smoothing);
+                }
+            },
+        );
+    });
+}
+
+/// Largest value, sum of exp(z - largest) and, where asked for, sum of a row.
+#[inline(always)]
+fn statistics(z: &[f32], with_total: bool) -> (f32, f32, f32) {
+    let (body, rest) = z.as_chunks::<LANES>();
+    let mut most = [f32::NEG_INFINITY; LANES];
+    for chunk in body {
+        for lane in 0..LANES {
+            most[lane] = if chunk[lane] > most[lane] { chunk[lane] } else { most[lane] };
+        }
+    }
+    let max = most.iter().chain(rest).fold(f32::NEG_INFINITY, |a, &b| a.max(b));
+    let mut sums = [0f32; LANES];
+    for chunk in body {
+        for lane in 0..LANES {
+            sums[lane] += exp(chunk[lane] - max);
+        }
+    }
+    let sum = sums.iter().sum::<f32>() + rest.iter().map(|&z| exp(z - max)).sum::<f32>();
+    let mut totals = [0f32; LANES];
+    if with_total {
+        for chunk in body {
+            for lane in 0..LANES {
+                totals[lane] += chunk[lane];
+            }
+        }
+    }
+    (max, sum, totals.iter().sum::<f32>() + rest.iter().sum::<f32>())
+}

@@ -1,0 +1,37 @@
+//! Layer normalisation of rows with a frozen gain and bias (Ba, Kiros and Hinton 2016).
+//!
+//! `y = (x - mean) * rstd * gain + bias` with `rstd = 1 / sqrt(var + eps)` and the population variance.
+//! Gain and bias are frozen, so the backward returns the gradient of `x` alone, added to what the
+//! residual path already holds.
+
+use super::device::{Device, View, ViewMut};
+
+mod cpu;
+pub mod reference;
+#[cfg(test)]
+mod tests;
+
+/// Frozen FP16 parameters `(c)` of a layer norm, and its epsilon.
+#[derive(Clone, Copy)]
+pub struct Norm<'a> {
+    /// Gain `(c)`.
+    pub gain: View<'a>,
+    /// Bias `(c)`.
+    pub bias: View<'a>,
+    /// Added to the variance.
+    pub epsilon: f32,
+}
+
+/// `y (n, c)` and `stats (n, 2)` = mean and rstd of each row of `x (n, c)`.
+pub fn forward(x: View, norm: Norm, y: ViewMut, stats: ViewMut) {
+    match y.device() {
+        Device::Cpu => cpu::forward(x.host(), norm, y.host(), stats.host()),
+    }
+}
+
+/// `dx (n, c) += d loss / d x`, given `dy (n, c)` and what the forward saw and left.
+pub fn backward(dy: View, x: View, stats: View, norm: Norm, dx: ViewMut) {
+    match dx.device() {
+        Device::Cpu => cpu::backward(dy.host(), x.host(), stats.host(), norm, dx.host()),
+    }
+}

@@ -1,0 +1,262 @@
+//! CPU side: FP16 panels are widened once into per-thread scratch, then multiplied in FP32 by `gemm`.
+
+use half::f16;
+
+use super::{Matrix, Start};
+use crate::kernels::{
+    cpu::{Shared, Strides, each, gemm, parts, wide, widen, with_scratch},
+    device::View,
+};
+
+/// Widened panels are at most INNER x OUTER floats (768 KiB): they stay in a second-level cache.
+const INNER: usize = 768;
+const OUTER: usize = 256;
+/// Up to this many rows the product reads each weight once, straight from FP16: decoding is bound by memory.
+const FEW: usize = 4;
+
+pub fn frozen_nn(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
+    let (rows, cols) = (w.rows, w.cols);
+    assert!(x.len() >= n * rows && y.len() >= n * cols && w.data.len() == rows * cols, "frozen_nn shapes");
+    let weights: &[f16] = w.data.host();
+    let out = Shared::new(y);
+    let (tasks, width) = parts(cols, OUTER);
+    each(tasks, |task| {
+        let j = task * width;
+        let jn = width.min(cols - j);
+        fill(start, out, n, cols, j, jn);
+        if n <= FEW {
+            return few_nn(x, weights, out, (n, rows, cols), j, jn);
+        }
+        with_scratch(INNER * width, |panel| {
+            for k in (0..rows).step_by(INNER) {
+                let kn = INNER.min(rows - k);
+                for (row, wide_row) in panel.chunks_exact_mut(jn).take(kn).enumerate() {
+                    widen(&weights[(k + row) * cols + j..][..jn], wide_row);
+                }
+                // SAFETY: columns j .. j + jn of y belong to this task; x and panel are only read.
+                unsafe {
+                    gemm(
+                        (n, jn, kn),
+                        out.at(j),
+                        Strides::rows(cols),
+                        1.0,
+                        x[k..].as_ptr(),
+                        Strides::rows(rows),
+                        panel.as_ptr(),
+                        Strides::rows(jn),
+                        1.0,
+                    );
+                }
+            }
+        });
+    });
+}
+
+pub fn frozen_nt(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
+    let (rows, cols) = (w.rows, w.cols);
+    assert!(x.len() >= n * cols && y.len() >= n * rows && w.data.len() == rows * cols, "frozen_nt shapes");
+    let weights: &[f16] = w.data.host();
+    let out = Shared::new(y);
+    let (tasks, height) = parts(rows, OUTER);
+    each(tasks, |task| {
+        let i = task * height;
+        let rn = height.min(rows - i);
+        fill(start, out, n, rows, i, rn);
+        if n <= FEW {
+            return few_nt(x, weights, out, (n, rows, cols), i, rn);
+        }
+        with_scratch(INNER * height, |panel| {
+            for k in (0..cols).step_by(INNER) {
+                let kn = INNER.min(cols - k);
+                for (row, wide_row) in panel.chunks_exact_mut(kn).take(rn).enumerate() {
+                    widen(&weights[(i + row) * cols + k..][..kn], wide_row);
+                }
+                // SAFETY: columns i .. i + rn of y belong to this task; x and panel are only read.
+                unsafe {
+                    gemm(
+                        (n, rn, kn),
+                        out.at(i),
+                        Strides::rows(rows),
+                        1.0,
+                        x[k..].as_ptr(),
+                        Strides::rows(cols),
+                        panel.as_ptr(),
+                        Strides::columns(kn),
+                        1.0,
+                    );
+                }
+            }
+        });
+    });
+}
+
+/// Writes what stands before the product into columns `j .. j + jn` of `n` rows.
+fn fill(start: Start, out: Shared, n: usize, cols: usize, j: usize, jn: usize) {
+    for row in 0..n {
+        // SAFETY: these columns belong to the calling task.
+        let y = unsafe { out.range(row * cols + j, jn) };
+        let bias = |bias: View, y: &mut [f32]| {
+            y.iter_mut().zip(&bias.host::<f16>()[j..]).for_each(|(y, &b)| *y += wide(b));
+        };
+        match start {
+            Start::Keep => {}
+            Start::Zero => y.fill(0.0),
+            Start::Bias(b) => widen(&b.host::<f16>()[j..j + jn], y),
+            Start::Residual(residual, b) => {
+                y.copy_from_slice(&residual.host::<f32>()[row * cols + j..][..jn]);
+                bias(b, y);
+            }
+        }
+    }
+}
+
+/// A row of weights is widened in pieces of this many floats, which stay in the first-level cache.
+const PIECE: usize = 256;
+
+fn few_nn(x: &[f32], w: &[f16], out: Shared, (n, rows, cols): (usize, usize, usize), j: usize, jn: usize) {
+    assert!(jn <= PIECE || n == 0, "a task is at most one piece wide");
+    let mut piece = [0f32; PIECE];
+    for k in 0..rows {
+        widen(&w[k * cols + j..][..jn], &mut piece[..jn]);
+        for row in 0..n {
+            let factor = x[row * rows + k];
+            // SAFETY: these columns belong to the calling task.
+            let y = unsafe { out.range(row * cols + j, jn) };
+            crate::kernels::cpu::vectorised(
+                #[inline(always)]
+                || y.iter_mut().zip(&piece).for_each(|(y, w)| *y += factor * w),
+            );
+        }
+    }
+}
+
+fn few_nt(x: &[f32], w: &[f16], out: Shared, (n, rows, cols): (usize, usize, usize), i: usize, rn: usize) {
+    let mut piece = [0f32; PIECE];
+    for weight_row in i..i + rn {
+        for k in (0..cols).step_by(PIECE) {
+            let kn = PIECE.min(cols - k);
+            widen(&w[weight_row * cols + k..][..kn], &mut piece[..kn]);
+            for row in 0..n {
+                let sum = dot(&x[row * cols + k..][..kn], &piece[..kn]);
+                // SAFETY: this column belongs to the calling task.
+                let y = unsafe { out.range(row * rows + weight_row, 1) };
+                y[0] += sum;
+            }
+        }
+    }
+}
+
+/// Scalar product with 16 running sums, in an order that depends on the length alone.
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    crate::kernels::cpu::vectorised(
+        #[inline(always)]
+        || {
+            let mut sums = [0f32; 16];
+            let (a_body, a_rest) = a.as_chunks::<16>();
+            let (b_body, b_rest) = b.as_chunks::<16>();
+            for (a, b) in a_body.iter().zip(b_body) {
+                for lane in 0..16 {
+                    sums[lane] += a[lane] * b[lane];
+                }
+            }
+            let rest: f32 = a_rest.iter().zip(b_rest).map(|(a, b)| a * b).sum();
+            sums.iter().sum::<f32>() + rest
+        },
+    )
+}
+
+pub fn dense_forward(
+    x: &[f32],
+    w: &[f32],
+    b: &[f32],
+    y: &mut [f32],
+    (n, inputs, outputs): (usize, usize, usize),
+) {
+    assert!(x.len() == n * inputs && w.len() == inputs * outputs && y.len() == n * outputs, "dense shapes");
+    let out = Shared::new(y);
+    let (tasks, width) = parts(outputs, OUTER);
+    each(tasks, |task| {
+        let j = task * width;
+        let jn = width.min(outputs - j);
+        for row in 0..n {
+            // SAFETY: these columns belong to this task.
+            unsafe { out.range(row * outputs + j, jn) }.copy_from_slice(&b[j..j + jn]);
+        }
+        // SAFETY: as above; x and w are only read.
+        unsafe {
+            gemm(
+                (n, jn, inputs),
+                out.at(j),
+                Strides::rows(outputs),
+                1.0,
+                x.as_ptr(),
+                Strides::rows(inputs),
+                w[j * inputs..].as_ptr(),
+                Strides::columns(inputs),
+                1.0,
+            );
+        }
+    });
+}
+
+pub fn dense_backward(
+    dy: &[f32],
+    x: &[f32],
+    (dw, db): (&mut [f32], &mut [f32]),
+    (n, inputs, outputs): (usize, usize, usize),
+) {
+    assert!(dy.len() == n * outputs && x.len() == n * inputs && dw.len() == inputs * outputs, "dense shapes");
+    for row in dy.chunks_exact(outputs) {
+        db.iter_mut().zip(row).for_each(|(db, dy)| *db += dy);
+    }
+    let gradient = Shared::new(dw);
+    let (tasks, height) = parts(outputs, OUTER);
+    each(tasks, |task| {
+        let j = task * height;
+        let jn = height.min(outputs - j);
+        // SAFETY: rows j .. j + jn of dw belong to this task; dy and x are only read.
+        unsafe {
+            gemm(
+                (jn, inputs, n),
+                gradient.at(j * inputs),
+                Strides::rows(inputs),
+                1.0,
+                dy[j..].as_ptr(),
+                Strides::columns(outputs),
+                x.as_ptr(),
+                Strides::rows(inputs),
+                1.0,
+            );
+        }
+    });
+}
+
+pub fn dense_input_gradient(
+    dy: &[f32],
+    w: &[f32],
+    dx: &mut [f32],
+    (n, inputs, outputs): (usize, usize, usize),
+    accumulate: bool,
+) {
+    assert!(dy.len() == n * outputs && w.len() == inputs * outputs && dx.len() == n * inputs, "dense shapes");
+    let out = Shared::new(dx);
+    let (tasks, width) = parts(inputs, OUTER);
+    each(tasks, |task| {
+        let i = task * width;
+        let width = width.min(inputs - i);
+        // SAFETY: columns i .. i + width of dx belong to this task; dy and w are only read.
+        unsafe {
+            gemm(
+                (n, width, outputs),
+                out.at(i),
+                Strides::rows(inputs),
+                if accumulate { 1.0 } else { 0.0 },
+                dy.as_ptr(),
+                Strides::rows(outputs),
+                w[i..].as_ptr(),
+                Strides::rows(inputs),
+                1.0,
+            );
+        }
+    });
+}

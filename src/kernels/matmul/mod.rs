@@ -1,0 +1,85 @@
+//! Matrix products with a frozen FP16 matrix, and small dense FP32 ones. Accumulation is FP32.
+//!
+//! GPT-2 stores weights as Conv1D `[in, out]`. Forward and backward of a linear layer, and the two of
+//! the head, read the same bytes in one of two ways:
+//!
+//! | function | maths | used as |
+//! |---|---|---|
+//! | [`frozen_nn`] | `y (n, cols) = x (n, rows) W (rows, cols)` | forward of a layer, backward of the head |
+//! | [`frozen_nt`] | `y (n, rows) = x (n, cols) W^T` | backward of a layer, forward of the head |
+
+use super::device::{Device, View, ViewMut};
+
+mod cpu;
+#[cfg(test)]
+mod tests;
+
+/// A frozen matrix `(rows, cols)`, FP16, row-major.
+#[derive(Clone, Copy)]
+pub struct Matrix<'a> {
+    /// Its elements.
+    pub data: View<'a>,
+    /// Rows: inputs of a linear layer, vocabulary of the head.
+    pub rows: usize,
+    /// Columns: outputs of a linear layer, width of the head.
+    pub cols: usize,
+}
+
+/// What stands in the output before a product is added to it.
+#[derive(Clone, Copy)]
+pub enum Start<'a> {
+    /// Zero.
+    Zero,
+    /// What the output holds.
+    Keep,
+    /// An FP16 bias `(out)` in every row.
+    Bias(View<'a>),
+    /// A residual `(n, out)` plus an FP16 bias `(out)`: `y = residual + x W + b`.
+    Residual(View<'a>, View<'a>),
+}
+
+/// `y (n, cols) = start + x (n, rows) W`.
+pub fn frozen_nn(x: View, w: Matrix, start: Start, y: ViewMut, n: usize) {
+    match y.device() {
+        Device::Cpu => cpu::frozen_nn(x.host(), w, start, y.host(), n),
+    }
+}
+
+/// `y (n, rows) = start + x (n, cols) W^T`.
+pub fn frozen_nt(x: View, w: Matrix, start: Start, y: ViewMut, n: usize) {
+    match y.device() {
+        Device::Cpu => cpu::frozen_nt(x.host(), w, start, y.host(), n),
+    }
+}
+
+/// `y (n, outputs) = x (n, inputs) W^T + b` with FP32 `W (outputs, inputs)` and `b (outputs)`:
+/// torch's `Linear`, for the small trained network behind a prefix.
+pub fn dense_forward(x: View, w: View, b: View, y: ViewMut, (n, inputs, outputs): (usize, usize, usize)) {
+    match y.device() {
+        Device::Cpu => cpu::dense_forward(x.host(), w.host(), b.host(), y.host(), (n, inputs, outputs)),
+    }
+}
+
+/// Gradients of [`dense_forward`]: `dw += dy^T x`, `db += sum_n dy`, and `dx = dy W` where asked for.
+pub fn dense_backward(
+    dy: View,
+    x: View,
+    w: View,
+    (dw, db): (ViewMut, ViewMut),
+    dx: Option<ViewMut>,
+    shape: (usize, usize, usize),
+) {
+    match dy.device() {
+        Device::Cpu => cpu::dense_backward(dy.host(), x.host(), (dw.host(), db.host()), shape),
+    }
+    if let Some(dx) = dx {
+        dense_input_gradient(dy, w, dx, shape, false);
+    }
+}
+
+/// `dx (n, inputs) = dy W`, added to what is there with `accumulate`.
+pub fn dense_input_gradient(dy: View, w: View, dx: ViewMut, shape: (usize, usize, usize), accumulate: bool) {
+    match dy.device() {
+        Device::Cpu => cpu::dense_input_gradient(dy.host(), w.host(), dx.host(), shape, accumulate),
+    }
+}

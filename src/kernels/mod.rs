@@ -1,0 +1,19 @@
+//! Kernels: slices and shapes, never layers or adapters. One folder per op.
+//!
+//! In each folder `mod.rs` holds the maths, the shapes and the dispatch on the device, `reference.rs`
+//! the plain twin that runs in any precision, `cpu.rs` the CPU side. Forward and backward of an op
+//! stand side by side. All outputs are parameters: a kernel allocates nothing that grows with the model.
+
+pub mod activation;
+pub mod adamw;
+pub mod adapted_linear;
+pub mod attention;
+pub mod cpu;
+pub mod device;
+pub mod embed;
+pub mod head_loss;
+pub mod layernorm;
+pub mod matmul;
+pub mod real;
+#[cfg(test)]
+pub mod testing;

@@ -1,0 +1,85 @@
+//! A base: the frozen model with its name, from a folder or from the program itself.
+
+use std::path::{Path, PathBuf};
+
+use engraft_adapters::BaseDescription;
+
+use super::{config::Config, weights, weights::Weights};
+use crate::{embedded, error::Result};
+
+/// Where a base lies.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum BaseSource {
+    /// Compiled into the program.
+    Embedded,
+    /// A folder with `config.json`, weights and perhaps tokenizer files.
+    Folder(PathBuf),
+}
+
+/// Where the tokenizer of a base lies.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum TokenizerFiles {
+    /// Perhaps `tokenizer.json`, or `vocab.json` and `merges.txt`, in this folder.
+    Folder(PathBuf),
+    /// The text of a `tokenizer.json`.
+    Bytes(&'static [u8]),
+}
+
+/// A frozen model, ready to run.
+#[derive(Debug, Clone)]
+pub struct Base {
+    /// What the user called it.
+    pub name: String,
+    /// Its sizes and switches.
+    pub config: Config,
+    /// Its tensors.
+    pub weights: Weights,
+    /// Where it came from.
+    pub source: BaseSource,
+}
+
+impl Base {
+    /// Loads a base; `cache` is the folder for FP16 copies and fingerprints.
+    ///
+    /// # Errors
+    /// As [`Config::from_json`] and [`Weights::from_folder`].
+    pub fn load(source: &BaseSource, name: &str, cache: &Path) -> Result<Self> {
+        let (config, weights) = match source {
+            BaseSource::Embedded => {
+                let config = Config::from_json(embedded::CONFIG, Path::new("the embedded config.json"))?;
+                let weights = Weights::from_embedded(embedded::model(), &config)?;
+                (config, weights)
+            }
+            BaseSource::Folder(folder) => {
+                let config = weights::read_config(folder)?;
+                let weights = Weights::from_folder(folder, &config, cache)?;
+                (config, weights)
+            }
+        };
+        Ok(Self { name: name.to_owned(), config, weights, source: source.clone() })
+    }
+
+    /// What adapters must know of this base.
+    pub fn description(&self) -> BaseDescription {
+        let mut description = self.config.describe(&self.name, Some(&self.weights.fingerprint));
+        description.revision = self.revision();
+        description
+    }
+
+    /// The commit, for a base that lies in the hub's cache (`snapshots/<commit>`).
+    pub fn revision(&self) -> Option<String> {
+        let BaseSource::Folder(folder) = &self.source else { return None };
+        let parent = folder.parent()?.file_name()?;
+        let commit = folder.file_name()?.to_str()?;
+        let is_commit = commit.len() == 40 && commit.bytes().all(|byte| byte.is_ascii_hexdigit());
+        (parent == "snapshots" && is_commit).then(|| commit.to_owned())
+    }
+
+    /// Where the tokenizer lies, if the base has one.
+    pub fn tokenizer_files(&self) -> TokenizerFiles {
+        match &self.source {
+            BaseSource::Embedded => TokenizerFiles::Bytes(embedded::TOKENIZER),
+            BaseSource::Folder(folder) => TokenizerFiles::Folder(folder.clone()),
+        }
+    }
+}

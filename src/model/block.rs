@@ -1,0 +1,342 @@
+//! One transformer block: attention half and MLP half, forward and backward.
+//!
+//! Forward: `middle = x + attn(ln_1(x))`, `y = middle + mlp(ln_2(middle))`. The backward walks the same
+//! lines upwards. What it needs and the forward did not keep (both layer norms' outputs, the activated
+//! MLP) is computed again from what was kept, by the same functions, hence with the same bits.
+
+use crate::{
+    kernels::{
+        activation,
+        adapted_linear::{self, Dropout, Layer},
+        attention::{self, Heads, Prefix, Seen, Shape},
+        device::{View, ViewMut},
+        layernorm,
+        matmul::Matrix,
+    },
+    model::{BlockWeights, Config, Linear, Norm},
+};
+
+use super::{
+    buffers::{BackwardWork, BlockBuffers, Work},
+    cache::LayerCache,
+    wiring::{LayerDeltas, Site},
+};
+
+/// Everything a block sees beside its input.
+#[derive(Clone, Copy)]
+pub struct Block<'a> {
+    /// Sizes and switches of the base.
+    pub config: &'a Config,
+    /// Index of the layer.
+    pub layer: usize,
+    /// Its frozen weights.
+    pub weights: &'a BlockWeights,
+    /// Its deltas.
+    pub deltas: &'a LayerDeltas,
+    /// The flat store that deltas point into.
+    pub values: View<'a>,
+    /// Keys and values of the prefix, `(p, 2 l c)`, and p.
+    pub prompt: Option<(View<'a>, usize)>,
+    /// First visible token of each token `(n)`.
+    pub starts: View<'a>,
+    /// Rows b and tokens t of this micro-batch.
+    pub rows: usize,
+    /// Tokens t of a row.
+    pub tokens: usize,
+    /// Dropout in front of every A.
+    pub dropout: Dropout,
+}
+
+/// A block's activations after its forward, to be consumed by its backward.
+#[must_use = "activations that nobody differentiates were kept for nothing"]
+pub struct Saved(BlockBuffers);
+
+impl Saved {
+    /// Gives the memory back without a backward: evaluation, or a block that will be recomputed.
+    pub fn discard(self) -> BlockBuffers {
+        self.0
+    }
+}
+
+/// Where gradients of trainables go.
+pub struct Gradients<'a> {
+    /// Of the flat store.
+    pub store: ViewMut<'a>,
+    /// Of the prefix `(p, 2 l c)`; empty without one.
+    pub prompt: ViewMut<'a>,
+}
+
+/// The first `n` rows of `width` of a buffer that may hold more.
+macro_rules! rows {
+    ($buffer:expr, $n:expr, $width:expr) => {
+        $buffer.view().slice(0, $n * $width)
+    };
+    (mut $buffer:expr, $n:expr, $width:expr) => {
+        $buffer.view_mut().slice(0, $n * $width)
+    };
+}
+pub(super) use rows;
+
+impl<'a> Block<'a> {
+    /// n = b t.
+    fn cells(&self) -> usize {
+        self.rows * self.tokens
+    }
+
+    fn ranks(&self, site: Site) -> usize {
+        self.deltas[site as usize].iter().map(|delta| delta.rank).sum()
+    }
+
+    fn shape(&self, past: usize) -> Shape {
+        Shape {
+            batch: self.rows,
+            queries: self.tokens,
+            past,
+            heads: self.config.heads,
+            width: self.config.head_width(),
+            prefix: self.prompt.map_or(0, |(_, p)| p),
+        }
+    }
+
+    /// Factor of the attention scores, as Transformers' `scale_attn_weights` and
+    /// `scale_attn_by_inverse_layer_idx` say.
+    fn scale(&self) -> f32 {
+        let by_width = if self.config.scale_attn { (self.config.head_width() as f32).sqrt() } else { 1.0 };
+        let by_layer = if self.config.scale_attn_by_layer { (self.layer + 1) as f32 } else { 1.0 };
+        1.0 / (by_width * by_layer)
+    }
+
+    /// This layer's keys and values within the prefix: 2l and 2l + 1 of the 2L vectors of a row.
+    fn prefix(&self) -> Option<Prefix<'a>> {
+        let (prompt, _) = self.prompt?;
+        let (row, c) = (2 * self.config.layers * self.config.width, self.config.width);
+        let part =
+            |index: usize| Heads { data: prompt.slice(index * c, prompt.len() - index * c), row, batch: 0 };
+        Some(Prefix { k: part(2 * self.layer), v: part(2 * self.layer + 1) })
+    }
+
+    fn norm(&self, norm: &'a Norm) -> layernorm::Norm<'a> {
+        layernorm::Norm {
+            gain: norm.gain.view(),
+            bias: norm.bias.view(),
+            epsilon: self.config.layer_norm_eps,
+        }
+    }
+
+    fn linear(
+        &self,
+        site: Site,
+        x: View,
+        residual: Option<View>,
+        buffers: &mut [crate::kernels::device::Buffer],
+        y: ViewMut,
+    ) {
+        let n = self.cells();
+        let layer = layer(self.site(site));
+        let low = rows!(mut buffers[site as usize], n, self.ranks(site));
+        let deltas = &self.deltas[site as usize];
+        adapted_linear::forward(x, layer, residual, deltas, self.values, self.dropout, low, y, n);
+    }
+
+    fn site(&self, site: Site) -> &'a Linear {
+        match site {
+            Site::CAttn => &self.weights.c_attn,
+            Site::AttnProj => &self.weights.attn_proj,
+            Site::CFc => &self.weights.c_fc,
+            Site::MlpProj => &self.weights.mlp_proj,
+        }
+    }
+
+    /// Forward from `x (n, c)` to `y (n, c)`; with a cache, keys and values are appended to it and
+    /// attention reads from it.
+    pub fn forward(
+        &self,
+        x: View,
+        mut buffers: BlockBuffers,
+        work: &mut Work,
+        cache: Option<&mut LayerCache>,
+        y: ViewMut,
+    ) -> Saved {
+        self.attention_half(x, &mut buffers, work, cache);
+        self.mlp_half(&mut buffers, work, y);
+        Saved(buffers)
+    }
+
+    /// `middle = x + c_proj(attention(c_attn(ln_1(x))))`.
+    fn attention_half(
+        &self,
+        x: View,
+        kept: &mut BlockBuffers,
+        work: &mut Work,
+        cache: Option<&mut LayerCache>,
+    ) {
+        let (n, c) = (self.cells(), self.config.width);
+        let (normed, stats) = (rows!(mut work.normed, n, c), rows!(mut kept.stats_1, n, 2));
+        layernorm::forward(x, self.norm(&self.weights.ln_1), normed, stats);
+        let qkv = rows!(mut kept.qkv, n, 3 * c);
+        self.linear(Site::CAttn, rows!(work.normed, n, c), None, &mut kept.low, qkv);
+        self.attend(kept, cache);
+        let middle = rows!(mut kept.middle, n, c);
+        self.linear(Site::AttnProj, rows!(kept.mixed, n, c), Some(x), &mut kept.low, middle);
+    }
+
+    fn attend(&self, kept: &mut BlockBuffers, cache: Option<&mut LayerCache>) {
+        let (n, c) = (self.cells(), self.config.width);
+        let qkv = rows!(kept.qkv, n, 3 * c);
+        let (q, mut k, mut v) = attention::packed(qkv, self.tokens, c);
+        let mut past = 0;
+        if let Some(cache) = cache {
+            past = cache.append(k, v, self.rows, self.tokens, c);
+            (k, v) = cache.heads(c);
+        }
+        let mixed = rows!(mut kept.mixed, n, c);
+        let lse = rows!(mut kept.lse, n, self.config.heads);
+        attention::forward((q, k, v), self.prefix(), self.starts, self.scale(), self.shape(past), mixed, lse);
+    }
+
+    /// `y = middle + c_proj(f(c_fc(ln_2(middle))))`.
+    fn mlp_half(&self, kept: &mut BlockBuffers, work: &mut Work, y: ViewMut) {
+        let (n, c, f) = (self.cells(), self.config.width, self.config.inner);
+        let (normed, stats) = (rows!(mut work.normed, n, c), rows!(mut kept.stats_2, n, 2));
+        layernorm::forward(rows!(kept.middle, n, c), self.norm(&self.weights.ln_2), normed, stats);
+        let inner = rows!(mut kept.inner, n, f);
+        self.linear(Site::CFc, rows!(work.normed, n, c), None, &mut kept.low, inner);
+        activation::forward(self.config.activation, rows!(kept.inner, n, f), rows!(mut work.activated, n, f));
+        let middle = rows!(kept.middle, n, c);
+        self.linear(Site::MlpProj, rows!(work.activated, n, f), Some(middle), &mut kept.low, y);
+    }
+
+    /// Backward: `back.grad` holds the gradient of the block's output on entry and that of its input
+    /// `x` on exit (left undefined unless `input_gradient`), and `to` grows by those of the trainables.
+    pub fn backward(
+        &self,
+        x: View,
+        saved: Saved,
+        work: &mut Work,
+        back: &mut BackwardWork,
+        to: &mut Gradients,
+        input_gradient: bool,
+    ) -> BlockBuffers {
+        let Saved(mut kept) = saved;
+        self.mlp_half_backward(&mut kept, work, back, to);
+        self.attention_half_backward(x, &mut kept, work, back, to, input_gradient);
+        kept
+    }
+
+    /// In the forward pass this was `y = middle + c_proj(f(c_fc(ln_2(middle))))`.
+    fn mlp_half_backward(
+        &self,
+        kept: &mut BlockBuffers,
+        work: &mut Work,
+        back: &mut BackwardWork,
+        to: &mut Gradients,
+    ) {
+        let (n, c, f) = (self.cells(), self.config.width, self.config.inner);
+        let inner = rows!(kept.inner, n, f);
+        let kind = self.config.activation;
+        if !self.deltas[Site::MlpProj as usize].is_empty() {
+            activation::forward(kind, inner, rows!(mut work.activated, n, f));
+        }
+        let d_activated = rows!(mut back.wide, n, f);
+        let (dy, activated) = (rows!(back.grad, n, c), rows!(work.activated, n, f));
+        self.linear_backward(Site::MlpProj, dy, activated, kept, &mut back.d_low, to, Some(d_activated));
+        activation::backward(kind, inner, rows!(mut back.wide, n, f));
+
+        let middle = rows!(kept.middle, n, c);
+        let norm = self.norm(&self.weights.ln_2);
+        if !self.deltas[Site::CFc as usize].is_empty() {
+            layernorm::forward(middle, norm, rows!(mut work.normed, n, c), rows!(mut kept.stats_2, n, 2));
+        }
+        let d_normed = rows!(mut back.narrow, n, c);
+        let (d_inner, normed) = (rows!(back.wide, n, f), rows!(work.normed, n, c));
+        self.linear_backward(Site::CFc, d_inner, normed, kept, &mut back.d_low, to, Some(d_normed));
+        let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.stats_2, n, 2));
+        layernorm::backward(d_normed, rows!(kept.middle, n, c), stats, norm, rows!(mut back.grad, n, c));
+    }
+
+    /// In the forward pass this was `middle = x + c_proj(attention(c_attn(ln_1(x))))`.
+    fn attention_half_backward(
+        &self,
+        x: View,
+        kept: &mut BlockBuffers,
+        work: &mut Work,
+        back: &mut BackwardWork,
+        to: &mut Gradients,
+        input_gradient: bool,
+    ) {
+        let (n, c) = (self.cells(), self.config.width);
+        let d_mixed = rows!(mut back.narrow, n, c);
+        let (dy, mixed) = (rows!(back.grad, n, c), rows!(kept.mixed, n, c));
+        self.linear_backward(Site::AttnProj, dy, mixed, kept, &mut back.d_low, to, Some(d_mixed));
+        self.attention_backward(kept, back, to);
+
+        let norm = self.norm(&self.weights.ln_1);
+        let adapted = !self.deltas[Site::CAttn as usize].is_empty();
+        if !adapted && !input_gradient {
+            return;
+        }
+        if adapted {
+            layernorm::forward(x, norm, rows!(mut work.normed, n, c), rows!(mut kept.stats_1, n, 2));
+        }
+        let d_normed = input_gradient.then(|| rows!(mut back.narrow, n, c));
+        let (d_qkv, normed) = (rows!(back.wide, n, 3 * c), rows!(work.normed, n, c));
+        self.linear_backward(Site::CAttn, d_qkv, normed, kept, &mut back.d_low, to, d_normed);
+        if input_gradient {
+            let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.stats_1, n, 2));
+            layernorm::backward(d_normed, x, stats, norm, rows!(mut back.grad, n, c));
+        }
+    }
+
+    /// From the gradient of attention's output in `back.narrow` to that of qkv in `back.wide`.
+    fn attention_backward(&self, kept: &BlockBuffers, back: &mut BackwardWork, to: &mut Gradients) {
+        let (n, c, layers) = (self.cells(), self.config.width, self.config.layers);
+        let shape = self.shape(0);
+        let seen = Seen {
+            qkv: rows!(kept.qkv, n, 3 * c),
+            prefix: self.prefix(),
+            starts: self.starts,
+            out: rows!(kept.mixed, n, c),
+            lse: rows!(kept.lse, n, self.config.heads),
+        };
+        let d_prefix = rows!(mut back.d_prefix, self.rows * 2 * shape.prefix, c);
+        let d_qkv = rows!(mut back.wide, n, 3 * c);
+        attention::backward(rows!(back.narrow, n, c), seen, self.scale(), shape, d_qkv, d_prefix);
+        if shape.prefix > 0 {
+            let places = (2 * layers * c, 2 * self.layer * c, (2 * self.layer + 1) * c);
+            let parts = rows!(back.d_prefix, self.rows * 2 * shape.prefix, c);
+            attention::sum_prefix(parts, shape, to.prompt.reborrow(), places);
+        }
+    }
+
+    #[allow(clippy::too_many_arguments, reason = "an op's gradient, operands, saved state and target")]
+    fn linear_backward(
+        &self,
+        site: Site,
+        dy: View,
+        x: View,
+        kept: &BlockBuffers,
+        d_low: &mut crate::kernels::device::Buffer,
+        to: &mut Gradients,
+        dx: Option<ViewMut>,
+    ) {
+        let (n, ranks) = (self.cells(), self.ranks(site));
+        adapted_linear::backward(
+            dy,
+            x,
+            layer(self.site(site)),
+            &self.deltas[site as usize],
+            self.values,
+            to.store.reborrow(),
+            self.dropout,
+            rows!(kept.low[site as usize], n, ranks),
+            rows!(mut d_low, n, ranks),
+            dx,
+            n,
+        );
+    }
+}
+
+fn layer(linear: &Linear) -> Layer<'_> {
+    let weight = Matrix { data: linear.weight.view(), rows: linear.inputs, cols: linear.outputs };
+    Layer { weight, bias: linear.bias.view() }
+}

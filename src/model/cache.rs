@@ -1,0 +1,81 @@
+//! Keys and values of tokens already seen, so that a new token costs one row.
+
+use crate::{
+    error::Result,
+    kernels::{
+        attention::{self, Heads},
+        device::{Arena, Buffer, DType::F32},
+    },
+};
+
+use super::Config;
+
+/// Keys and values of one layer, `(b, capacity, c)` each.
+pub struct LayerCache {
+    k: Buffer,
+    v: Buffer,
+    capacity: usize,
+    filled: usize,
+}
+
+impl LayerCache {
+    /// Appends `tokens` new keys and values a row; returns how many were there before.
+    pub(super) fn append(&mut self, k: Heads, v: Heads, rows: usize, tokens: usize, c: usize) -> usize {
+        let past = self.filled;
+        let sizes = (rows, tokens, c);
+        let place = (past * c, self.capacity * c);
+        attention::append(k, self.k.view_mut(), sizes, place);
+        attention::append(v, self.v.view_mut(), sizes, place);
+        self.filled += tokens;
+        past
+    }
+
+    /// All keys and values.
+    pub(super) fn heads(&self, c: usize) -> (Heads<'_>, Heads<'_>) {
+        let batch = self.capacity * c;
+        (Heads { data: self.k.view(), row: c, batch }, Heads { data: self.v.view(), row: c, batch })
+    }
+}
+
+/// The caches of all layers.
+pub struct Cache {
+    /// By layer.
+    pub(super) layers: Vec<LayerCache>,
+    capacity: usize,
+}
+
+impl Cache {
+    /// Room for `capacity` tokens in each of `rows` rows.
+    ///
+    /// # Errors
+    /// When memory cannot be reserved.
+    pub fn new(config: &Config, rows: usize, capacity: usize) -> Result<Self> {
+        let cut = |arena: &mut Arena| {
+            let shape = [rows, capacity, config.width];
+            (0..config.layers)
+                .map(|layer| {
+                    let k = arena.take(format!("layer {layer} keys"), F32, &shape)?;
+                    let v = arena.take(format!("layer {layer} values"), F32, &shape)?;
+                    Ok(LayerCache { k, v, capacity, filled: 0 })
+                })
+                .collect()
+        };
+        let (layers, _) = Arena::build("KV cache", cut)?;
+        Ok(Self { layers, capacity })
+    }
+
+    /// Tokens that fit.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Tokens seen so far.
+    pub fn filled(&self) -> usize {
+        self.layers.first().map_or(0, |layer| layer.filled)
+    }
+
+    /// Forgets all but the first `tokens`.
+    pub fn truncate(&mut self, tokens: usize) {
+        self.layers.iter_mut().for_each(|layer| layer.filled = layer.filled.min(tokens));
+    }
+}

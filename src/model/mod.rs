@@ -1,0 +1,25 @@
+//! The frozen GPT-2: files to weights, and explicit forward and backward over planned buffers.
+//!
+//! [`Base`] is the frozen model; [`Stack`] runs training and evaluation on it, [`Decoder`] generation.
+//! Nothing here opens a file but the weights module, prints, or knows an optimizer.
+
+pub mod base;
+mod block;
+mod buffers;
+mod cache;
+pub mod config;
+mod decoder;
+mod prefix;
+mod stack;
+pub mod weights;
+mod wiring;
+
+pub use base::{Base, BaseSource, TokenizerFiles};
+pub use block::Gradients;
+pub use buffers::Limits;
+pub use config::{Activation, Config};
+pub use decoder::Decoder;
+pub use prefix::{Prompt, prefix_from_text};
+pub use stack::{LossSum, Pass, Policy, Recompute, Stack, Trained};
+pub use weights::{BlockWeights, Linear, Norm, Weights};
+pub use wiring::{PrefixSource, Projection, Wiring};

@@ -1,0 +1,130 @@
+//! The cache folder: an FP16 copy and a fingerprint for each source, found by the source's identity.
+//!
+//! `<cache>/<key>/model.safetensors` is the copy (absent when the source itself is mapped) and
+//! `<cache>/<key>/fingerprint` its fingerprint, written last. Both appear by rename, so whoever reads them
+//! sees a whole file or none.
+
+use std::{
+    fs::{self, File, Metadata},
+    io::{BufWriter, Write},
+    path::{Path, PathBuf},
+    time::UNIX_EPOCH,
+};
+
+use tempfile::NamedTempFile;
+
+use super::{
+    convert::{FORM as FINGERPRINT_FORM, Sink},
+    names::Wanted,
+    source::Source,
+};
+use crate::error::{Error, Result};
+
+/// Changes whenever what is kept under a key would change for the same source.
+const FORM: &[u8] = b"engraft cache 1";
+
+/// The place of one source in the cache.
+pub(super) struct Entry {
+    folder: PathBuf,
+}
+
+impl Entry {
+    /// Where `source`, read as `wanted`, is kept: keyed by the path, size and times of each of its files.
+    pub(super) fn of(cache: &Path, source: &Source, wanted: &[Wanted]) -> Result<Self> {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(FORM);
+        for file in &source.files {
+            let read = |cause| Error::reading(&file.path, &cause);
+            let path = file.path.canonicalize().map_err(read)?;
+            let metadata = fs::metadata(&path).map_err(read)?;
+            hasher.update(format!("{path:?} {} {:?}\n", metadata.len(), times(&metadata)).as_bytes());
+        }
+        // The same files under another config.json are another base.
+        hasher.update(format!("{wanted:?}").as_bytes());
+        let key = hasher.finalize().to_hex();
+        Ok(Self { folder: cache.join(&key.as_str()[..32]) })
+    }
+
+    /// The FP16 copy.
+    pub(super) fn model(&self) -> PathBuf {
+        self.folder.join("model.safetensors")
+    }
+
+    fn record(&self) -> PathBuf {
+        self.folder.join("fingerprint")
+    }
+
+    /// The fingerprint that was kept, if one was.
+    pub(super) fn fingerprint(&self) -> Option<String> {
+        let text = fs::read_to_string(self.record()).ok()?;
+        let fingerprint = text.strip_suffix('\n')?;
+        fingerprint.starts_with(FINGERPRINT_FORM).then(|| fingerprint.to_owned())
+    }
+
+    /// Keeps the fingerprint.
+    pub(super) fn keep(&self, fingerprint: &str) -> Result<()> {
+        let path = self.record();
+        let mut file = self.temporary(&path)?;
+        let written = file.write_all(format!("{fingerprint}\n").as_bytes());
+        written.map_err(|cause| Error::writing(&path, &cause))?;
+        finish(file, &path)
+    }
+
+    /// Writes the FP16 copy through `write`, which returns its fingerprint.
+    pub(super) fn write_model(&self, write: impl FnOnce(&mut Sink) -> Result<String>) -> Result<String> {
+        let path = self.model();
+        let mut file = self.temporary(&path)?;
+        let mut buffered = BufWriter::with_capacity(1 << 20, file.as_file_mut());
+        let fingerprint = write(&mut Sink { file: &mut buffered, path: &path })?;
+        buffered.flush().map_err(|cause| Error::writing(&path, &cause))?;
+        drop(buffered);
+        finish(file, &path)?;
+        Ok(fingerprint)
+    }
+
+    /// A file beside `path` that vanishes unless it is finished; its mode comes from the umask.
+    fn temporary(&self, path: &Path) -> Result<NamedTempFile> {
+        let failed = |cause| Error::writing(path, &cause);
+        fs::create_dir_all(&self.folder).map_err(failed)?;
+        let mut builder = tempfile::Builder::new();
+        builder.prefix(".partial-");
+        #[cfg(unix)]
+        builder.permissions(<fs::Permissions as std::os::unix::fs::PermissionsExt>::from_mode(0o666));
+        builder.tempfile_in(&self.folder).map_err(failed)
+    }
+}
+
+/// Puts a written file in its place, on disk before it is seen.
+fn finish(file: NamedTempFile, path: &Path) -> Result<()> {
+    file.as_file().sync_all().map_err(|cause| Error::writing(path, &cause))?;
+    file.persist(path).map_err(|failure| Error::writing(path, &failure.error))?;
+    Ok(())
+}
+
+/// One converting process at a time; the others wait and find the copy.
+pub(super) struct Hold {
+    _lock: Option<File>,
+}
+
+impl Hold {
+    pub(super) fn on(entry: &Entry) -> Result<Self> {
+        let path = entry.folder.join(".lock");
+        fs::create_dir_all(&entry.folder).map_err(|cause| Error::writing(&path, &cause))?;
+        let file = File::create(&path).map_err(|cause| Error::writing(&path, &cause))?;
+        // Where the file system knows no locks, two processes convert twice: wasteful, not wrong.
+        Ok(Self { _lock: file.lock().is_ok().then_some(file) })
+    }
+}
+
+/// Modification time, and on Unix the change time, which no copying tool sets back.
+fn times(metadata: &Metadata) -> (u128, i128) {
+    let modified = metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+    #[cfg(unix)]
+    let changed = {
+        use std::os::unix::fs::MetadataExt;
+        i128::from(metadata.ctime()) * 1_000_000_000 + i128::from(metadata.ctime_nsec())
+    };
+    #[cfg(not(unix))]
+    let changed = 0;
+    (modified.unwrap_or_default().as_nanos(), changed)
+}

@@ -1,0 +1,4 @@
+//! Training.
+pub mod trainer;
+
+pub use trainer::{Evaluation, StepReport, Trainer, TrainerOptions, TrainerState, evaluate};

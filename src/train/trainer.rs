@@ -1,0 +1,275 @@
+//! One optimizer step over micro-batches, and evaluation: the engine of a training run.
+
+use std::sync::Arc;
+
+use engraft_adapters::AdapterSet;
+
+use crate::{
+    data::Batch,
+    error::{Error, Result},
+    kernels::{
+        adamw,
+        device::{Arena, Buffer, DType::F32, TableRow},
+    },
+    model::{Base, Gradients, Limits, LossSum, Pass, Policy, Prompt, Stack, Trained, Wiring},
+    optim::{AdamW, AdamWOptions},
+};
+
+/// What a [`Trainer`] is made for.
+#[derive(Debug, Clone, Copy)]
+pub struct TrainerOptions {
+    /// Rows of a micro-batch at most.
+    pub rows: usize,
+    /// Tokens of the longest row.
+    pub seq_len: usize,
+    /// What is kept and what is computed again.
+    pub policy: Policy,
+    /// Betas, eps and decay.
+    pub adamw: AdamWOptions,
+    /// Largest global gradient norm; 0 for any.
+    pub clip: f64,
+    /// Part of the target probability spread over the vocabulary.
+    pub label_smoothing: f64,
+    /// Seed of dropout.
+    pub seed: u64,
+}
+
+/// What an optimizer step did.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepReport {
+    /// Mean loss over the supervised tokens of the step.
+    pub loss: f64,
+    /// Global L2 norm of the gradient before clipping.
+    pub grad_norm: f64,
+    /// Supervised tokens.
+    pub tokens: usize,
+    /// Input tokens, padding included.
+    pub input_tokens: usize,
+}
+
+/// The loss of a data set.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Evaluation {
+    /// Mean over all supervised tokens.
+    pub loss: f64,
+    /// How many there are.
+    pub tokens: usize,
+    /// Rows read.
+    pub rows: usize,
+}
+
+impl Evaluation {
+    /// e to the mean loss.
+    pub fn perplexity(&self) -> f64 {
+        self.loss.exp()
+    }
+}
+
+/// Everything that changes in training: what a resume file must hold.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TrainerState {
+    /// Optimizer steps done.
+    pub step: u64,
+    /// The flat store.
+    pub values: Vec<f32>,
+    /// AdamW's first moment.
+    pub first_moment: Vec<f32>,
+    /// AdamW's second moment.
+    pub second_moment: Vec<f32>,
+}
+
+/// A frozen base, an adapter and an optimizer.
+pub struct Trainer {
+    set: AdapterSet,
+    stack: Stack,
+    values: Buffer,
+    gradient: Buffer,
+    prompt: Option<Prompt>,
+    optimizer: AdamW,
+    options: TrainerOptions,
+    dropout: f64,
+    table: Vec<TableRow>,
+}
+
+impl Trainer {
+    /// Prepares training of `set` from `values` on `base`.
+    ///
+    /// # Errors
+    /// When rows are longer than the positions of the base, or memory cannot be reserved.
+    pub fn new(base: Arc<Base>, set: AdapterSet, values: Vec<f32>, options: TrainerOptions) -> Result<Self> {
+        let wiring = Wiring::new(&[(&set, 1.0)], base.config.layers)?;
+        let (prompt, mut table) = Prompt::new(&wiring, &base.config, true)?;
+        let limits = Limits { rows: options.rows, tokens: options.seq_len };
+        let len = set.layout.len;
+        if values.len() != len {
+            return Err(Error::failed(format!(
+                "{} values for {len} trainables; please report this",
+                values.len()
+            )));
+        }
+        let ((mut store, gradient), rows) = Arena::build("trainables", |arena| {
+            Ok((arena.take("values", F32, &[len])?, arena.take("gradient", F32, &[len])?))
+        })?;
+        store.view_mut().upload(&values);
+        let optimizer = AdamW::new(len, options.adamw)?;
+        let stack = Stack::new(base, wiring, limits, options.policy, true)?;
+        table.extend(rows);
+        table.extend_from_slice(optimizer.table());
+        table.extend_from_slice(stack.table());
+        let dropout = set.spec.lora.as_ref().map_or(0.0, |lora| lora.dropout);
+        Ok(Self { set, stack, values: store, gradient, prompt, optimizer, options, dropout, table })
+    }
+
+    /// One optimizer step over all of `micro_batches`; every supervised token counts the same.
+    ///
+    /// # Errors
+    /// When a token is outside the vocabulary, nothing is supervised, or the gradient is not finite;
+    /// the adapter is then as before.
+    pub fn step(&mut self, micro_batches: &[Batch], lr: f64) -> Result<StepReport> {
+        let losses = self.accumulate(micro_batches)?;
+        let gradient = self.gradient.view();
+        let grad_norm = self.optimizer.update(self.values.view_mut(), gradient, lr, self.options.clip)?;
+        Ok(StepReport {
+            loss: losses.sum / losses.tokens as f64,
+            grad_norm,
+            tokens: losses.tokens,
+            input_tokens: micro_batches.iter().map(|batch| batch.ids.len()).sum(),
+        })
+    }
+
+    /// The gradient of the mean loss over the supervised tokens of `micro_batches`, left in place;
+    /// returns the sum of the losses.
+    ///
+    /// # Errors
+    /// As [`Trainer::step`].
+    pub fn accumulate(&mut self, micro_batches: &[Batch]) -> Result<LossSum> {
+        let supervised: usize = micro_batches.iter().map(Batch::supervised).sum();
+        if supervised == 0 {
+            return Err(Error::input("a batch has no supervised token; check the labels of the data"));
+        }
+        adamw::clear(self.gradient.view_mut());
+        if let Some(prompt) = &mut self.prompt {
+            prompt.refresh(self.values.view());
+        }
+        let mut total = LossSum::default();
+        let mut first_row = 0;
+        for batch in micro_batches {
+            let losses = self.micro_batch(batch, 1.0 / supervised as f32, first_row)?;
+            total = LossSum { sum: total.sum + losses.sum, tokens: total.tokens + losses.tokens };
+            first_row += batch.rows;
+        }
+        if let Some(prompt) = &mut self.prompt {
+            prompt.backward(self.values.view(), self.gradient.view_mut());
+        }
+        Ok(total)
+    }
+
+    fn micro_batch(&mut self, batch: &Batch, factor: f32, first_row: usize) -> Result<LossSum> {
+        let TrainerOptions { seed, seq_len, label_smoothing, .. } = self.options;
+        let step = self.optimizer.step();
+        let dropout = Pass::dropout(self.dropout, seed, step, first_row, batch.seq_len, seq_len);
+        let pass = Pass { factor, smoothing: label_smoothing as f32, dropout };
+        let values = self.values.view();
+        // The gradient of a prefix is written while its values are read: two buffers of one struct.
+        let (prompt, d_prompt) = match &mut self.prompt {
+            None => (None, <&mut [f32]>::default().into()),
+            Some(prompt) => {
+                let (view, gradient) = prompt.parts(values);
+                (Some(view), gradient)
+            }
+        };
+        let mut to = Gradients { store: self.gradient.view_mut(), prompt: d_prompt };
+        self.stack.loss_and_gradients(Trained { values, prompt }, &mut to, batch, pass)
+    }
+
+    /// Mean loss over `batches`, without dropout or smoothing; changes nothing.
+    ///
+    /// # Errors
+    /// When a token is outside the vocabulary or nothing is supervised.
+    pub fn evaluate(&mut self, batches: &mut dyn Iterator<Item = Batch>) -> Result<Evaluation> {
+        if let Some(prompt) = &mut self.prompt {
+            prompt.refresh(self.values.view());
+        }
+        let values = self.values.view();
+        let prompt = self.prompt.as_ref().map(|prompt| prompt.view(values));
+        evaluate(&mut self.stack, Trained { values, prompt }, batches)
+    }
+
+    /// Optimizer steps done.
+    pub fn steps_done(&self) -> u64 {
+        self.optimizer.step()
+    }
+
+    /// Everything that a resume file must hold.
+    pub fn state(&self) -> TrainerState {
+        let (first_moment, second_moment) = self.optimizer.moments();
+        TrainerState { step: self.steps_done(), values: self.values(), first_moment, second_moment }
+    }
+
+    /// Goes on from a saved state.
+    ///
+    /// # Errors
+    /// When the state belongs to another number of trainables.
+    pub fn restore(&mut self, state: TrainerState) -> Result<()> {
+        let len = self.set.layout.len;
+        let TrainerState { step, values, first_moment, second_moment } = state;
+        if [&values, &first_moment, &second_moment].iter().any(|part| part.len() != len) {
+            return Err(Error::input(format!(
+                "the save holds {} trainables where this adapter has {len}; resume with the options it was made with",
+                values.len()
+            )));
+        }
+        self.values.view_mut().upload(&values);
+        self.optimizer.restore(step, &first_moment, &second_moment);
+        Ok(())
+    }
+
+    /// The adapter set being trained.
+    pub fn set(&self) -> &AdapterSet {
+        &self.set
+    }
+
+    /// The flat store.
+    pub fn values(&self) -> Vec<f32> {
+        self.values.view().to_vec()
+    }
+
+    /// The gradient that the last step or [`Trainer::accumulate`] left, in the layout of the store.
+    pub fn gradient(&self) -> Vec<f32> {
+        self.gradient.view().to_vec()
+    }
+
+    /// Keys and values `(p, 2 l c)` of a prefix with a projection; `None` without one.
+    pub fn projected(&mut self) -> Option<Vec<f32>> {
+        let prompt = self.prompt.as_mut()?;
+        prompt.refresh(self.values.view());
+        prompt.projected()
+    }
+
+    /// Every buffer held.
+    pub fn memory(&self) -> Vec<TableRow> {
+        self.table.clone()
+    }
+}
+
+/// Mean loss of `stack` over `batches`.
+///
+/// # Errors
+/// When a token is outside the vocabulary or nothing is supervised.
+pub fn evaluate(
+    stack: &mut Stack,
+    trained: Trained,
+    batches: &mut dyn Iterator<Item = Batch>,
+) -> Result<Evaluation> {
+    let (mut sum, mut tokens, mut rows) = (0f64, 0, 0);
+    for batch in batches {
+        let losses = stack.loss(trained, &batch)?;
+        sum += losses.sum;
+        tokens += losses.tokens;
+        rows += batch.rows;
+    }
+    if tokens == 0 {
+        return Err(Error::input("the evaluation data has no supervised token; check its labels"));
+    }
+    Ok(Evaluation { loss: sum / tokens as f64, tokens, rows })
+}

@@ -1,0 +1,376 @@
+"""Writes the golden files next to itself with PEFT, transformers and PyTorch: F32, CPU, seeded, one thread.
+
+    python tests/golden/make_golden.py
+
+What each file holds is in README.md. The same versions on the same kind of CPU give the same bytes.
+"""
+import json
+import os
+import pathlib
+import platform
+import shutil
+import sys
+import warnings
+
+HERE = pathlib.Path(__file__).resolve().parent
+if __name__ == "__main__":
+    # PEFT writes target_modules from a Python set, so its order follows the hash seed.
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        os.environ.update(PYTHONHASHSEED="0", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+import numpy
+import peft
+import safetensors
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+
+import gpt2_bases
+
+STEPS, LR, BETAS, EPS, DECAY, CLIP = 10, 1e-2, (0.9, 0.999), 1e-8, 0.01, 1.0
+TINY = "bases/tiny"
+SECOND_TIME = "You are trying to modify a model with PEFT for a second time"
+
+
+# ---- batches and the loss -------------------------------------------------------------------
+
+def batch(vocab, b, t, seed):
+    """ids [b, t] and labels [b, t] (unshifted, -100 = unsupervised): the first row has an unsupervised prompt,
+    the second an unsupervised tail, the last a hole."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocab, (b, t), generator=g)
+    ids[0, 1], ids[1, 1] = 0, vocab - 1
+    labels = ids.clone()
+    labels[0, :4] = -100
+    labels[1, -3:] = -100
+    labels[-1, 5] = -100
+    return ids, labels
+
+
+def loss_of(logits, labels):
+    """Mean cross-entropy over the supervised positions; position i predicts label i + 1."""
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+
+
+def check_loss(out, labels):
+    """The loss transformers returns is the plain mean of -log softmax, term by term in f64."""
+    terms = []
+    logp = out.logits.detach().double().log_softmax(-1)
+    for row, marks in enumerate(labels.tolist()):
+        terms += [-logp[row, i, marks[i + 1]].item() for i in range(len(marks) - 1) if marks[i + 1] != -100]
+    if abs(sum(terms) / len(terms) - out.loss.item()) > 1e-6:
+        raise SystemExit(f"the loss {out.loss.item()} is no mean over {len(terms)} supervised positions")
+
+
+# ---- a case: a model, what is trained in it, and what it is called in the files -------------------
+
+class Case:
+    """`trained`: file key -> parameter. `extra`: file key -> function giving a further tensor to record.
+    `masks`: file key -> 0/1 tensor that multiplies the gradient in the training run only."""
+
+    def __init__(self, model, trained, adapters):
+        self.model, self.trained, self.adapters = model, trained, adapters
+        self.extra, self.masks, self.projected = {}, {}, None
+
+    def snapshot(self):
+        now = {key: p.detach().clone() for key, p in self.trained.items()}
+        now.update({key: read().detach().clone() for key, read in self.extra.items()})
+        return now
+
+
+def tensors_of(model):
+    """file key -> parameter of a LoRA PeftModel, under exactly the keys PEFT writes."""
+    found = {n.replace(".default.", "."): p for n, p in model.named_parameters() if p.requires_grad}
+    if sorted(found) != sorted(get_peft_model_state_dict(model)):
+        raise SystemExit("PEFT's file keys are no longer the parameter names without the adapter's name")
+    return found
+
+
+def randomise(trained, seed, scale):
+    """Draws every parameter anew, so that B is not zero; `scale`: key -> standard deviation."""
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key in sorted(trained):
+            p = trained[key]
+            p.copy_(scale(key) * torch.randn(p.shape, generator=g))
+
+
+def lora_scale(key):
+    return 0.15 if "lora_B" in key else 0.3
+
+
+def lora_model(**fields):
+    fields = {"lora_dropout": 0.0, "fan_in_fan_out": True, "task_type": "CAUSAL_LM", **fields}
+    return get_peft_model(gpt2_bases.load(TINY), LoraConfig(**fields))
+
+
+def lora_case(seed, **fields):
+    model = lora_model(**fields)
+    trained = tensors_of(model)
+    randomise(trained, seed, lora_scale)
+    return Case(model, trained, {"": model})
+
+
+def lora_c_attn():
+    return lora_case(101, r=3, lora_alpha=7, target_modules=["c_attn"])
+
+
+def lora_all_rslora_patterns():
+    return lora_case(102, r=3, lora_alpha=5, target_modules=["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"],
+                     use_rslora=True, rank_pattern={"attn.c_attn": 2, "h.1.mlp.c_fc": 5, r"h\.[02]\.mlp\.c_proj": 4},
+                     alpha_pattern={"mlp.c_proj": 11, "h.2.attn.c_proj": 3})
+
+
+def lora_layers():
+    return lora_case(103, r=2, lora_alpha=3, target_modules=["c_proj"], layers_to_transform=[0, 2])
+
+
+def lora_qv():
+    """q and v each with their own rank 2 and alpha 3, written as one c_attn LoRA of rank 4 and alpha 6."""
+    case = lora_case(104, r=4, lora_alpha=6, target_modules=["c_attn"])
+    for key, p in case.trained.items():
+        if "lora_B" in key:
+            d = p.shape[0] // 3
+            mask = torch.zeros_like(p)
+            mask[:d, :2] = 1.0  # q reads the first two rows of A
+            mask[2 * d :, 2:] = 1.0  # v the last two
+            p.data.mul_(mask).add_(0.0)  # + 0: no negative zeros
+            case.masks[key] = mask
+    return case
+
+
+def prefix_case(base, seed, **fields):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", SECOND_TIME)  # wrapping a base that holds LoRA is what we mean
+        model = get_peft_model(base, PrefixTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM", **fields))
+    encoder = model.prompt_encoder["default"]
+    if encoder.prefix_projection:
+        return prefix_projection_case(model, encoder, seed)
+    trained = {"prompt_embeddings": encoder.embedding.weight}
+    randomise(trained, seed, lambda key: 0.7)
+    return Case(model, trained, {"": model})
+
+
+def prefix_projection_case(model, encoder, seed):
+    first, last = encoder.transform[0], encoder.transform[2]
+    trained = {"proj.embedding": encoder.embedding.weight, "proj.in.weight": first.weight, "proj.in.bias": first.bias,
+               "proj.out.weight": last.weight, "proj.out.bias": last.bias}
+    scales = {"proj.embedding": 0.7, "proj.in.weight": 0.3, "proj.in.bias": 0.2, "proj.out.weight": 0.3,
+              "proj.out.bias": 0.2}
+    randomise(trained, seed, scales.get)
+    case = Case(model, trained, {"": model})
+    case.extra["prompt_embeddings"] = lambda: model.get_prompt_embedding_to_save("default")
+    case.projected = encoder.transform  # its output, [b, P, 2 L d], is watched for its gradient
+    return case
+
+
+def prefix():
+    return prefix_case(gpt2_bases.load(TINY), 105)
+
+
+def prefix_projection():
+    return prefix_case(gpt2_bases.load(TINY), 106, prefix_projection=True, encoder_hidden_size=13)
+
+
+def lora_and_prefix():
+    """LoRA modules inside the base, and that base wrapped in prefix tuning; both share one backward."""
+    lora = lora_case(107, r=2, lora_alpha=5, target_modules=["c_attn", "mlp.c_proj"])
+    injected = lora.model.get_base_model()
+    both = prefix_case(injected, 108)
+    for p in lora.trained.values():
+        p.requires_grad_(True)  # wrapping in prefix tuning froze everything below
+    trained = {f"lora.{k}": p for k, p in lora.trained.items()}
+    trained.update({f"prefix.{k}": p for k, p in both.trained.items()})
+    return Case(both.model, trained, {"lora": lora.model, "prefix": both.model})
+
+
+CASES = [lora_c_attn, lora_all_rslora_patterns, lora_layers, lora_qv, prefix, prefix_projection, lora_and_prefix]
+
+
+# ---- running a case -------------------------------------------------------------------------
+
+def forward(case, ids, labels):
+    out = case.model(input_ids=ids, labels=labels)
+    if out.logits.dtype == torch.float64:
+        out.loss = loss_of(out.logits, labels)  # transformers' own casts the logits to F32
+    return out
+
+
+def gradients(case, ids, labels):
+    """logits, loss and the gradient of every trained tensor (and of the projected prefix) at the initial state."""
+    seen = []
+
+    def watch(module, given, y):
+        y.retain_grad()
+        seen.append(y)
+
+    hook = case.projected.register_forward_hook(watch) if case.projected else None
+    out = forward(case, ids, labels)
+    out.loss.backward()
+    found = {"logits": out.logits.detach().contiguous(), "loss": out.loss.detach().view(1)}
+    found.update({f"grad.{key}": p.grad.clone() for key, p in case.trained.items()})
+    if hook:
+        hook.remove()
+        found["grad.prompt_embeddings"] = seen[0].grad.sum(0)  # (b, P, 2Ld) -> (P, 2Ld)
+    case.model.zero_grad(set_to_none=True)
+    return found, out
+
+
+def train(case, ids, labels):
+    """Ten AdamW steps on one batch: the loss before each update, the norm before clipping, the final tensors."""
+    parameters = list(case.trained.values())
+    optimizer = torch.optim.AdamW(parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, foreach=False)
+    losses, norms = [], []
+    for _ in range(STEPS):
+        loss = forward(case, ids, labels).loss
+        loss.backward()
+        for key, mask in case.masks.items():
+            case.trained[key].grad.mul_(mask.to(loss.dtype))
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, CLIP, foreach=False).item())
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    found = {k: torch.tensor(x, dtype=torch.float64) for k, x in [("losses", losses), ("grad_norms", norms)]}
+    found.update({f"final.{key}": x for key, x in case.snapshot().items()})
+    for key, mask in case.masks.items():
+        if (case.trained[key].detach()[mask == 0] != 0).any():
+            raise SystemExit(f"{key}: a zero block moved")
+    return found
+
+
+def record(case, ids, labels):
+    found, out = gradients(case, ids, labels)
+    if out.logits.dtype == torch.float32:
+        check_loss(out, labels)
+    found.update(train(case, ids, labels))
+    return found
+
+
+def in_f64(build, ids, labels):
+    """The same case in f64 from the same initial values: what F32 itself loses."""
+    case = build()
+    case.model.double()
+    return record(case, ids, labels)
+
+
+def noise(found, exact):
+    """Largest difference F32 - f64 per kind of tensor, relative to the tensor's largest element."""
+    worst = {}
+    for key, x in found.items():
+        kind = key.split(".")[0]
+        y = exact[key].double()
+        worst[kind] = max(worst.get(kind, 0.0), ((x.double() - y).abs().max() / y.abs().max()).item())
+    return {kind: float(f"{x:.1e}") for kind, x in worst.items()}
+
+
+# ---- writing ----------------------------------------------------------------------------------
+
+def save_adapters(case, folder):
+    """Each adapter as PEFT writes it, less the model card; then read back by PEFT on a fresh base."""
+    for name, model in case.adapters.items():
+        here = folder / "adapter" / name
+        model.save_pretrained(here)
+        (here / "README.md").unlink()
+    stored = {}
+    for name in case.adapters:
+        for key, x in load_file(folder / "adapter" / name / "adapter_model.safetensors").items():
+            stored[f"{name}.{key}" if name else key] = x
+    for key, x in case.snapshot().items():
+        if not key.startswith("proj.") and not torch.equal(stored[key], x):
+            raise SystemExit(f"{folder}: {key} on disk is not what was run")
+    return stored
+
+
+def reload(folder, names):
+    """The stored adapter folders on a fresh base, each by PeftModel.from_pretrained."""
+    model = gpt2_bases.load(TINY)
+    for name in names:
+        model = PeftModel.from_pretrained(model, str(folder / "adapter" / name))
+        if name == "lora":
+            model = model.get_base_model()
+    return model.eval()
+
+
+def save_merged(folder):
+    """merged.safetensors: the base's weights with the initial LoRA folded in by PEFT, F32, changed ones only."""
+    before = gpt2_bases.load(TINY).state_dict()
+    after = reload(folder, [""]).merge_and_unload().state_dict()
+    changed = {k: x.contiguous() for k, x in after.items() if not torch.equal(x, before[k])}
+    save_file(changed, folder / "merged.safetensors")
+
+
+def make_case(build, ids, labels):
+    folder = pathlib.Path("cases") / build.__name__
+    case = build()
+    stored = save_adapters(case, folder)
+    initial = {k: x for k, x in case.snapshot().items() if k.startswith("proj.")}
+    found = record(case, ids, labels)
+    missing = [k for k in stored if f"grad.{k}" not in found or f"final.{k}" not in found]
+    if missing or found["losses"][0].float() != found["loss"][0]:
+        raise SystemExit(f"{folder}: incomplete {missing} or the first training loss differs")
+    with torch.no_grad():
+        again = reload(folder, case.adapters)(input_ids=ids).logits
+        for name in case.adapters:  # each folder must also load alone
+            reload(folder, [name])
+    gap = (again - found["logits"]).abs().max().item()
+    if gap > 1e-5:
+        raise SystemExit(f"{folder}: reloaded by PEFT, the logits differ by {gap}")
+    if build is lora_all_rslora_patterns:
+        save_merged(folder)
+    limits = noise(found, in_f64(build, ids, labels))
+    found = {k: x.float().contiguous() for k, x in {**initial, **found}.items()}
+    save_file({"input_ids": ids, "labels": labels, **found}, folder / "expected.safetensors")
+    show = [round(x, 4) for x in found["losses"].tolist()]
+    print(f"{folder}: losses {show} norms {[round(x, 2) for x in found['grad_norms'].tolist()]} reload {gap:.1e}")
+    return limits
+
+
+def make_base(name, with_weights):
+    """expected.safetensors of one base: logits and loss over the full n_positions (tiny: the cases' batch)."""
+    model = gpt2_bases.load(f"bases/{name}").eval()
+    c = model.config
+    ids, labels = tiny_batch() if name == "tiny" else batch(c.vocab_size, 2, c.n_positions, 3)
+    with torch.no_grad():
+        out = model(input_ids=ids, labels=labels)
+    check_loss(out, labels)
+    found = {"input_ids": ids, "labels": labels, "logits": out.logits.contiguous(), "loss": out.loss.view(1)}
+    if with_weights:
+        found.update({f"f16.{n}": p.half() for n, p in model.named_parameters()})
+    save_file(found, pathlib.Path("bases") / name / "expected.safetensors")
+    exact = model.double()(input_ids=ids).logits
+    print(f"bases/{name}: loss {out.loss.item():.5f}, largest logit {out.logits.abs().max():.2f}")
+    return {"logits": noise({"logits": out.logits}, {"logits": exact})["logits"]}
+
+
+def tiny_batch():
+    return batch(61, 3, 11, 2)
+
+
+def main():
+    os.chdir(HERE)  # relative paths, since PEFT writes the base's path into adapter_config.json
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    for folder in ("bases", "cases"):
+        shutil.rmtree(folder, ignore_errors=True)
+    limits = {"bases": {n: make_base(n, weights) for n, weights in gpt2_bases.write_all("bases").items()}, "cases": {}}
+    for build in CASES:
+        limits["cases"][build.__name__] = make_case(build, *tiny_batch())
+    gpt2_bases.dump(HERE / "noise.json", limits)
+    versions = {m.__name__: m.__version__ for m in (peft, transformers, torch, safetensors, numpy)}
+    versions["python"] = platform.python_version()
+    versions["machine"] = platform.machine()
+    versions["torch_cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+    gpt2_bases.dump(HERE / "versions.json", versions)
+    files = [p for f in ("bases", "cases") for p in (HERE / f).rglob("*") if p.is_file()]
+    for p in files:
+        p.chmod(0o644)  # safetensors leaves 0600
+    print(json.dumps(versions), f"{sum(p.stat().st_size for p in files)} bytes")
+
+
+if __name__ == "__main__":
+    main()

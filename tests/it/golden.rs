@@ -1,0 +1,315 @@
+//! What PEFT and PyTorch computed, against what we compute: logits, loss, every gradient, ten steps.
+//!
+//! The files and their reading are described in tests/golden/README.md; docs/NUMERICS.md holds the bounds.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use candle_core::{DType, Device, Tensor};
+use engraft::{
+    data::{Batch, NO_LOSS, Row},
+    kernels::device::Buffer,
+    model::{Base, BaseSource, Decoder, Limits, Policy, Recompute, Stack, Trained, Wiring},
+    optim::AdamWOptions,
+    train::{Trainer, TrainerOptions},
+};
+use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, PrefixSpec, peft};
+
+/// Bounds of docs/NUMERICS.md: relative to the largest element of the expected tensor.
+const LOGITS: f64 = 1e-5;
+const GRADIENT: f64 = 2e-5;
+const LOSS: f64 = 1e-5;
+/// Ten steps of AdamW divide by the root of tiny second moments, which amplifies rounding.
+const FINAL: f64 = 2e-3;
+
+const BATCH: usize = 3;
+
+fn golden(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
+}
+
+/// The tensors of a golden file, flattened to f64.
+struct Expected(BTreeMap<String, Vec<f64>>, Vec<usize>);
+
+impl Expected {
+    fn read(path: &Path) -> Self {
+        let tensors = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+        let shape = tensors["input_ids"].dims().to_vec();
+        let flat = |tensor: &Tensor| {
+            tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap()
+        };
+        Self(tensors.iter().map(|(name, tensor)| (name.clone(), flat(tensor))).collect(), shape)
+    }
+
+    fn get(&self, name: &str) -> &[f64] {
+        self.0.get(name).unwrap_or_else(|| panic!("golden file lacks {name}"))
+    }
+
+    fn rows(&self) -> Vec<Row> {
+        let t = self.1[1];
+        let (ids, labels) = (self.get("input_ids"), self.get("labels"));
+        ids.chunks(t)
+            .zip(labels.chunks(t))
+            .map(|(ids, labels)| Row {
+                ids: ids.iter().map(|&id| id as u32).collect(),
+                targets: labels[1..].iter().map(|&l| l as i32).chain([NO_LOSS]).collect(),
+                starts: vec![0; t],
+            })
+            .collect()
+    }
+
+    fn batch(&self) -> Batch {
+        let rows = self.rows();
+        Batch::new(&rows.iter().collect::<Vec<_>>())
+    }
+}
+
+/// Largest difference relative to the largest expected element.
+fn difference(found: &[f32], expected: &[f64]) -> f64 {
+    assert_eq!(found.len(), expected.len(), "lengths");
+    let largest = expected.iter().fold(1e-30, |most: f64, x| most.max(x.abs()));
+    let error = found.iter().zip(expected).map(|(&f, e)| (f64::from(f) - e).abs()).fold(0.0, f64::max);
+    assert!(found.iter().all(|x| x.is_finite()), "not finite");
+    error / largest
+}
+
+#[track_caller]
+fn assert_near(found: &[f32], expected: &[f64], bound: f64, what: &str) {
+    let difference = difference(found, expected);
+    assert!(difference <= bound, "{what}: relative difference {difference:.2e} above {bound:.0e}");
+}
+
+fn base(name: &str) -> Arc<Base> {
+    let cache = std::env::temp_dir().join(format!("engraft-golden-{}", std::process::id()));
+    Arc::new(Base::load(&BaseSource::Folder(golden(&format!("bases/{name}"))), name, &cache).unwrap())
+}
+
+/// Logits of every position, one token at a time: golden logits test the cache too.
+fn assert_logits(base: &Arc<Base>, wiring: &Wiring, values: &[f32], expected: &Expected, what: &str) {
+    let vocab = base.config.vocab;
+    let rows = expected.rows();
+    let t = rows[0].ids.len();
+    for (index, row) in rows.iter().enumerate() {
+        let mut decoder = Decoder::new(Arc::clone(base), wiring.clone(), values.to_vec(), t).unwrap();
+        for (position, &id) in row.ids.iter().enumerate() {
+            let logits = decoder.feed(&[id]).unwrap();
+            let at = (index * t + position) * vocab;
+            assert_near(logits, &expected.get("logits")[at..at + vocab], LOGITS, &format!("{what} logits"));
+        }
+        // The whole row at once gives the same last logits.
+        let mut decoder = Decoder::new(Arc::clone(base), wiring.clone(), values.to_vec(), t).unwrap();
+        let last = decoder.feed(&row.ids).unwrap();
+        let at = (index * t + t - 1) * vocab;
+        assert_near(last, &expected.get("logits")[at..at + vocab], LOGITS, &format!("{what} prefill"));
+    }
+}
+
+#[test]
+fn every_base_gives_transformers_logits_and_loss() {
+    let mut seen = 0;
+    for entry in std::fs::read_dir(golden("bases")).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap();
+        let expected = Expected::read(&path.join("expected.safetensors"));
+        let base = base(name);
+        let wiring = Wiring::none(base.config.layers);
+        assert_logits(&base, &wiring, &[], &expected, name);
+        let batch = expected.batch();
+        let limits = Limits { rows: batch.rows, tokens: batch.seq_len };
+        let policy = Policy { recompute: Recompute::None, head_rows: 4 };
+        let mut stack = Stack::new(base, wiring, limits, policy, false).unwrap();
+        let none = Buffer::from_slice::<f32>(&[]).unwrap();
+        let loss = stack.loss(Trained { values: none.view(), prompt: None }, &batch).unwrap();
+        assert_near(&[(loss.sum / loss.tokens as f64) as f32], expected.get("loss"), LOSS, name);
+        seen += 1;
+    }
+    assert!(seen >= 15, "only {seen} golden bases");
+}
+
+fn options(policy: Policy, expected: &Expected) -> TrainerOptions {
+    let adamw = AdamWOptions { weight_decay: 0.01, ..AdamWOptions::default() };
+    TrainerOptions {
+        rows: BATCH,
+        seq_len: expected.1[1],
+        policy,
+        adamw,
+        clip: 1.0,
+        label_smoothing: 0.0,
+        seed: 1,
+    }
+}
+
+/// One golden case: its adapter, and the golden name of each tensor of the store.
+struct Case {
+    name: &'static str,
+    set: AdapterSet,
+    values: Vec<f32>,
+    golden_name: fn(&str) -> String,
+}
+
+fn load(name: &'static str, base: &Base, golden_name: fn(&str) -> String) -> Case {
+    let loaded = peft::load(&golden(&format!("cases/{name}/adapter")), &base.description(), false).unwrap();
+    assert!(
+        loaded.hints.iter().any(|hint| hint.contains("fingerprint")),
+        "PEFT's files carry no fingerprint"
+    );
+    Case { name, set: loaded.set, values: loaded.values, golden_name }
+}
+
+/// Logits, loss and gradients, then ten steps, under one policy.
+fn check(case: &Case, base: &Arc<Base>, policy: Policy) {
+    let expected = Expected::read(&golden(&format!("cases/{}/expected.safetensors", case.name)));
+    let what = case.name;
+    let wiring = Wiring::new(&[(&case.set, 1.0)], base.config.layers).unwrap();
+    assert_logits(base, &wiring, &case.values, &expected, what);
+
+    let options = options(policy, &expected);
+    let mut trainer = Trainer::new(Arc::clone(base), case.set.clone(), case.values.clone(), options).unwrap();
+    let batch = [expected.batch()];
+    let losses = trainer.accumulate(&batch).unwrap();
+    assert_near(&[(losses.sum / losses.tokens as f64) as f32], expected.get("loss"), LOSS, what);
+    let gradient = trainer.gradient();
+    for slot in &case.set.layout.tensors {
+        let name = (case.golden_name)(&slot.name);
+        let expected = expected.get(&format!("grad.{name}"));
+        assert_near(&gradient[slot.range()], expected, GRADIENT, &format!("{what} grad {name}"));
+    }
+
+    for step in 0..10 {
+        let report = trainer.step(&batch, 1e-2).unwrap();
+        let (loss, norm) = (expected.get("losses")[step], expected.get("grad_norms")[step]);
+        assert_near(&[report.loss as f32], &[loss], 2e-4, &format!("{what} loss of step {step}"));
+        assert_near(&[report.grad_norm as f32], &[norm], 2e-3, &format!("{what} norm of step {step}"));
+    }
+    let values = trainer.values();
+    for slot in &case.set.layout.tensors {
+        let name = (case.golden_name)(&slot.name);
+        let expected = expected.get(&format!("final.{name}"));
+        assert_near(&values[slot.range()], expected, FINAL, &format!("{what} final {name}"));
+    }
+}
+
+/// Every policy runs the same case: what is kept must not matter.
+fn check_all(case: &Case, base: &Arc<Base>) {
+    for (recompute, head_rows) in [(Recompute::None, 256), (Recompute::Every(2), 5), (Recompute::All, 1)] {
+        check(case, base, Policy { recompute, head_rows });
+    }
+}
+
+#[test]
+fn lora_matches_peft() {
+    let base = base("tiny");
+    for name in ["lora_c_attn", "lora_all_rslora_patterns", "lora_layers"] {
+        check_all(&load(name, &base, str::to_owned), &base);
+    }
+}
+
+#[test]
+fn prefix_matches_peft() {
+    let base = base("tiny");
+    check_all(&load("prefix", &base, str::to_owned), &base);
+}
+
+#[test]
+fn lora_with_prefix_matches_peft() {
+    let base = base("tiny");
+    let name = |slot: &str| {
+        let kind = if slot.contains("lora") { "lora" } else { "prefix" };
+        format!("{kind}.{slot}")
+    };
+    check_all(&load("lora_and_prefix", &base, name), &base);
+}
+
+#[test]
+fn projected_prefix_matches_peft() {
+    let base = base("tiny");
+    let spec = AdapterSpec { lora: None, prefix: Some(PrefixSpec { length: 5, projection: Some(13) }) };
+    let set = AdapterSet::new(&spec, &base.description()).unwrap();
+    let name = |slot: &str| {
+        let part = slot.strip_prefix("prompt_encoder.").unwrap();
+        match part.split_once('.').unwrap() {
+            ("embedding", _) => "proj.embedding".to_owned(),
+            (_, rest) => format!("proj.{}", rest.replace("0.", "in.").replace("2.", "out.")),
+        }
+    };
+    let expected = Expected::read(&golden("cases/prefix_projection/expected.safetensors"));
+    let mut values = vec![0f32; set.layout.len];
+    for slot in &set.layout.tensors {
+        let tensor = expected.get(&name(&slot.name));
+        values[slot.range()].iter_mut().zip(tensor).for_each(|(to, from)| *to = *from as f32);
+    }
+    let case = Case { name: "prefix_projection", set, values, golden_name: name };
+    check_all(&case, &base);
+    let policy = Policy::default();
+    let options = options(policy, &expected);
+    let mut trainer = Trainer::new(base, case.set.clone(), case.values.clone(), options).unwrap();
+    let stored = candle_core::safetensors::load(
+        golden("cases/prefix_projection/adapter/adapter_model.safetensors"),
+        &Device::Cpu,
+    )
+    .unwrap();
+    let stored: Vec<f64> =
+        stored["prompt_embeddings"].to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+    assert_near(&trainer.projected().unwrap(), &stored, 1e-6, "projected prefix");
+}
+
+/// q and v adapted apart, against PEFT's fused form with its zero blocks held at zero.
+#[test]
+fn separate_q_and_v_match_peft() {
+    let base = base("tiny");
+    let fused = load("lora_qv", &base, str::to_owned);
+    let lora = LoraSpec { rank: 2, alpha: 3.0, targets: "q,v".parse().unwrap(), ..LoraSpec::default() };
+    let spec = AdapterSpec { lora: Some(lora), prefix: None };
+    let set = AdapterSet::new(&spec, &base.description()).unwrap();
+    let expected = Expected::read(&golden("cases/lora_qv/expected.safetensors"));
+    let c = base.config.width;
+    // Where a tensor of q or v lies inside the fused one: rows of A, a block of B.
+    let part_of = |slot: &str, whole: &[f64]| -> Vec<f64> {
+        let second = slot.contains(".v.");
+        if slot.contains("lora_A") {
+            let (first, last) = if second { (2, 4) } else { (0, 2) };
+            return whole[first * c..last * c].to_vec();
+        }
+        let (row, column) = if second { (2 * c, 2) } else { (0, 0) };
+        (row..row + c).flat_map(|i| whole[i * 4 + column..i * 4 + column + 2].to_vec()).collect()
+    };
+    let fused_name = |slot: &str| slot.replace(".q.", ".").replace(".v.", ".");
+    let mut values = vec![0f32; set.layout.len];
+    for slot in &set.layout.tensors {
+        let source = fused.set.layout.slot(&fused_name(&slot.name)).unwrap();
+        let whole: Vec<f64> = fused.values[source.range()].iter().map(|&x| f64::from(x)).collect();
+        let part = part_of(&slot.name, &whole);
+        values[slot.range()].iter_mut().zip(part).for_each(|(to, from)| *to = from as f32);
+    }
+    let options = options(Policy::default(), &expected);
+    let mut trainer = Trainer::new(Arc::clone(&base), set.clone(), values, options).unwrap();
+    let batch = [expected.batch()];
+    trainer.accumulate(&batch).unwrap();
+    let gradient = trainer.gradient();
+    for slot in &set.layout.tensors {
+        let whole = expected.get(&format!("grad.{}", fused_name(&slot.name)));
+        assert_near(&gradient[slot.range()], &part_of(&slot.name, whole), GRADIENT, &slot.name);
+    }
+    for step in 0..10 {
+        let report = trainer.step(&batch, 1e-2).unwrap();
+        assert_near(&[report.loss as f32], &[expected.get("losses")[step]], 2e-4, "loss");
+        assert_near(&[report.grad_norm as f32], &[expected.get("grad_norms")[step]], 2e-3, "norm");
+    }
+    let trained = trainer.values();
+    for slot in &set.layout.tensors {
+        let whole = expected.get(&format!("final.{}", fused_name(&slot.name)));
+        assert_near(&trained[slot.range()], &part_of(&slot.name, whole), FINAL, &slot.name);
+    }
+    // Written for PEFT, it is the fused file again, with zeros where PEFT's has them.
+    let folder = tempfile::tempdir().unwrap();
+    peft::save(&folder.path().join("a"), &set, &trained, None, &base.description()).unwrap();
+    let file = folder.path().join("a/adapter_model.safetensors");
+    let written = candle_core::safetensors::load(file, &Device::Cpu).unwrap();
+    for (name, tensor) in written {
+        let found: Vec<f32> = tensor.flatten_all().unwrap().to_vec1().unwrap();
+        assert_near(&found, expected.get(&format!("final.{name}")), FINAL, &name);
+    }
+}
