@@ -1,4 +1,6 @@
-//! The base that is compiled into the programs, so that a first run needs no network.
+//! The base and the data that are compiled into the programs, so that a first run needs no network.
+
+use crate::data::Split;
 
 /// Its `config.json`.
 pub const CONFIG: &str = include_str!("../examples/base/config.json");
@@ -15,4 +17,16 @@ static MODEL: &Aligned<[u8]> = &Aligned(*include_bytes!("../examples/base/model.
 /// Its `model.safetensors`, FP16.
 pub fn model() -> &'static [u8] {
     &MODEL.0
+}
+
+/// Options of `engraft train` when neither base nor data is given, as a config file.
+pub const DEFAULTS: &str = include_str!("../examples/data/places/engraft.toml");
+
+/// The example data, `{"prompt", "completion"}` lines.
+pub fn data(split: Split) -> &'static [u8] {
+    match split {
+        Split::Train => include_bytes!("../examples/data/places/train.jsonl"),
+        Split::Valid => include_bytes!("../examples/data/places/valid.jsonl"),
+        Split::Test => include_bytes!("../examples/data/places/test.jsonl"),
+    }
 }

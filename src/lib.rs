@@ -4,6 +4,7 @@
 //! explicit functions over planned buffers. `docs/ARCHITECTURE.md` names the rooms and what never
 //! happens in them.
 
+pub mod cli;
 pub mod data;
 pub mod embedded;
 pub mod error;

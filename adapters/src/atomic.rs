@@ -23,7 +23,7 @@ pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     write_with(path, |out| out.write_all(bytes))
 }
 
-/// Writes a file atomically with the bytes that `fill` writes; see [`write`].
+/// Writes a file atomically with the bytes that `fill` writes; see [`write()`].
 ///
 /// # Errors
 /// [`Error::Write`] if `fill` or any step fails; the old file is then untouched.
@@ -70,8 +70,19 @@ pub fn replace_folder(path: &Path, owned: &[&str], fill: impl FnOnce(&Path) -> R
     let folder = parent(&path);
     fs::create_dir_all(&folder).map_err(failed)?;
     let fresh = builder(0o777).tempdir_in(&folder).map_err(failed)?;
-    fill(fresh.path())?;
+    fill(fresh.path()).map_err(|error| in_place_of(error, fresh.path(), &path))?;
     put_in_place(&path, owned, fresh).and_then(|()| sync_folder(&folder)).map_err(failed)
+}
+
+/// The same error with the path the user knows, not that of the temporary folder.
+fn in_place_of(error: Error, fresh: &Path, path: &Path) -> Error {
+    match error {
+        Error::Write { path: failed, cause } => {
+            let inner = failed.strip_prefix(fresh).map(|inner| path.join(inner));
+            Error::Write { path: inner.unwrap_or(failed), cause }
+        }
+        other => other,
+    }
 }
 
 fn put_in_place(path: &Path, owned: &[&str], fresh: TempDir) -> io::Result<()> {
@@ -208,7 +219,7 @@ mod tests {
         let failed = replace_folder(&path, &["b"], |fresh| {
             create(&fresh.join("c"), |_| Err(io::Error::from(io::ErrorKind::StorageFull)))
         });
-        assert!(failed.is_err());
+        assert!(failed.unwrap_err().to_string().contains("deep/adapter/c: cannot"));
         assert_eq!(names(&path), ["README.md", "b"]);
         assert_eq!(names(path.parent().unwrap()), ["adapter"]);
     }

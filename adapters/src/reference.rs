@@ -7,7 +7,7 @@ use candle_core::{D, IndexOp, Result, Tensor};
 
 /// `y = x W + b + s (x A^T) B^T` (Hu et al. 2021, section 4.1), without dropout.
 ///
-/// x [.., inputs], W [inputs, outputs], b [outputs], A [rank, inputs], B [outputs, rank];
+/// x [.., inputs], W [inputs, outputs], b `[outputs]`, A [rank, inputs], B [outputs, rank];
 /// y [.., outputs].
 ///
 /// # Errors
@@ -48,7 +48,7 @@ pub fn merge_delta(a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
 
 /// The prefix that a projection makes: `tanh(E U^T + u) V^T + v`, [P, 2Ld].
 ///
-/// E [P, d], U [hidden, d], u [hidden], V [2Ld, hidden], v [2Ld].
+/// E `[P, d]`, U `[hidden, d]`, u `[hidden]`, V `[2Ld, hidden]`, v `[2Ld]`.
 ///
 /// # Errors
 /// Shapes that do not belong together.

@@ -96,11 +96,11 @@ pub enum PrefixValues {
         embedding: usize,
         /// [hidden, d].
         in_weight: usize,
-        /// [hidden].
+        /// `[hidden]`.
         in_bias: usize,
         /// [2Ld, hidden].
         out_weight: usize,
-        /// [2Ld].
+        /// `[2Ld]`.
         out_bias: usize,
     },
 }
@@ -161,7 +161,8 @@ impl AdapterSet {
 
     /// What was matched, a line per site, part and rank: `attn.c_attn: layers 0-11`.
     pub fn matched(&self, base: &BaseDescription) -> Vec<String> {
-        let mut lines: Vec<((usize, Option<&str>, usize), Vec<usize>)> = Vec::new();
+        type Kind<'a> = (usize, Option<&'a str>, usize); // site, part, rank
+        let mut lines: Vec<(Kind, Vec<usize>)> = Vec::new();
         for lora in &self.loras {
             let key = (lora.site, lora.part.as_deref(), lora.rank);
             match lines.iter_mut().find(|(known, _)| *known == key) {

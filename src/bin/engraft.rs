@@ -1,2 +1,7 @@
-//! x
-fn main() {}
+//! `engraft`: trains adapters on a frozen GPT-2 and looks at what was trained.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    engraft::cli::engraft()
+}

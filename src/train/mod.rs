@@ -1,4 +1,23 @@
-//! Training.
+//! Training: the run as prose, its folder, its saves; one optimizer step; evaluation.
+
+pub mod adapter;
+mod evaluator;
+pub mod events;
+pub mod folder;
+mod memory;
+pub mod options;
+mod prepare;
+mod resume;
+pub mod run;
+pub mod save;
 pub mod trainer;
 
-pub use trainer::{Evaluation, StepReport, Trainer, TrainerOptions, TrainerState, evaluate};
+pub use adapter::{AdapterOptions, Kinds, PrefixStart};
+pub use evaluator::Evaluator;
+pub use events::{Event, Reporter};
+pub use folder::RunFolder;
+pub use memory::base_bytes;
+pub use options::{DataSource, Length, Machine, RunOptions, Warmup};
+pub use prepare::{end_of_text, load_split, row_limit};
+pub use run::{Finished, run};
+pub use trainer::{Evaluation, StepReport, Trainer, TrainerOptions, TrainerState};

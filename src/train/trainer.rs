@@ -117,7 +117,10 @@ impl Trainer {
         table.extend_from_slice(optimizer.table());
         table.extend_from_slice(stack.table());
         let dropout = set.spec.lora.as_ref().map_or(0.0, |lora| lora.dropout);
-        Ok(Self { set, stack, values: store, gradient, prompt, optimizer, options, dropout, table })
+        let mut trainer =
+            Self { set, stack, values: store, gradient, prompt, optimizer, options, dropout, table };
+        trainer.refresh();
+        Ok(trainer)
     }
 
     /// One optimizer step over all of `micro_batches`; every supervised token counts the same.
@@ -129,6 +132,7 @@ impl Trainer {
         let losses = self.accumulate(micro_batches)?;
         let gradient = self.gradient.view();
         let grad_norm = self.optimizer.update(self.values.view_mut(), gradient, lr, self.options.clip)?;
+        self.refresh();
         Ok(StepReport {
             loss: losses.sum / losses.tokens as f64,
             grad_norm,
@@ -148,9 +152,7 @@ impl Trainer {
             return Err(Error::input("a batch has no supervised token; check the labels of the data"));
         }
         adamw::clear(self.gradient.view_mut());
-        if let Some(prompt) = &mut self.prompt {
-            prompt.refresh(self.values.view());
-        }
+        self.refresh();
         let mut total = LossSum::default();
         let mut first_row = 0;
         for batch in micro_batches {
@@ -187,9 +189,6 @@ impl Trainer {
     /// # Errors
     /// When a token is outside the vocabulary or nothing is supervised.
     pub fn evaluate(&mut self, batches: &mut dyn Iterator<Item = Batch>) -> Result<Evaluation> {
-        if let Some(prompt) = &mut self.prompt {
-            prompt.refresh(self.values.view());
-        }
         let values = self.values.view();
         let prompt = self.prompt.as_ref().map(|prompt| prompt.view(values));
         evaluate(&mut self.stack, Trained { values, prompt }, batches)
@@ -221,6 +220,7 @@ impl Trainer {
         }
         self.values.view_mut().upload(&values);
         self.optimizer.restore(step, &first_moment, &second_moment);
+        self.refresh();
         Ok(())
     }
 
@@ -240,10 +240,15 @@ impl Trainer {
     }
 
     /// Keys and values `(p, 2 l c)` of a prefix with a projection; `None` without one.
-    pub fn projected(&mut self) -> Option<Vec<f32>> {
-        let prompt = self.prompt.as_mut()?;
-        prompt.refresh(self.values.view());
-        prompt.projected()
+    pub fn projected(&self) -> Option<Vec<f32>> {
+        self.prompt.as_ref()?.projected()
+    }
+
+    /// Brings keys and values of a projected prefix up to date with the store.
+    fn refresh(&mut self) {
+        if let Some(prompt) = &mut self.prompt {
+            prompt.refresh(self.values.view());
+        }
     }
 
     /// Every buffer held.

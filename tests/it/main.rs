@@ -2,6 +2,11 @@
 
 mod base;
 mod base_files;
+mod cli;
+mod cli_config;
+mod cli_input;
+mod cli_support;
 mod golden;
 mod hub;
 mod hub_server;
+mod resume;

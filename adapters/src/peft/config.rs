@@ -281,30 +281,28 @@ fn fused_ranks(modules: &[Module]) -> [(&'static str, Value); 4] {
 
 /// `target_modules` and `layers_to_transform` with which PEFT finds exactly these modules.
 ///
-/// As the user wrote them where PEFT reads them alike; else by site, else by full path: PEFT knows no
-/// parts, and takes layers only together with a list.
+/// A list goes out as the user wrote it. Parts PEFT does not know; a regular expression can match modules
+/// that are no sites (an activation), on which PEFT stops: these go out by site, or else by full path.
 fn peft_targets(
     lora: &LoraSpec,
     modules: &[Module],
     fused: bool,
     base: &BaseDescription,
 ) -> (Value, Option<Vec<usize>>) {
-    match &lora.targets {
-        Targets::List(names) if !fused => return (json!(names), lora.layers.clone()),
-        Targets::Regex(regex) if lora.layers.is_none() => return (json!(regex), None),
-        _ => {}
+    if let (Targets::List(names), false) = (&lora.targets, fused) {
+        return (json!(names), lora.layers.clone());
     }
     let sites: BTreeSet<&str> = modules.iter().map(|module| base.sites[module.site].name.as_str()).collect();
     let names: Vec<String> = sites.into_iter().map(str::to_owned).collect();
-    let by_site = targets::select(&Targets::List(names.clone()), lora.layers.as_deref(), base);
+    let layers: BTreeSet<usize> = modules.iter().map(|module| module.layer).collect();
+    let layers = (layers.len() < base.layers).then(|| Vec::from_iter(layers));
+    let by_site = targets::select(&Targets::List(names.clone()), layers.as_deref(), base);
     let same = by_site.is_ok_and(|found| {
-        found
-            .iter()
-            .map(|one| (one.layer, one.site))
-            .eq(modules.iter().map(|module| (module.layer, module.site)))
+        let found = found.iter().map(|one| (one.layer, one.site));
+        found.eq(modules.iter().map(|module| (module.layer, module.site)))
     });
     if same {
-        return (json!(names), lora.layers.clone());
+        return (json!(names), layers);
     }
     (json!(modules.iter().map(|module| &module.path).collect::<Vec<_>>()), None)
 }

@@ -129,8 +129,11 @@ fn the_config_has_peft_s_fields_in_order_and_its_formula_gives_our_scale() {
     }
     let all = Saved::lora("all-linear").config();
     assert_eq!(all["target_modules"], json!(["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]));
-    assert_eq!(Saved::lora("/.*c_fc/").config()["target_modules"], json!(".*c_fc"));
-    // PEFT takes layers only together with a list.
+    // A regular expression can match modules that are no sites, on which PEFT stops; and PEFT takes
+    // layers only together with a list.
+    let config = Saved::lora(r"/.*\.[12]\.mlp\..*/").config();
+    assert_eq!(config["target_modules"], json!(["mlp.c_fc", "mlp.c_proj"]));
+    assert_eq!(config["layers_to_transform"], json!([1, 2]));
     let regex = LoraSpec { layers: Some(vec![1]), ..lora("/.*c_(fc|attn)/") };
     let config = Saved::new(&spec(Some(regex), None)).config();
     assert_eq!(config["target_modules"], json!(["attn.c_attn", "mlp.c_fc"]));

@@ -91,6 +91,14 @@ impl Findings {
         self.problems.push(Problem::Field { name, value, expected });
     }
 
+    /// Said once, though a LoRA and a prefix can both be for the same other base.
+    fn layers(&mut self, found: usize, expected: usize) {
+        let problem = Problem::Layers { found, expected };
+        if !self.problems.contains(&problem) {
+            self.problems.push(problem);
+        }
+    }
+
     fn tensor(&mut self, tensors: &TensorFile, name: String, expected: &[usize]) {
         let Some(info) = tensors.info(&name) else {
             return self.problems.push(Problem::Missing(name));
@@ -324,7 +332,7 @@ fn check_layers(config: &LoraSpec, tensors: &TensorFile, base: &BaseDescription,
     let all_layers =
         config.layers.is_none() && !matches!(config.targets, Targets::Regex(_)) && !names_layers(config);
     if found > base.layers || (all_layers && found < base.layers) {
-        report.problems.push(Problem::Layers { found, expected: base.layers });
+        report.layers(found, base.layers);
     }
 }
 
@@ -340,7 +348,7 @@ fn fit_prefix(
     report: &mut Findings,
 ) -> Option<Fitted> {
     if let Some(found) = config.layers.filter(|&found| found != base.layers) {
-        report.problems.push(Problem::Layers { found, expected: base.layers });
+        report.layers(found, base.layers);
     }
     for (name, found, expected) in
         [("num_attention_heads", config.heads, base.heads), ("token_dim", config.width, base.width)]

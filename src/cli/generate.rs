@@ -1,0 +1,205 @@
+//! `engraft-infer generate`: continues prompts with a base and adapters.
+
+use std::io::{self, Read};
+
+use engraft_adapters::peft::Loaded;
+use serde_json::{Value, json};
+
+use super::{
+    args_other::GenerateArgs, environment::Environment, open, open::Opened, signals, values::ScaledAdapter,
+    write_json, write_out,
+};
+use crate::{
+    error::{Error, Result},
+    generate::{self, GenerateOptions, Generator},
+    model::Base,
+};
+
+/// A loaded adapter and the factor on its LoRA.
+type Scaled = (Loaded, f64);
+
+/// A prompt as given and as ids.
+struct Prompt {
+    shown: Value,
+    ids: Vec<u32>,
+}
+
+/// Runs `engraft-infer generate`.
+///
+/// # Errors
+/// When an option makes no sense, or anything named cannot be read or does not fit together.
+pub fn run(args: &GenerateArgs) -> Result<()> {
+    signals::install()?;
+    let options = options(args)?;
+    let texts = texts(args)?;
+    open::threads(args.threads)?;
+    let environment = Environment::read()?;
+    let opened = open::base(&args.base, &environment)?;
+    let adapters = adapters(args, &opened, &environment)?;
+    let loaded: Vec<generate::Scaled> = adapters
+        .iter()
+        .map(|(loaded, scale)| (&loaded.set, loaded.values.as_slice(), *scale as f32))
+        .collect();
+    let generator = Generator::new(opened.base.clone(), &loaded, opened.tokenizer.as_ref())?;
+    if opened.tokenizer.is_none() && !options.stop.is_empty() {
+        return Err(Error::input("--stop: the base has no tokenizer to compare text with; leave it out"));
+    }
+    let prompts = match &args.input_ids {
+        Some(ids) => vec![from_ids(&ids.0, &opened.base)?],
+        None => texts.iter().map(|text| from_text(text, &opened)).collect::<Result<Vec<_>>>()?,
+    };
+    let room = generator.room();
+    for prompt in &prompts {
+        if prompt.ids.is_empty() {
+            return Err(Error::input(
+                "--prompt: is empty and the base has no end-of-text token to begin after; give some text",
+            ));
+        }
+        if prompt.ids.len() >= room {
+            return Err(Error::input(format!(
+                "--prompt: has {} tokens, the base has room for {room} with the text that follows; shorten it",
+                prompt.ids.len()
+            )));
+        }
+    }
+    let samples = options.num_samples as u64;
+    (0u64..).zip(&prompts).try_for_each(|(index, prompt)| {
+        let seed = options.seed.wrapping_add(index * samples);
+        answer(prompt, args.json, &generator, &GenerateOptions { seed, ..options.clone() })
+    })
+}
+
+fn answer(prompt: &Prompt, json: bool, generator: &Generator, options: &GenerateOptions) -> Result<()> {
+    let mut stream = |piece: &str| if json { Ok(()) } else { write_out(piece) };
+    for sample in generator.generate(&prompt.ids, options, &mut stream)? {
+        if json {
+            write_json(&json!({
+                "prompt": prompt.shown, "text": sample.text, "token_ids": sample.token_ids,
+                "finish_reason": sample.finish.name(), "tokens_per_s": sample.tokens_per_s,
+            }))?;
+        } else if sample.text.is_none() {
+            write_out(&(sample.token_ids.iter().map(u32::to_string).collect::<Vec<_>>().join(",") + "\n"))?;
+        }
+    }
+    Ok(())
+}
+
+fn options(args: &GenerateArgs) -> Result<GenerateOptions> {
+    let refuse = |option: &str, value: &dyn std::fmt::Display, rule: &str| {
+        Err(Error::input(format!("--{option} {value}: {rule}")))
+    };
+    if args.max_new_tokens == 0 {
+        return refuse("max-new-tokens", &0, "generates nothing; give at least 1");
+    }
+    if args.min_new_tokens > args.max_new_tokens {
+        return refuse("min-new-tokens", &args.min_new_tokens, "is more than --max-new-tokens; give less");
+    }
+    if !(args.temperature.is_finite() && args.temperature >= 0.0) {
+        return refuse(
+            "temperature",
+            &args.temperature,
+            "is negative or not finite; give 0 for greedy, or such as 0.8",
+        );
+    }
+    if !(args.top_p > 0.0 && args.top_p <= 1.0) {
+        return refuse("top-p", &args.top_p, "is not above 0 and up to 1; give a number such as 0.9");
+    }
+    if !(args.repetition_penalty.is_finite() && args.repetition_penalty > 0.0) {
+        return refuse(
+            "repetition-penalty",
+            &args.repetition_penalty,
+            "is not positive and finite; give 1 for none",
+        );
+    }
+    if args.num_samples == 0 {
+        return refuse("num-samples", &0, "generates nothing; give at least 1");
+    }
+    if args.stop.iter().any(String::is_empty) {
+        return refuse("stop", &"\"\"", "every text holds the empty one; give some text");
+    }
+    Ok(GenerateOptions {
+        max_new_tokens: args.max_new_tokens,
+        min_new_tokens: args.min_new_tokens,
+        temperature: args.temperature,
+        top_k: args.top_k,
+        top_p: args.top_p,
+        repetition_penalty: args.repetition_penalty,
+        stop: args.stop.clone(),
+        seed: args.seed,
+        num_samples: args.num_samples,
+    })
+}
+
+/// The prompts that are text; none with `--input-ids`.
+fn texts(args: &GenerateArgs) -> Result<Vec<String>> {
+    if args.input_ids.is_some() {
+        return Ok(Vec::new());
+    }
+    if let Some(prompt) = &args.prompt {
+        return Ok(vec![prompt.clone()]);
+    }
+    let (name, bytes) = match &args.prompt_file {
+        Some(path) => {
+            (path.display().to_string(), std::fs::read(path).map_err(|cause| Error::reading(path, &cause))?)
+        }
+        None => {
+            let mut bytes = Vec::new();
+            let read = io::stdin().lock().read_to_end(&mut bytes);
+            read.map_err(|cause| {
+                Error::input(format!("standard input: cannot be read: {cause}; give --prompt"))
+            })?;
+            ("standard input".to_owned(), bytes)
+        }
+    };
+    let text = String::from_utf8(bytes)
+        .map_err(|_| Error::input(format!("{name}: is not UTF-8; save it as UTF-8")))?;
+    let prompts: Vec<String> = text.lines().filter(|line| !line.is_empty()).map(str::to_owned).collect();
+    if prompts.is_empty() {
+        return Err(Error::input(format!("{name}: holds no prompt; write one a line, or give --prompt")));
+    }
+    Ok(prompts)
+}
+
+fn from_text(text: &str, opened: &Opened) -> Result<Prompt> {
+    let Some(tokenizer) = &opened.tokenizer else {
+        return Err(Error::input("--prompt: the base has no tokenizer to read it with; give --input-ids"));
+    };
+    let mut ids = tokenizer.encode(text)?;
+    if ids.is_empty() {
+        // As between documents: something begins after an end of text.
+        ids.extend(tokenizer.end_of_text(opened.base.config.eos_token));
+    }
+    Ok(Prompt { shown: json!(text), ids })
+}
+
+fn from_ids(ids: &[u32], base: &Base) -> Result<Prompt> {
+    let vocab = base.config.vocab;
+    match ids.iter().find(|&&id| id as usize >= vocab) {
+        Some(id) => {
+            Err(Error::input(format!("--input-ids: {id} is no token of this base; give ids below {vocab}")))
+        }
+        None => Ok(Prompt { shown: json!(ids), ids: ids.to_vec() }),
+    }
+}
+
+fn adapters(args: &GenerateArgs, opened: &Opened, environment: &Environment) -> Result<Vec<Scaled>> {
+    let description = opened.base.description();
+    let mut adapters: Vec<Scaled> = Vec::new();
+    for ScaledAdapter { name, scale } in &args.adapter {
+        let loaded = open::adapter(name, &args.base, environment, &description)?;
+        if loaded.set.loras.is_empty() && *scale != 1.0 {
+            return Err(Error::input(format!(
+                "--adapter {}={scale}: a prefix cannot be scaled; leave ={scale} out",
+                name.display()
+            )));
+        }
+        if loaded.set.prefix.is_some() && adapters.iter().any(|(other, _)| other.set.prefix.is_some()) {
+            return Err(Error::input(format!(
+                "--adapter {}: is the second one with a prefix; give one with a prefix and any number of LoRAs",
+                name.display()
+            )));
+        }
+        adapters.push((loaded, *scale));
+    }
+    Ok(adapters)
+}

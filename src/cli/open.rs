@@ -1,0 +1,89 @@
+//! From a name to a base in memory, with its tokenizer.
+
+use std::{path::Path, sync::Arc};
+
+use engraft_adapters::{
+    BaseDescription,
+    peft::{self, Loaded},
+};
+
+use super::{args_other::BaseArgs, environment::Environment, report, write_note};
+use crate::{
+    data::Tokenizer,
+    error::{Error, Result},
+    hub,
+    model::{Base, BaseSource, base::TokenizerFiles},
+};
+
+/// Name of the base that is compiled into the program.
+pub const EMBEDDED: &str = "embedded";
+
+/// A base, ready to use.
+pub struct Opened {
+    /// The base.
+    pub base: Arc<Base>,
+    /// Its tokenizer, if it has one.
+    pub tokenizer: Option<Tokenizer>,
+}
+
+/// Finds and loads the base that `args` name.
+///
+/// # Errors
+/// When it cannot be found, downloaded or read.
+pub fn base(args: &BaseArgs, environment: &Environment) -> Result<Opened> {
+    let source = match &args.base {
+        None => BaseSource::Embedded,
+        Some(name) => {
+            let options = environment.hub(args.revision.as_deref(), args.offline);
+            let download = report::Download::new();
+            hub::base(name, &options, &|progress| download.show(&progress))?
+        }
+    };
+    let name = args.base.as_deref().unwrap_or(EMBEDDED);
+    let base = Base::load(&source, name, &environment.cache)?;
+    let tokenizer = match base.tokenizer_files() {
+        TokenizerFiles::Folder(folder) => Tokenizer::from_folder(&folder)?,
+        TokenizerFiles::Bytes(bytes) => Some(Tokenizer::from_bytes(bytes)?),
+    };
+    if let Some(tokenizer) = &tokenizer {
+        tokenizer.check_vocabulary(base.config.vocab)?;
+    }
+    Ok(Opened { base: Arc::new(base), tokenizer })
+}
+
+/// The adapter that `name` (a folder or a hub id) stands for, checked against its base.
+///
+/// # Errors
+/// When it cannot be found, downloaded or read, or belongs to another base.
+pub fn adapter(
+    name: &Path,
+    args: &BaseArgs,
+    environment: &Environment,
+    base: &BaseDescription,
+) -> Result<Loaded> {
+    let download = report::Download::new();
+    let options = environment.hub(None, args.offline);
+    let folder = hub::adapter(&name.display().to_string(), &options, &|progress| download.show(&progress))?;
+    let loaded = peft::load(&folder, base, args.allow_base_mismatch)?;
+    loaded.hints.iter().for_each(|hint| write_note(&format!("hint: {hint}")));
+    Ok(loaded)
+}
+
+/// More threads than any machine of ours has cores.
+const MOST_THREADS: usize = 4096;
+
+/// Makes the pool that kernels run on, of `threads` threads.
+///
+/// # Errors
+/// When the number makes no sense or the system refuses the threads.
+pub fn threads(threads: Option<usize>) -> Result<()> {
+    let Some(threads) = threads else { return Ok(()) };
+    if !(1..=MOST_THREADS).contains(&threads) {
+        return Err(Error::input(format!(
+            "--threads {threads}: is no number of threads; give 1 to {MOST_THREADS}"
+        )));
+    }
+    rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().map_err(|cause| {
+        Error::failed(format!("--threads {threads}: cannot be started: {cause}; give fewer"))
+    })
+}

@@ -1,0 +1,232 @@
+//! What a run prints: lines and a progress bar for people, or one JSON object per line.
+
+use std::{
+    cell::RefCell,
+    io::{self, IsTerminal},
+    time::Duration,
+};
+
+use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
+use serde_json::json;
+
+use super::{write_json, write_note, write_out};
+use crate::{
+    error::Result,
+    hub::Progress,
+    train::{
+        Event, Reporter,
+        events::{Done, Eval, Start, Step},
+    },
+};
+
+/// One JSON object per line on stdout.
+pub struct JsonReporter;
+
+impl Reporter for JsonReporter {
+    fn event(&mut self, event: &Event<'_>) -> Result<()> {
+        match event {
+            Event::Start(_) | Event::Saved(_) => Ok(()),
+            Event::Note(note) => {
+                write_note(&format!("hint: {note}"));
+                Ok(())
+            }
+            Event::Step(step) => write_json(&json!({
+                "event": "step", "step": step.step, "loss": step.loss, "lr": step.lr,
+                "grad_norm": step.grad_norm, "tokens": step.tokens, "tokens_per_s": step.tokens_per_s,
+            })),
+            Event::Eval(eval) => write_json(&json!({
+                "event": "eval", "step": eval.step, "loss": eval.loss,
+                "perplexity": eval.perplexity(), "tokens": eval.tokens,
+            })),
+            Event::Done(done) => write_json(&json!({
+                "event": "done", "step": done.step, "adapter": done.adapter.display().to_string(),
+                "peak_bytes": done.peak_bytes, "tokens_per_s": done.tokens_per_s,
+            })),
+        }
+    }
+}
+
+/// Results on stdout, progress on stderr.
+pub struct HumanReporter {
+    /// Steps between lines where there is no bar.
+    log_every: u64,
+    /// `--base` as typed, for the command that uses the adapter.
+    base: Option<String>,
+    bar: Option<ProgressBar>,
+}
+
+impl HumanReporter {
+    /// A reporter that shows a bar if stderr is a terminal, else a line every `log_every` steps.
+    pub fn new(log_every: u64, base: Option<String>) -> Self {
+        let bar = io::stderr().is_terminal().then(ProgressBar::no_length);
+        Self { log_every, base, bar }
+    }
+
+    /// Prints a result without tearing the bar.
+    fn result(&self, text: &str) -> Result<()> {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| write_out(text)),
+            None => write_out(text),
+        }
+    }
+
+    fn note(&self, text: &str) {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| write_note(text)),
+            None => write_note(text),
+        }
+    }
+
+    fn start(&mut self, start: &Start) {
+        self.note(&format!("base     {}", start.base));
+        start.matched.iter().for_each(|line| self.note(&format!("adapter  {line}")));
+        self.note(&format!("         {} trainable values", HumanCount(start.trainables as u64)));
+        self.note(&format!("data     {}; {} held-out rows", start.data, start.eval_rows));
+        let resumed = if start.done > 0 { format!(" ({} done)", start.done) } else { String::new() };
+        self.note(&format!(
+            "run      {} steps{resumed} of {} rows, {} at a time, up to {} tokens each; {}",
+            start.steps,
+            start.batch,
+            start.micro_batch,
+            start.seq_len,
+            start.output.display()
+        ));
+        if start.eval_rows == 0 {
+            self.note("hint: there is no held-out data; --eval-data or --eval-fraction gives an evaluation");
+        }
+        if let Some(bar) = &self.bar {
+            let style = "{bar:32} {pos}/{len}  {msg}  {eta} left";
+            bar.set_style(
+                ProgressStyle::with_template(style).unwrap_or_else(|_| ProgressStyle::default_bar()),
+            );
+            bar.set_length(start.steps);
+            bar.set_position(start.done);
+            bar.reset_eta();
+            bar.enable_steady_tick(Duration::from_millis(250));
+        }
+    }
+
+    fn step(&self, step: &Step) {
+        match &self.bar {
+            Some(bar) => {
+                bar.set_position(step.step);
+                bar.set_message(format!("loss {:.4}  {:.0} tokens/s", step.loss, step.tokens_per_s));
+            }
+            None if self.log_every > 0
+                && (step.step.is_multiple_of(self.log_every) || step.step == step.steps) =>
+            {
+                write_note(&format!(
+                    "step {}/{}  loss {:.4}  lr {:.3e}  gradient norm {:.3}  {:.0} tokens/s",
+                    step.step, step.steps, step.loss, step.lr, step.grad_norm, step.tokens_per_s
+                ));
+            }
+            None => {}
+        }
+    }
+
+    fn eval(&self, eval: &Eval) -> Result<()> {
+        self.result(&format!(
+            "step {}: evaluation loss {:.4}, perplexity {:.2} over {} tokens\n",
+            eval.step,
+            eval.loss,
+            eval.perplexity(),
+            eval.tokens
+        ))
+    }
+
+    fn done(&self, done: &Done) -> Result<()> {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+        let base = self.base.as_ref().map_or(String::new(), |base| format!(" --base {}", quoted(base)));
+        let adapter = done.adapter.display().to_string();
+        write_out(&format!(
+            "trained {} steps, {:.0} tokens/s, {} of memory\nadapter: {adapter}\ntry it: engraft-infer generate{base} \
+             --adapter {} --prompt \"...\"\n",
+            done.step,
+            done.tokens_per_s,
+            HumanBytes(done.peak_bytes),
+            quoted(&adapter)
+        ))
+    }
+}
+
+impl Reporter for HumanReporter {
+    fn event(&mut self, event: &Event<'_>) -> Result<()> {
+        match event {
+            Event::Start(start) => self.start(start),
+            Event::Note(note) => self.note(&format!("hint: {note}")),
+            Event::Step(step) => self.step(step),
+            Event::Saved(_) => {}
+            Event::Eval(eval) => return self.eval(eval),
+            Event::Done(done) => return self.done(done),
+        }
+        Ok(())
+    }
+}
+
+impl Drop for HumanReporter {
+    /// What is printed after a run that ended early begins on a line of its own.
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+/// `text` as one word of a shell command.
+fn quoted(text: &str) -> String {
+    let plain = |c: char| c.is_alphanumeric() || "/._-+=:@".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        text.to_owned()
+    } else {
+        format!("'{}'", text.replace('\'', r"'\''"))
+    }
+}
+
+/// Downloads in progress, on stderr: a bar on a terminal, else a line for each file.
+pub struct Download {
+    /// The file that is being fetched, with its bar.
+    current: RefCell<Option<(String, Option<ProgressBar>)>>,
+}
+
+impl Download {
+    /// Shows nothing until something is downloaded.
+    pub fn new() -> Self {
+        Self { current: RefCell::new(None) }
+    }
+
+    /// Shows how far a file is.
+    pub fn show(&self, progress: &Progress) {
+        let mut current = self.current.borrow_mut();
+        if current.as_ref().is_none_or(|(file, _)| *file != progress.file) {
+            *current = Some((progress.file.clone(), self.begin(progress)));
+        }
+        if let Some((_, Some(bar))) = &*current {
+            bar.set_length(progress.total);
+            bar.set_position(progress.bytes);
+        }
+    }
+
+    fn begin(&self, progress: &Progress) -> Option<ProgressBar> {
+        if !io::stderr().is_terminal() {
+            write_note(&format!("fetching {} ({})", progress.file, HumanBytes(progress.total)));
+            return None;
+        }
+        let style = "{msg}  {bar:32} {bytes}/{total_bytes}  {eta} left";
+        let style = ProgressStyle::with_template(style).unwrap_or_else(|_| ProgressStyle::default_bar());
+        Some(ProgressBar::new(progress.total).with_style(style).with_message(progress.file.clone()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commands_can_be_pasted() {
+        assert_eq!(quoted("runs/a-2/adapter"), "runs/a-2/adapter");
+        assert_eq!(quoted("my run's"), r"'my run'\''s'");
+        assert_eq!(quoted(""), "''");
+    }
+}

@@ -1,0 +1,90 @@
+//! `engraft train`: joins the layers of options, opens the base, runs.
+
+use std::path::Path;
+
+use super::{
+    args::TrainArgs,
+    args_other::BaseArgs,
+    config_file,
+    environment::Environment,
+    layers, open,
+    report::{HumanReporter, JsonReporter},
+    resolve, signals,
+};
+use crate::{
+    embedded,
+    error::{Error, Result},
+    kernels::cpu::dispatch_level,
+    train::{self, Machine, Reporter, RunFolder, folder},
+};
+
+/// Runs `engraft train`.
+///
+/// # Errors
+/// Those of the run.
+pub fn run(typed: TrainArgs) -> Result<()> {
+    signals::install()?;
+    let mut args = joined(typed)?;
+    args.base = args.base.as_deref().map(layers::base_name).transpose()?;
+    let output = match &args.output {
+        Some(output) => output.clone(),
+        None => resolve::default_output(&args),
+    };
+    let options = resolve::run_options(&args, machine())?;
+    open::threads(args.threads)?;
+    // Locked before the base is loaded: a second process is told at once.
+    let folder = RunFolder::look(&output, options.resume)?;
+    let named = BaseArgs {
+        base: args.base.clone(),
+        revision: args.revision.clone(),
+        offline: args.offline.unwrap_or(false),
+        allow_base_mismatch: options.allow_base_mismatch,
+    };
+    let opened = open::base(&named, &Environment::read()?)?;
+    let mut reporter: Box<dyn Reporter> = if args.json.unwrap_or(false) {
+        Box::new(JsonReporter)
+    } else {
+        Box::new(HumanReporter::new(args.log_every.unwrap_or_default(), args.base.clone()))
+    };
+    train::run(
+        &options,
+        &opened.base,
+        opened.tokenizer.as_ref(),
+        folder,
+        reporter.as_mut(),
+        signals::watch(),
+    )?;
+    Ok(())
+}
+
+/// Command line over `--config` over the run folder's config over the embedded defaults over the defaults.
+fn joined(typed: TrainArgs) -> Result<TrainArgs> {
+    let mut layers = vec![typed];
+    if let Some(path) = layers[0].config.clone() {
+        layers.push(config_file::read(&path)?);
+    }
+    let so_far = layers::join(&layers)?;
+    if so_far.resume.unwrap_or(false) {
+        let output = so_far
+            .output
+            .as_deref()
+            .ok_or_else(|| Error::input("--resume: needs to know the run; name its folder with --output"))?;
+        layers.extend(of_run_folder(output)?);
+    }
+    let so_far = layers::join(&layers)?;
+    if so_far.base.is_none() && so_far.data.is_none() {
+        layers.push(config_file::parse(embedded::DEFAULTS, "the embedded defaults")?);
+    }
+    Ok(layers::with_defaults(layers::join(&layers)?))
+}
+
+/// The options of the run in `output`, if one has begun there.
+fn of_run_folder(output: &Path) -> Result<Option<TrainArgs>> {
+    let path = folder::config_path(output);
+    if path.exists() { config_file::read(&path).map(Some) } else { Ok(None) }
+}
+
+/// What results depend on besides the options.
+fn machine() -> Machine {
+    Machine { device: "cpu".to_owned(), precision: "f32".to_owned(), dispatch: dispatch_level().to_owned() }
+}

@@ -1,0 +1,283 @@
+//! Option values with a spelling of their own, the same on the command line and in a config file.
+
+use std::{fmt, path::PathBuf, str::FromStr};
+
+use serde::{Deserialize, Serialize};
+
+use crate::model::Recompute;
+
+/// `--method`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+pub enum Method {
+    /// Low-rank deltas beside the frozen matrices.
+    #[value(name = "lora")]
+    #[serde(rename = "lora")]
+    Lora,
+    /// Trained keys and values before every text.
+    #[value(name = "prefix")]
+    #[serde(rename = "prefix")]
+    Prefix,
+    /// Both at once.
+    #[value(name = "lora+prefix")]
+    #[serde(rename = "lora+prefix")]
+    LoraPrefix,
+}
+
+impl Method {
+    /// Whether the method has a LoRA.
+    pub fn lora(self) -> bool {
+        self != Self::Prefix
+    }
+
+    /// Whether the method has a prefix.
+    pub fn prefix(self) -> bool {
+        self != Self::Lora
+    }
+
+    /// The name as part of a folder's name.
+    pub fn in_file_name(self) -> &'static str {
+        match self {
+            Self::Lora => "lora",
+            Self::Prefix => "prefix",
+            Self::LoraPrefix => "lora-prefix",
+        }
+    }
+}
+
+/// `--prefix-init`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PrefixInit {
+    /// Keys and values the base computes when it reads real text.
+    Text,
+    /// Random numbers.
+    Random,
+    /// Zeros.
+    Zero,
+}
+
+/// `--schedule`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ScheduleName {
+    /// The same rate after warm-up.
+    Constant,
+    /// Down to zero on a line.
+    Linear,
+    /// Down to zero on half a cosine.
+    Cosine,
+}
+
+/// `--optimizer`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Optimizer {
+    /// AdamW with FP32 moments.
+    Adamw,
+}
+
+/// `--device`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DeviceName {
+    /// The best device there is.
+    Auto,
+    /// The host's cores.
+    Cpu,
+}
+
+/// `--precision`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Precision {
+    /// 32-bit arithmetic over the FP16 base.
+    F32,
+}
+
+/// `--split` of `eval`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum SplitName {
+    /// `train.*` of a folder.
+    Train,
+    /// `valid.*` of a folder.
+    Valid,
+    /// `test.*` of a folder.
+    Test,
+}
+
+/// `--warmup`: a count of steps, or with a dot a fraction of all steps.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Warmup {
+    /// That many steps.
+    Steps(u64),
+    /// That part of all steps.
+    Fraction(f64),
+}
+
+impl FromStr for Warmup {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        let number = if text.contains('.') {
+            text.parse().ok().map(Self::Fraction)
+        } else {
+            text.parse().ok().map(Self::Steps)
+        };
+        number.ok_or_else(|| "give a number of steps such as 100, or a fraction such as 0.1".to_owned())
+    }
+}
+
+/// `--layers`: indices and ranges between commas, `0,2,5-11`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "LayersWritten", into = "Vec<usize>")]
+pub struct LayerList(pub Vec<usize>);
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum LayersWritten {
+    Text(String),
+    Indices(Vec<usize>),
+}
+
+impl TryFrom<LayersWritten> for LayerList {
+    type Error = String;
+    fn try_from(value: LayersWritten) -> Result<Self, String> {
+        match value {
+            LayersWritten::Text(text) => text.parse(),
+            LayersWritten::Indices(indices) => Ok(Self(indices)),
+        }
+    }
+}
+
+impl From<LayerList> for Vec<usize> {
+    fn from(layers: LayerList) -> Self {
+        layers.0
+    }
+}
+
+/// More layers than any base has; keeps a mistyped range from filling the memory.
+const MOST_LAYERS: usize = 10_000;
+
+impl FromStr for LayerList {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut layers = Vec::new();
+        for piece in text.split(',').map(str::trim) {
+            let (first, last) = piece.split_once('-').unwrap_or((piece, piece));
+            match (first.trim().parse::<usize>(), last.trim().parse::<usize>()) {
+                (Ok(first), Ok(last)) if first <= last && last < MOST_LAYERS => layers.extend(first..=last),
+                _ => return Err(format!("{piece:?} is no layer; give indices or ranges such as 0,2,5-11")),
+            }
+        }
+        Ok(Self(layers))
+    }
+}
+
+/// `--rank-pattern` and `--alpha-pattern`: `KEY=NUMBER`, where KEY is a regular expression for sites.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Pattern {
+    /// The expression.
+    pub key: String,
+    /// The number as written, a rank or an alpha.
+    pub number: f64,
+}
+
+impl FromStr for Pattern {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        let pieces = text.rsplit_once('=').and_then(|(key, number)| Some((key, number.trim().parse().ok()?)));
+        match pieces {
+            Some((key, number)) if !key.is_empty() => Ok(Self { key: key.to_owned(), number }),
+            _ => Err("give KEY=NUMBER, such as h.0.attn.c_attn=4".to_owned()),
+        }
+    }
+}
+
+impl TryFrom<String> for Pattern {
+    type Error = String;
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<Pattern> for String {
+    fn from(pattern: Pattern) -> Self {
+        format!("{}={}", pattern.key, pattern.number)
+    }
+}
+
+/// `--recompute`: `none`, `all` or `every:K`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct RecomputeName(pub Recompute);
+
+impl FromStr for RecomputeName {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        let every = || text.strip_prefix("every:")?.parse().ok().filter(|&every: &usize| every > 0);
+        match text {
+            "none" => Ok(Self(Recompute::None)),
+            "all" => Ok(Self(Recompute::All)),
+            _ => every()
+                .map(|every| Self(Recompute::Every(every)))
+                .ok_or_else(|| "give none, all or every:K with K at least 1".to_owned()),
+        }
+    }
+}
+
+impl fmt::Display for RecomputeName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Recompute::None => write!(f, "none"),
+            Recompute::All => write!(f, "all"),
+            Recompute::Every(every) => write!(f, "every:{every}"),
+        }
+    }
+}
+
+impl TryFrom<String> for RecomputeName {
+    type Error = String;
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<RecomputeName> for String {
+    fn from(name: RecomputeName) -> Self {
+        name.to_string()
+    }
+}
+
+/// `--adapter DIR[=SCALE]` of `engraft-infer`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ScaledAdapter {
+    /// A folder or a hub id.
+    pub name: PathBuf,
+    /// Factor on the LoRA's delta.
+    pub scale: f64,
+}
+
+impl FromStr for ScaledAdapter {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        let scaled = text.rsplit_once('=').and_then(|(name, scale)| Some((name, scale.parse::<f64>().ok()?)));
+        let (name, scale) = scaled.unwrap_or((text, 1.0));
+        if name.is_empty() || !scale.is_finite() {
+            return Err("give DIR or DIR=SCALE with a finite scale".to_owned());
+        }
+        Ok(Self { name: name.into(), scale })
+    }
+}
+
+/// `--input-ids 1,2,3`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TokenIds(pub Vec<u32>);
+
+impl FromStr for TokenIds {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        let parsed: Result<Vec<u32>, _> = text.split(',').map(|piece| piece.trim().parse()).collect();
+        parsed.map(Self).map_err(|_| "give token ids between commas, such as 15496,995".to_owned())
+    }
+}

@@ -1,0 +1,251 @@
+//! What was asked of the adapter, and the adapter that comes of it.
+
+use std::{collections::BTreeMap, path::Path, sync::Arc};
+
+use engraft_adapters::{
+    AdapterSet, AdapterSpec, BaseDescription, LoraSpec, PrefixSpec, PrefixValues, Targets, peft,
+};
+
+use crate::{
+    error::{Error, Result},
+    model::{Base, prefix_from_text},
+};
+
+/// Which kinds of adapter are trained.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Kinds {
+    /// A LoRA.
+    pub lora: bool,
+    /// A prefix.
+    pub prefix: bool,
+}
+
+impl Kinds {
+    fn of(spec: &AdapterSpec) -> Self {
+        Self { lora: spec.lora.is_some(), prefix: spec.prefix.is_some() }
+    }
+
+    fn name(self) -> &'static str {
+        match (self.lora, self.prefix) {
+            (true, true) => "lora+prefix",
+            (false, true) => "prefix",
+            _ => "lora",
+        }
+    }
+}
+
+/// What a new prefix starts from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PrefixStart {
+    /// What the base computes for this text; `None`: for the first training row.
+    Text(Option<String>),
+    /// Random numbers.
+    Random,
+    /// Zeros.
+    Zero,
+}
+
+/// Properties of the adapter, those that were asked for. `None` leaves them to the defaults of
+/// [`AdapterSpec`], or to the adapter a run starts from.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct AdapterOptions {
+    /// LoRA, prefix or both.
+    pub kinds: Option<Kinds>,
+    /// Rank of the LoRA.
+    pub rank: Option<usize>,
+    /// Its alpha.
+    pub alpha: Option<f64>,
+    /// Its sites.
+    pub targets: Option<Targets>,
+    /// Its layers.
+    pub layers: Option<Vec<usize>>,
+    /// Dropout on its input; a matter of training, so never in contradiction to an adapter.
+    pub dropout: Option<f64>,
+    /// Scale by the root of the rank.
+    pub rslora: Option<bool>,
+    /// Ranks of single sites.
+    pub rank_pattern: Option<BTreeMap<String, usize>>,
+    /// Alphas of single sites.
+    pub alpha_pattern: Option<BTreeMap<String, f64>>,
+    /// Length of the prefix.
+    pub prefix_length: Option<usize>,
+    /// Width of the prefix's projection.
+    pub projection: Option<usize>,
+}
+
+impl AdapterOptions {
+    /// A new adapter with these properties and defaults for the others.
+    pub fn spec(&self) -> AdapterSpec {
+        let kinds = self.kinds.unwrap_or(Kinds { lora: true, prefix: false });
+        AdapterSpec { lora: kinds.lora.then(|| self.lora()), prefix: kinds.prefix.then(|| self.prefix()) }
+    }
+
+    fn lora(&self) -> LoraSpec {
+        let default = LoraSpec::default();
+        LoraSpec {
+            rank: self.rank.unwrap_or(default.rank),
+            alpha: self.alpha.unwrap_or(default.alpha),
+            targets: self.targets.clone().unwrap_or(default.targets),
+            layers: self.layers.clone().or(default.layers),
+            dropout: self.dropout.unwrap_or(default.dropout),
+            rslora: self.rslora.unwrap_or(default.rslora),
+            rank_pattern: self.rank_pattern.clone().unwrap_or(default.rank_pattern),
+            alpha_pattern: self.alpha_pattern.clone().unwrap_or(default.alpha_pattern),
+        }
+    }
+
+    fn prefix(&self) -> PrefixSpec {
+        PrefixSpec {
+            length: self.prefix_length.unwrap_or(PrefixSpec::default().length),
+            projection: self.projection,
+        }
+    }
+
+    /// Refuses what was asked for if the adapter of `spec`, in the folder `dir`, is something else.
+    ///
+    /// # Errors
+    /// One error that names every contradiction.
+    pub fn check_against(&self, spec: &AdapterSpec, dir: &Path) -> Result<()> {
+        let asked = self.lora();
+        let mut wrong = Vec::new();
+        let mut compare = |option: &str, given: bool, asked: String, found: Option<String>| {
+            let found = found.unwrap_or_else(|| "none".to_owned());
+            if given && asked != found {
+                wrong.push(format!("--{option} {asked} (the adapter has {found})"));
+            }
+        };
+        let kinds = Kinds::of(spec);
+        compare(
+            "method",
+            self.kinds.is_some(),
+            self.kinds.unwrap_or(kinds).name().into(),
+            Some(kinds.name().into()),
+        );
+        macro_rules! lora {
+            ($option:literal, $field:ident, $show:expr) => {
+                let show = $show;
+                compare($option, self.$field.is_some(), show(&asked), spec.lora.as_ref().map(show));
+            };
+        }
+        lora!("rank", rank, |lora: &LoraSpec| lora.rank.to_string());
+        lora!("alpha", alpha, |lora: &LoraSpec| lora.alpha.to_string());
+        lora!("targets", targets, |lora: &LoraSpec| lora.targets.to_string());
+        lora!("layers", layers, |lora: &LoraSpec| format!(
+            "{:?}",
+            lora.layers.as_deref().unwrap_or_default()
+        ));
+        lora!("rslora", rslora, |lora: &LoraSpec| lora.rslora.to_string());
+        lora!("rank-pattern", rank_pattern, |lora: &LoraSpec| format!("{:?}", lora.rank_pattern));
+        lora!("alpha-pattern", alpha_pattern, |lora: &LoraSpec| format!("{:?}", lora.alpha_pattern));
+        let prefix = spec.prefix.as_ref();
+        let show = |length: usize| length.to_string();
+        compare(
+            "prefix-len",
+            self.prefix_length.is_some(),
+            show(self.prefix().length),
+            prefix.map(|prefix| show(prefix.length)),
+        );
+        compare(
+            "prefix-projection",
+            self.projection.is_some(),
+            show(self.projection.unwrap_or(0)),
+            prefix.and_then(|prefix| prefix.projection).map(show),
+        );
+        if wrong.is_empty() {
+            return Ok(());
+        }
+        Err(Error::input(format!(
+            "--init-adapter {}: contradicted by {}; leave these options out",
+            dir.display(),
+            wrong.join(", ")
+        )))
+    }
+}
+
+/// An adapter with the values it starts from.
+#[derive(Debug)]
+pub struct Fresh {
+    /// The adapter.
+    pub set: AdapterSet,
+    /// Its flat store.
+    pub values: Vec<f32>,
+    /// What the user should know.
+    pub hints: Vec<String>,
+}
+
+/// The adapter in `dir`, to be trained further.
+///
+/// # Errors
+/// When it cannot be read, does not fit the base, or contradicts `options`.
+pub fn load(
+    dir: &Path,
+    options: &AdapterOptions,
+    base: &BaseDescription,
+    allow_base_mismatch: bool,
+) -> Result<Fresh> {
+    let mut loaded = peft::load(dir, base, allow_base_mismatch)?;
+    options.check_against(&loaded.set.spec, dir)?;
+    if let (Some(lora), Some(dropout)) = (&mut loaded.set.spec.lora, options.dropout) {
+        lora.dropout = dropout;
+    }
+    Ok(Fresh { set: loaded.set, values: loaded.values, hints: loaded.hints })
+}
+
+/// The values a new adapter starts from; `text` are ids of the text a prefix may start from.
+///
+/// # Errors
+/// When there is no text to start from.
+pub fn initial_values(
+    set: &AdapterSet,
+    base: &Arc<Base>,
+    seed: u64,
+    start: &PrefixStart,
+    text: &[u32],
+) -> Result<Vec<f32>> {
+    let mut values = set.init(seed);
+    let Some(prefix) = &set.prefix else { return Ok(values) };
+    let PrefixValues::Direct { prompt } = prefix.values else { return Ok(values) };
+    let slot = &set.layout.tensors[prompt];
+    let place = &mut values[slot.offset..slot.offset + slot.shape.iter().product::<usize>()];
+    match start {
+        PrefixStart::Random => {}
+        PrefixStart::Zero => place.fill(0.0),
+        PrefixStart::Text(_) if text.is_empty() => {
+            return Err(Error::input(
+                "--prefix-text: there is no token in the text; give some text, or --prefix-init random",
+            ));
+        }
+        PrefixStart::Text(_) => {
+            // A short text is read again and again.
+            let ids: Vec<u32> = text.iter().copied().cycle().take(prefix.length).collect();
+            place.copy_from_slice(&prefix_from_text(base, &ids)?);
+        }
+    }
+    Ok(values)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_contradiction_is_named_at_once() {
+        let options = AdapterOptions {
+            kinds: Some(Kinds { lora: true, prefix: true }),
+            rank: Some(4),
+            alpha: Some(16.0),
+            prefix_length: Some(5),
+            dropout: Some(0.5),
+            ..AdapterOptions::default()
+        };
+        let spec = AdapterSpec { lora: Some(LoraSpec::default()), prefix: None };
+        let error = options.check_against(&spec, Path::new("x")).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "--init-adapter x: contradicted by --method lora+prefix (the adapter has lora), --rank 4 (the adapter \
+             has 8), --prefix-len 5 (the adapter has none); leave these options out"
+        );
+        assert!(AdapterOptions::default().check_against(&spec, Path::new("x")).is_ok());
+        assert!(options.check_against(&options.spec(), Path::new("x")).is_ok());
+    }
+}

@@ -1,0 +1,108 @@
+//! What a run tells while it works. The loop prints nothing itself.
+
+use std::path::{Path, PathBuf};
+
+use crate::{data::DataReport, error::Result};
+
+/// Receives events; an error it returns ends the run.
+pub trait Reporter {
+    /// Takes one event.
+    ///
+    /// # Errors
+    /// When it cannot be delivered, such as to a closed pipe.
+    fn event(&mut self, event: &Event<'_>) -> Result<()>;
+}
+
+/// One thing that happened.
+#[derive(Debug)]
+pub enum Event<'a> {
+    /// Everything is loaded and the run begins.
+    Start(&'a Start),
+    /// Something the user should know, without effect on the exit code.
+    Note(&'a str),
+    /// An optimizer step is done.
+    Step(&'a Step),
+    /// An evaluation is done.
+    Eval(&'a Eval),
+    /// A save is on disk.
+    Saved(&'a Path),
+    /// The adapter is on disk and the run is over.
+    Done(&'a Done),
+}
+
+/// A run before its first step.
+#[derive(Debug)]
+pub struct Start {
+    /// Name of the base.
+    pub base: String,
+    /// One line for each kind of site that is adapted.
+    pub matched: Vec<String>,
+    /// Trainable values.
+    pub trainables: usize,
+    /// The training rows.
+    pub data: DataReport,
+    /// Held-out rows.
+    pub eval_rows: usize,
+    /// Steps done before, in an earlier process.
+    pub done: u64,
+    /// Steps in all.
+    pub steps: u64,
+    /// Rows per step.
+    pub batch: usize,
+    /// Rows at a time.
+    pub micro_batch: usize,
+    /// Longest row.
+    pub seq_len: usize,
+    /// Run folder.
+    pub output: PathBuf,
+}
+
+/// One optimizer step.
+#[derive(Debug)]
+pub struct Step {
+    /// Steps done, this one included.
+    pub step: u64,
+    /// Steps in all.
+    pub steps: u64,
+    /// Mean loss over the supervised tokens of the step.
+    pub loss: f64,
+    /// Learning rate of the step.
+    pub lr: f64,
+    /// Global gradient norm before clipping.
+    pub grad_norm: f64,
+    /// Supervised tokens.
+    pub tokens: usize,
+    /// All input tokens over seconds.
+    pub tokens_per_s: f64,
+}
+
+/// One evaluation.
+#[derive(Debug)]
+pub struct Eval {
+    /// Steps done.
+    pub step: u64,
+    /// Mean loss over the supervised tokens of the held-out rows.
+    pub loss: f64,
+    /// Supervised tokens.
+    pub tokens: usize,
+}
+
+impl Eval {
+    /// `exp(loss)`.
+    pub fn perplexity(&self) -> f64 {
+        self.loss.exp()
+    }
+}
+
+/// A finished run.
+#[derive(Debug)]
+pub struct Done {
+    /// Steps done.
+    pub step: u64,
+    /// Folder of the adapter.
+    pub adapter: PathBuf,
+    /// Planned buffers and the base.
+    pub peak_bytes: u64,
+    /// Input tokens over seconds of this process's steps; 0 when it made none.
+    pub tokens_per_s: f64,
+}

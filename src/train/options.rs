@@ -1,0 +1,133 @@
+//! What one training run is asked to do, as plain values.
+
+use std::{collections::BTreeMap, path::PathBuf};
+
+use super::{AdapterOptions, PrefixStart};
+use crate::{
+    model::Policy,
+    optim::{AdamWOptions, schedule::Schedule},
+};
+
+/// Everything a run needs besides the base and its tokenizer.
+#[derive(Debug, Clone)]
+pub struct RunOptions {
+    /// What was asked of the adapter.
+    pub adapter: AdapterOptions,
+    /// An adapter to start from.
+    pub init_adapter: Option<PathBuf>,
+    /// Whether that adapter may come from another base.
+    pub allow_base_mismatch: bool,
+    /// What a new prefix starts from.
+    pub prefix_start: PrefixStart,
+    /// Training data.
+    pub data: DataSource,
+    /// Held-out data of its own.
+    pub eval_data: Vec<PathBuf>,
+    /// Part of the training rows that is held out instead, in (0, 1).
+    pub eval_fraction: Option<f64>,
+    /// Longest row in tokens; `None`: 256, or what the base's positions leave.
+    pub seq_len: Option<usize>,
+    /// Whether a row holds several documents.
+    pub pack: bool,
+    /// Whether each line of a text file is a document.
+    pub line_by_line: bool,
+    /// Whether prompts carry a loss.
+    pub train_on_prompt: bool,
+    /// Whether rows are shuffled.
+    pub shuffle: bool,
+    /// Rows per optimizer step.
+    pub batch: usize,
+    /// Rows at a time; divides `batch`.
+    pub micro_batch: usize,
+    /// When the run ends.
+    pub length: Length,
+    /// Highest learning rate.
+    pub lr: f64,
+    /// How the rate goes after warm-up.
+    pub schedule: Schedule,
+    /// Length of the warm-up.
+    pub warmup: Warmup,
+    /// Betas, eps and decay.
+    pub adamw: AdamWOptions,
+    /// Largest global gradient norm; 0 for any.
+    pub clip: f64,
+    /// Part of the target probability spread over the vocabulary.
+    pub label_smoothing: f64,
+    /// Recompute and size of the head's chunk.
+    pub policy: Policy,
+    /// Seed of everything random.
+    pub seed: u64,
+    /// Steps between saves; 0: only at the end.
+    pub save_every: u64,
+    /// Saves kept.
+    pub keep: usize,
+    /// Steps between evaluations; 0: only before and after.
+    pub eval_every: u64,
+    /// Go on where the folder's newest save stops.
+    pub resume: bool,
+    /// Options that change results, name -> value as written; a resumed run must have the same.
+    pub identity: BTreeMap<String, String>,
+    /// Text of the folder's `config.toml`.
+    pub config_text: String,
+    /// What the run computes on.
+    pub machine: Machine,
+}
+
+/// Where training data comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DataSource {
+    /// Compiled into the program.
+    Embedded,
+    /// Files and folders.
+    Files(Vec<PathBuf>),
+}
+
+/// When a run ends.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Length {
+    /// After that many optimizer steps.
+    Steps(u64),
+    /// After that many passes over the training rows, rounded up to a step.
+    Epochs(f64),
+}
+
+/// Length of the warm-up.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Warmup {
+    /// That many steps.
+    Steps(u64),
+    /// That part of all steps, in [0, 1), rounded up.
+    Fraction(f64),
+}
+
+impl Warmup {
+    /// Warm-up steps of a run of `steps` steps.
+    pub fn steps(self, steps: u64) -> u64 {
+        match self {
+            Self::Steps(warmup) => warmup,
+            Self::Fraction(part) => (part * steps as f64).ceil() as u64,
+        }
+    }
+}
+
+/// What results depend on besides the options: bits differ between these.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Machine {
+    /// `cpu`.
+    pub device: String,
+    /// `f32`.
+    pub precision: String,
+    /// Dispatch level of the CPU kernels.
+    pub dispatch: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fractions_round_up() {
+        assert_eq!(Warmup::Fraction(0.1).steps(25), 3);
+        assert_eq!(Warmup::Steps(4).steps(2), 4);
+    }
+}

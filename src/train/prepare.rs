@@ -1,0 +1,245 @@
+//! From options to a run that can begin: adapter, rows, lengths.
+
+use std::sync::Arc;
+
+use engraft_adapters::{AdapterSet, AdapterSpec};
+
+use super::{
+    AdapterOptions, DataSource, Length, PrefixStart, RunOptions, adapter,
+    save::{FORMAT, Save, SaveInfo},
+};
+use crate::{
+    data::{self, DataOptions, Dataset, Kind, Sampler, Split, Tokenizer},
+    embedded,
+    error::{Error, Result},
+    model::{Base, Config},
+};
+
+/// Longest row when none is asked for and the base has the positions.
+const SEQ_LEN: usize = 256;
+
+/// A run before its first step.
+pub(super) struct Prepared {
+    pub set: AdapterSet,
+    /// Values at step 0; a save's values take their place.
+    pub values: Vec<f32>,
+    pub train: Dataset,
+    pub eval: Option<Dataset>,
+    pub sampler: Sampler,
+    /// Optimizer steps in all.
+    pub steps: u64,
+    pub warmup: u64,
+    pub seq_len: usize,
+    /// What saves of this run say, at step 0.
+    pub info: SaveInfo,
+    pub hints: Vec<String>,
+}
+
+/// Loads what `options` name. A run that goes on from `past` takes its adapter from there.
+///
+/// # Errors
+/// Whatever is wrong with the data, the adapter, or their lengths on this base.
+pub(super) fn prepare(
+    options: &RunOptions,
+    base: &Arc<Base>,
+    tokenizer: Option<&Tokenizer>,
+    past: Option<&Save>,
+) -> Result<Prepared> {
+    let chosen = choose(options, base, past)?;
+    let prefix = chosen.set.prefix.as_ref().map_or(0, |prefix| prefix.length);
+    let seq_len = row_limit(options.seq_len, prefix, base.config.positions)?;
+    let (train, eval) = load_rows(options, base, tokenizer, seq_len)?;
+    let values = match chosen.values {
+        Some(values) => values,
+        None => {
+            let text = prefix_text(&options.prefix_start, tokenizer, &train)?;
+            adapter::initial_values(&chosen.set, base, options.seed, &options.prefix_start, &text)?
+        }
+    };
+    let sampler = Sampler::new(train.rows.len(), options.seed, options.shuffle);
+    let steps = match options.length {
+        Length::Steps(steps) => steps,
+        Length::Epochs(epochs) => sampler.steps(epochs, options.batch),
+    };
+    let info = describe(options, base, &chosen.set, &train, steps, seq_len);
+    let warmup = options.warmup.steps(steps);
+    Ok(Prepared {
+        set: chosen.set,
+        values,
+        train,
+        eval,
+        sampler,
+        steps,
+        warmup,
+        seq_len,
+        info,
+        hints: chosen.hints,
+    })
+}
+
+/// The adapter, and its values unless they are to be made.
+struct Chosen {
+    set: AdapterSet,
+    values: Option<Vec<f32>>,
+    hints: Vec<String>,
+}
+
+fn choose(options: &RunOptions, base: &Base, past: Option<&Save>) -> Result<Chosen> {
+    let description = base.description();
+    let fresh = |spec: &AdapterSpec| AdapterSet::new(spec, &description).map_err(Error::from);
+    match (past, &options.init_adapter) {
+        (Some(save), _) => {
+            let set = fresh(&save.info.spec)?;
+            Ok(Chosen { set, values: Some(save.state.values.clone()), hints: Vec::new() })
+        }
+        (None, Some(dir)) => {
+            let loaded = adapter::load(dir, &options.adapter, &description, options.allow_base_mismatch)?;
+            Ok(Chosen { set: loaded.set, values: Some(loaded.values), hints: loaded.hints })
+        }
+        (None, None) => {
+            let set = fresh(&AdapterOptions::spec(&options.adapter))?;
+            Ok(Chosen { set, values: None, hints: Vec::new() })
+        }
+    }
+}
+
+fn load_rows(
+    options: &RunOptions,
+    base: &Base,
+    tokenizer: Option<&Tokenizer>,
+    seq_len: usize,
+) -> Result<(Dataset, Option<Dataset>)> {
+    let data_options = DataOptions {
+        seq_len,
+        pack: options.pack,
+        line_by_line: options.line_by_line,
+        train_on_prompt: options.train_on_prompt,
+        end_of_text: end_of_text(&base.config, tokenizer)?,
+        vocab: base.config.vocab,
+    };
+    let load = |source: &DataSource, split| load_split(source, split, tokenizer, &data_options);
+    let train = load(&options.data, Split::Train)?;
+    if !options.eval_data.is_empty() {
+        let source = DataSource::Files(options.eval_data.clone());
+        return Ok((train, Some(load(&source, Split::Valid)?)));
+    }
+    if let Some(fraction) = options.eval_fraction {
+        let (train, held_out) = train.split(fraction, options.seed)?;
+        return Ok((train, Some(held_out)));
+    }
+    let brings_its_own = match &options.data {
+        DataSource::Embedded => true,
+        DataSource::Files(paths) => data::has_split(paths, Split::Valid)?,
+    };
+    let eval = brings_its_own.then(|| load(&options.data, Split::Valid)).transpose()?;
+    Ok((train, eval))
+}
+
+/// The rows of a split.
+///
+/// # Errors
+/// As [`data::load`].
+pub fn load_split(
+    source: &DataSource,
+    split: Split,
+    tokenizer: Option<&Tokenizer>,
+    options: &DataOptions,
+) -> Result<Dataset> {
+    match source {
+        DataSource::Files(paths) => data::load(paths, split, tokenizer, options),
+        DataSource::Embedded => {
+            let name = format!("the embedded {}.jsonl", split.stem());
+            data::load_text(&name, embedded::data(split), Kind::Jsonl, tokenizer, options)
+        }
+    }
+}
+
+/// The token that ends documents on this base.
+///
+/// # Errors
+/// When neither the base nor its tokenizer names one.
+pub fn end_of_text(config: &Config, tokenizer: Option<&Tokenizer>) -> Result<u32> {
+    let found = tokenizer.map_or(config.eos_token, |tokenizer| tokenizer.end_of_text(config.eos_token));
+    found.ok_or_else(|| {
+        Error::input("--base: neither its config.json nor its tokenizer names an end-of-text token; add eos_token_id to config.json")
+    })
+}
+
+/// The longest row on a base with `positions` positions, of which `prefix` are taken.
+///
+/// # Errors
+/// When there is no room for the row, or for any.
+pub fn row_limit(asked: Option<usize>, prefix: usize, positions: usize) -> Result<usize> {
+    let room = positions.saturating_sub(prefix);
+    if room == 0 {
+        return Err(Error::input(format!(
+            "--prefix-len {prefix}: leaves no position for text, the base has {positions}; give less than {positions}"
+        )));
+    }
+    match asked {
+        None => Ok(SEQ_LEN.min(room)),
+        Some(asked) if (1..=room).contains(&asked) => Ok(asked),
+        Some(asked) => {
+            let taken =
+                if prefix > 0 { format!(", {prefix} of them taken by the prefix") } else { String::new() };
+            Err(Error::input(format!(
+                "--seq-len {asked}: the base has {positions} positions{taken}; give 1 to {room}"
+            )))
+        }
+    }
+}
+
+/// Ids a prefix may start from.
+fn prefix_text(start: &PrefixStart, tokenizer: Option<&Tokenizer>, train: &Dataset) -> Result<Vec<u32>> {
+    match (start, tokenizer) {
+        (PrefixStart::Text(Some(text)), Some(tokenizer)) => tokenizer.encode(text),
+        (PrefixStart::Text(Some(_)), None) => Err(Error::input(
+            "--prefix-text: the base has no tokenizer to read it with; leave the option out to start from the data",
+        )),
+        (PrefixStart::Text(None), _) => Ok(train.rows.first().map(|row| row.ids.clone()).unwrap_or_default()),
+        (PrefixStart::Random | PrefixStart::Zero, _) => Ok(Vec::new()),
+    }
+}
+
+fn describe(
+    options: &RunOptions,
+    base: &Base,
+    set: &AdapterSet,
+    train: &Dataset,
+    steps: u64,
+    seq_len: usize,
+) -> SaveInfo {
+    let mut identity = options.identity.clone();
+    // What was typed may leave it to the base.
+    identity.insert("seq-len".to_owned(), seq_len.to_string());
+    SaveInfo {
+        format: FORMAT,
+        step: 0,
+        steps,
+        options: identity,
+        base: base.weights.fingerprint.clone(),
+        data: train.fingerprint.clone(),
+        machine: options.machine.clone(),
+        spec: set.spec.clone(),
+        tensors: set.layout.tensors.iter().map(|slot| format!("{} {:?}", slot.name, slot.shape)).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_share_the_positions_with_the_prefix() {
+        assert_eq!(row_limit(None, 0, 1024).unwrap(), 256);
+        assert_eq!(row_limit(None, 20, 128).unwrap(), 108);
+        assert_eq!(row_limit(Some(108), 20, 128).unwrap(), 108);
+        let message = row_limit(Some(109), 20, 128).unwrap_err().to_string();
+        assert_eq!(
+            message,
+            "--seq-len 109: the base has 128 positions, 20 of them taken by the prefix; give 1 to 108"
+        );
+        assert!(row_limit(Some(0), 0, 128).is_err());
+        assert!(row_limit(None, 128, 128).unwrap_err().to_string().contains("--prefix-len 128"));
+    }
+}

@@ -1,0 +1,183 @@
+//! Whether a run may go on from a save: only if it then ends in the very same adapter.
+
+use std::path::Path;
+
+use super::{
+    save::{Save, SaveInfo},
+    trainer::TrainerState,
+};
+use crate::{
+    error::{Error, Result},
+    optim::schedule::{Schedule, rate},
+};
+
+/// Refuses to go on from `past` when `now` differs in anything results depend on.
+///
+/// # Errors
+/// One error that names every difference.
+pub(super) fn check(past: &Save, now: &SaveInfo, values: usize, folder: &Path) -> Result<()> {
+    let mut differences = option_differences(&past.info, now);
+    let mut compare = |what: &str, now: &str, past: &str| {
+        if now != past {
+            differences.push(format!("{what} is {} (the run has {})", short(now), short(past)));
+        }
+    };
+    let save = &past.info;
+    compare("the fingerprint of --base", &now.base, &save.base);
+    compare("the fingerprint of --data", &now.data, &save.data);
+    compare("--device", &now.machine.device, &save.machine.device);
+    compare("--precision", &now.machine.precision, &save.machine.precision);
+    compare("the CPU's instruction level", &now.machine.dispatch, &save.machine.dispatch);
+    if now.tensors != save.tensors || values != past.state.values.len() {
+        compare("the number of trainable values", &values.to_string(), &past.state.values.len().to_string());
+        if now.tensors != save.tensors {
+            differences.push("the adapter's tensors have other names or shapes".to_owned());
+        }
+    }
+    if differences.is_empty() {
+        return Ok(());
+    }
+    Err(Error::input(format!(
+        "--resume {}: the run cannot go on exactly, because {}; give what the run has, or start a new run without --resume",
+        folder.display(),
+        differences.join(", ")
+    )))
+}
+
+fn option_differences(past: &SaveInfo, now: &SaveInfo) -> Vec<String> {
+    let mut names: Vec<&String> = past.options.keys().chain(now.options.keys()).collect();
+    names.sort();
+    names.dedup();
+    let shown =
+        |info: &SaveInfo, name: &String| info.options.get(name).map_or("not given".to_owned(), Clone::clone);
+    names
+        .into_iter()
+        .filter(|name| past.options.get(*name) != now.options.get(*name))
+        .map(|name| format!("--{name} is {} (the run has {})", shown(now, name), shown(past, name)))
+        .collect()
+}
+
+/// The first digits of a fingerprint, enough to tell two apart; anything short as it is.
+fn short(text: &str) -> &str {
+    let digits = text.rsplit(':').next().unwrap_or(text);
+    digits.get(..12).unwrap_or(digits)
+}
+
+/// What a changed number of steps does to the schedule; `None` when it did not change.
+///
+/// # Errors
+/// When fewer steps are asked for than are done.
+pub(super) fn changed_length(
+    past: &SaveInfo,
+    now: &SaveInfo,
+    schedule: Schedule,
+    lr: f64,
+    warmup: impl Fn(u64) -> u64,
+) -> Result<Option<String>> {
+    let (done, before, after) = (past.step, past.steps, now.steps);
+    if after < done {
+        return Err(Error::input(format!(
+            "--steps {after}: the run has done {done} already; give at least {done}"
+        )));
+    }
+    if after == before {
+        return Ok(None);
+    }
+    let rate = |steps| rate(schedule, lr, warmup(steps), steps, done);
+    let rates = format!(
+        "the learning rate of step {} is {:.3e} instead of {:.3e}",
+        done + 1,
+        rate(after),
+        rate(before)
+    );
+    let effect = match schedule {
+        Schedule::Constant => "the constant schedule stays as it was".to_owned(),
+        Schedule::Linear | Schedule::Cosine => format!("the schedule now ends at step {after}, {rates}"),
+    };
+    Ok(Some(format!("--steps changes from {before} to {after}: {effect}")))
+}
+
+/// The state of `past`, unless it is not finite.
+///
+/// # Errors
+/// When a value is not finite: no step can come of it.
+pub(super) fn state(past: Save) -> Result<TrainerState> {
+    let state = past.state;
+    let finite = |values: &[f32]| values.iter().all(|value| value.is_finite());
+    if finite(&state.values) && finite(&state.first_moment) && finite(&state.second_moment) {
+        return Ok(state);
+    }
+    Err(Error::input(format!(
+        "--resume: the save of step {} holds values that are not finite; start a new run with a lower --lr",
+        state.step
+    )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::train::{Machine, save::FORMAT};
+
+    fn info() -> SaveInfo {
+        SaveInfo {
+            format: FORMAT,
+            step: 5,
+            steps: 10,
+            options: [("lr".to_owned(), "0.1".to_owned()), ("seed".to_owned(), "0".to_owned())].into(),
+            base: format!("kind:{}", "b".repeat(64)),
+            data: "d".repeat(64),
+            machine: Machine { device: "cpu".into(), precision: "f32".into(), dispatch: "avx2".into() },
+            spec: Default::default(),
+            tensors: vec!["a [2]".to_owned()],
+        }
+    }
+
+    fn save() -> Save {
+        let state = TrainerState {
+            step: 5,
+            values: vec![0.0; 2],
+            first_moment: vec![0.0; 2],
+            second_moment: vec![0.0; 2],
+        };
+        Save { info: info(), state }
+    }
+
+    #[test]
+    fn every_difference_is_named_at_once() {
+        assert!(check(&save(), &info(), 2, Path::new("r")).is_ok());
+        let mut now = info();
+        now.options.insert("lr".into(), "0.2".into());
+        now.options.insert("rslora".into(), "true".into());
+        now.base = format!("kind:{}", "x".repeat(64));
+        now.machine.dispatch = "avx512".into();
+        let message = check(&save(), &now, 2, Path::new("r")).unwrap_err().to_string();
+        for part in [
+            "--lr is 0.2 (the run has 0.1)",
+            "--rslora is true (the run has not given)",
+            "--base is xxxxxxxxxxxx (the run has bbbbbbbbbbbb)",
+            "level is avx512 (the run has avx2)",
+        ] {
+            assert!(message.contains(part), "{message}");
+        }
+        assert!(!message.contains("seed") && !message.contains("--data"), "{message}");
+    }
+
+    #[test]
+    fn a_longer_run_says_what_happens_to_the_schedule() {
+        let longer = SaveInfo { steps: 20, ..info() };
+        let change = |now: &SaveInfo, schedule| changed_length(&info(), now, schedule, 1.0, |_| 0);
+        assert_eq!(change(&info(), Schedule::Linear).unwrap(), None);
+        let said = change(&longer, Schedule::Linear).unwrap().unwrap();
+        assert!(said.contains("from 10 to 20") && said.contains("7.500e-1 instead of 5.000e-1"), "{said}");
+        assert!(change(&longer, Schedule::Constant).unwrap().unwrap().contains("stays"));
+        let fewer = SaveInfo { steps: 4, ..info() };
+        assert_eq!(change(&fewer, Schedule::Linear).unwrap_err().exit_code(), 2);
+    }
+
+    #[test]
+    fn a_save_that_is_not_finite_is_refused() {
+        let mut broken = save();
+        broken.state.values[1] = f32::NAN;
+        assert!(state(broken).is_err());
+    }
+}

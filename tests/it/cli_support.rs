@@ -1,0 +1,167 @@
+//! Runs the real programs in a fresh directory, far from the user's caches.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Child, Command, Output, Stdio},
+};
+
+use serde_json::Value;
+
+/// A directory with a small data set, and the programs started in it.
+pub struct Sandbox {
+    directory: tempfile::TempDir,
+}
+
+impl Sandbox {
+    /// A fresh directory that holds `data.jsonl`, twelve short records.
+    pub fn new() -> Self {
+        let sandbox = Self { directory: tempfile::tempdir().unwrap() };
+        let records: String = (0..12)
+            .map(|index| {
+                format!(
+                    "{{\"prompt\": \"row {index}:\", \"completion\": \" {}\"}}\n",
+                    "ab ".repeat(index % 5 + 1)
+                )
+            })
+            .collect();
+        sandbox.write("data.jsonl", records);
+        sandbox
+    }
+
+    /// The path of `name` in the directory.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// Puts a file into the directory.
+    pub fn write(&self, name: &str, contents: impl AsRef<[u8]>) -> PathBuf {
+        fs::write(self.path(name), contents).unwrap();
+        self.path(name)
+    }
+
+    /// A program with `arguments`, to be started in the directory.
+    fn program(&self, program: &str, arguments: &[&str]) -> Command {
+        let mut command = Command::new(program);
+        command.args(arguments).current_dir(self.directory.path()).stdin(Stdio::null());
+        for name in ["HF_ENDPOINT", "HF_HUB_CACHE", "HF_TOKEN", "HF_TOKEN_PATH", "XDG_CACHE_HOME"] {
+            command.env_remove(name);
+        }
+        command.env("HOME", self.path("home")).env("HF_HOME", self.path("hf"));
+        command.env("ENGRAFT_CACHE", self.path("cache")).env("HF_HUB_OFFLINE", "1");
+        command
+    }
+
+    /// `engraft` with the words of `line`.
+    pub fn command(&self, line: &str) -> Command {
+        self.program(env!("CARGO_BIN_EXE_engraft"), &words(line))
+    }
+
+    /// Runs `engraft` with the words of `line`.
+    pub fn engraft(&self, line: &str) -> Finished {
+        Finished(self.command(line).output().unwrap())
+    }
+
+    /// Runs `engraft-infer` with the words of `line`.
+    pub fn infer(&self, line: &str) -> Finished {
+        Finished(self.program(env!("CARGO_BIN_EXE_engraft-infer"), &words(line)).output().unwrap())
+    }
+
+    /// A training run of few, small steps in the folder `run`; `line` adds options.
+    pub fn train(&self, line: &str) -> Finished {
+        self.engraft(&format!("{SMALL} --output run {line}"))
+    }
+
+    /// Starts such a run without waiting for it.
+    pub fn start(&self, line: &str) -> Child {
+        let mut command = self.command(&format!("{SMALL} --output run {line}"));
+        command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap()
+    }
+}
+
+/// A run that takes no time: embedded base, tiny rows, one thread.
+pub const SMALL: &str = "train --data data.jsonl --no-pack --seq-len 24 --batch 4 --micro-batch 2 --rank 3 --alpha 5 \
+                         --threads 1 --lr 0.01 --json";
+
+fn words(line: &str) -> Vec<&str> {
+    line.split_whitespace().collect()
+}
+
+/// A program that has ended.
+pub struct Finished(pub Output);
+
+impl Finished {
+    /// The exit code.
+    pub fn code(&self) -> Option<i32> {
+        self.0.status.code()
+    }
+
+    /// Standard output.
+    pub fn stdout(&self) -> String {
+        String::from_utf8(self.0.stdout.clone()).unwrap()
+    }
+
+    /// Standard error.
+    pub fn stderr(&self) -> String {
+        String::from_utf8(self.0.stderr.clone()).unwrap()
+    }
+
+    /// The JSON objects on standard output; fails on a line that is none.
+    pub fn events(&self) -> Vec<Value> {
+        self.stdout().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    /// The events of one kind.
+    pub fn events_of(&self, kind: &str) -> Vec<Value> {
+        self.events().into_iter().filter(|event| event["event"] == kind).collect()
+    }
+
+    /// Fails unless the program ended well.
+    #[track_caller]
+    pub fn succeeds(self) -> Self {
+        assert_eq!(self.code(), Some(0), "{}", self.stderr());
+        self
+    }
+
+    /// Fails unless the program was refused with one sentence that holds every one of `parts`.
+    #[track_caller]
+    pub fn refused(self, parts: &[&str]) -> Self {
+        let text = self.stderr();
+        assert_eq!(self.code(), Some(2), "{text}");
+        assert!(text.starts_with("error: "), "{text}");
+        for part in parts {
+            assert!(text.contains(part), "no {part:?} in: {text}");
+        }
+        let rest = text.lines().skip(1).find(|line| !line.starts_with("hint: ") && !line.is_empty());
+        assert_eq!(rest, None, "more than a sentence and hints: {text}");
+        assert!(!text.contains("panicked") && !text.contains("RUST_BACKTRACE"), "{text}");
+        assert!(self.0.stdout.is_empty(), "{}", self.stdout());
+        self
+    }
+}
+
+/// All files below `folder` with their bytes, by relative path.
+pub fn files_below(folder: &Path) -> Vec<(PathBuf, Vec<u8>)> {
+    let mut found = Vec::new();
+    let mut open = vec![folder.to_owned()];
+    while let Some(next) = open.pop() {
+        for entry in fs::read_dir(&next).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                open.push(path);
+            } else {
+                found.push((path.strip_prefix(folder).unwrap().to_owned(), fs::read(&path).unwrap()));
+            }
+        }
+    }
+    found.sort();
+    found
+}
+
+/// The names in `folder`, sorted.
+pub fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).unwrap();
+    let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
