@@ -117,7 +117,7 @@ def second_sentence(rng, record):
 
 
 def prompt_of(record):
-    return "; ".join(f"{key}: {value}" for key, value in record.items()) + "\n"
+    return "; ".join(f"{key}: {value}" for key, value in record.items()) + " ->"
 
 
 def completion_of(rng, record):

@@ -15,6 +15,7 @@ mod layers;
 mod open;
 mod report;
 mod resolve;
+mod sample;
 mod signals;
 mod train;
 mod values;

@@ -50,16 +50,14 @@ impl Reporter for JsonReporter {
 pub struct HumanReporter {
     /// Steps between lines where there is no bar.
     log_every: u64,
-    /// `--base` as typed, for the command that uses the adapter.
-    base: Option<String>,
     bar: Option<ProgressBar>,
 }
 
 impl HumanReporter {
     /// A reporter that shows a bar if stderr is a terminal, else a line every `log_every` steps.
-    pub fn new(log_every: u64, base: Option<String>) -> Self {
+    pub fn new(log_every: u64) -> Self {
         let bar = io::stderr().is_terminal().then(ProgressBar::no_length);
-        Self { log_every, base, bar }
+        Self { log_every, bar }
     }
 
     /// Prints a result without tearing the bar.
@@ -138,15 +136,11 @@ impl HumanReporter {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
-        let base = self.base.as_ref().map_or(String::new(), |base| format!(" --base {}", quoted(base)));
-        let adapter = done.adapter.display().to_string();
         write_out(&format!(
-            "trained {} steps, {:.0} tokens/s, {} of memory\nadapter: {adapter}\ntry it: engraft-infer generate{base} \
-             --adapter {} --prompt \"...\"\n",
+            "trained {} steps, {:.0} tokens/s, {} of memory\n",
             done.step,
             done.tokens_per_s,
-            HumanBytes(done.peak_bytes),
-            quoted(&adapter)
+            HumanBytes(done.peak_bytes)
         ))
     }
 }
@@ -175,7 +169,7 @@ impl Drop for HumanReporter {
 }
 
 /// `text` as one word of a shell command.
-fn quoted(text: &str) -> String {
+pub fn quoted(text: &str) -> String {
     let plain = |c: char| c.is_alphanumeric() || "/._-+=:@".contains(c);
     if !text.is_empty() && text.chars().all(plain) {
         text.to_owned()

@@ -9,7 +9,7 @@ use super::{
     environment::Environment,
     layers, open,
     report::{HumanReporter, JsonReporter},
-    resolve, signals,
+    resolve, sample, signals,
 };
 use crate::{
     embedded,
@@ -41,20 +41,15 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         allow_base_mismatch: options.allow_base_mismatch,
     };
     let opened = open::base(&named, &Environment::read()?)?;
-    let mut reporter: Box<dyn Reporter> = if args.json.unwrap_or(false) {
+    let json = args.json.unwrap_or(false);
+    let mut reporter: Box<dyn Reporter> = if json {
         Box::new(JsonReporter)
     } else {
-        Box::new(HumanReporter::new(args.log_every.unwrap_or_default(), args.base.clone()))
+        Box::new(HumanReporter::new(args.log_every.unwrap_or_default()))
     };
-    train::run(
-        &options,
-        &opened.base,
-        opened.tokenizer.as_ref(),
-        folder,
-        reporter.as_mut(),
-        signals::watch(),
-    )?;
-    Ok(())
+    let (base, tokenizer) = (&opened.base, opened.tokenizer.as_ref());
+    let finished = train::run(&options, base, tokenizer, folder, reporter.as_mut(), signals::watch())?;
+    if json { Ok(()) } else { sample::show(&finished, &opened, args.base.as_deref()) }
 }
 
 /// Command line over `--config` over the run folder's config over the embedded defaults over the defaults.

@@ -93,17 +93,7 @@ mod tests {
     use super::*;
 
     fn options() -> GenerateOptions {
-        GenerateOptions {
-            max_new_tokens: 1,
-            min_new_tokens: 0,
-            temperature: 0.0,
-            top_k: 0,
-            top_p: 1.0,
-            repetition_penalty: 1.0,
-            stop: Vec::new(),
-            seed: 0,
-            num_samples: 1,
-        }
+        GenerateOptions::greedy(1)
     }
 
     #[test]

@@ -22,3 +22,20 @@ pub struct GenerateOptions {
     /// Samples per prompt, at least 1.
     pub num_samples: usize,
 }
+
+impl GenerateOptions {
+    /// The likeliest token each time, one sample, up to `max_new_tokens` tokens.
+    pub fn greedy(max_new_tokens: usize) -> Self {
+        Self {
+            max_new_tokens,
+            min_new_tokens: 0,
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            repetition_penalty: 1.0,
+            stop: Vec::new(),
+            seed: 0,
+            num_samples: 1,
+        }
+    }
+}

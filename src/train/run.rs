@@ -17,7 +17,7 @@ use super::{
     resume, save,
 };
 use crate::{
-    data::{Batch, Dataset, Tokenizer},
+    data::{Batch, Dataset, NO_LOSS, Row, Tokenizer},
     error::{Error, Report, Result},
     kernels::device::TableRow,
     model::Base,
@@ -29,6 +29,18 @@ use crate::{
 pub struct Finished {
     /// Folder of the adapter.
     pub adapter: PathBuf,
+    /// Beginning of a held-out row (else of a training row): its prompt, or a few tokens of a text.
+    pub prompt: Vec<u32>,
+}
+
+/// Tokens of a text that make a prompt.
+const PROMPT: usize = 16;
+
+/// What stands in front of the first supervised token; of a text, its first tokens.
+fn beginning(row: &Row) -> Vec<u32> {
+    let unsupervised = row.targets.iter().take_while(|&&target| target == NO_LOSS).count();
+    let len = if unsupervised == 0 { PROMPT } else { unsupervised + 1 };
+    row.ids.iter().copied().take(len).collect()
 }
 
 /// Trains until the last step, or until `interrupt` is set.
@@ -220,7 +232,8 @@ impl Run<'_> {
         let done =
             events::Done { step: trainer.steps_done(), adapter: adapter.clone(), peak_bytes, tokens_per_s };
         reporter.event(&Event::Done(&done))?;
-        Ok(Finished { adapter })
+        let rows = self.prepared.eval.as_ref().unwrap_or(&self.prepared.train);
+        Ok(Finished { adapter, prompt: rows.rows.first().map(beginning).unwrap_or_default() })
     }
 
     fn start(&self, trainer: &Trainer) -> events::Start {
