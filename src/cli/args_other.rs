@@ -98,8 +98,8 @@ pub struct EvalArgs {
     #[arg(long)]
     pub train_on_prompt: bool,
     /// Rows at a time
-    #[arg(long, value_name = "N", default_value_t = 8)]
-    pub batch: usize,
+    #[arg(long, value_name = "N", default_value_t = 8, visible_alias = "batch")]
+    pub micro_batch: usize,
     /// Rows of logits held at a time by the head
     #[arg(long, value_name = "N", default_value_t = super::layers::HEAD_ROWS)]
     pub head_rows: usize,
@@ -175,6 +175,9 @@ pub struct GenerateArgs {
     /// Samples per prompt
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Sampling")]
     pub num_samples: usize,
+    /// Samples of a prompt made at a time; more than one are shown when all are done
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Sampling")]
+    pub micro_batch: usize,
 
     /// Where to compute
     #[arg(long, value_name = "DEVICE", default_value = "auto")]

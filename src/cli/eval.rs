@@ -18,7 +18,7 @@ use crate::{
 /// When anything named cannot be read or does not fit together.
 pub fn run(args: &EvalArgs) -> Result<()> {
     signals::install()?;
-    for (option, value) in [("batch", args.batch), ("head-rows", args.head_rows)] {
+    for (option, value) in [("micro-batch", args.micro_batch), ("head-rows", args.head_rows)] {
         if value == 0 {
             return Err(Error::input(format!("--{option} 0: is too small; give at least 1")));
         }
@@ -45,10 +45,11 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     let source =
         if args.data.is_empty() { DataSource::Embedded } else { DataSource::Files(args.data.clone()) };
     let data = train::load_split(&source, split(args.split), opened.tokenizer.as_ref(), &options)?;
-    let limits = Limits { rows: args.batch.min(data.rows.len()), tokens: data.longest() };
+    let limits = Limits { rows: args.micro_batch.min(data.rows.len()), tokens: data.longest() };
     let adapter = adapter.as_ref().map(|loaded| (&loaded.set, loaded.values.as_slice()));
     let mut evaluator = Evaluator::new(opened.base.clone(), adapter, limits, args.head_rows)?;
-    let mut batches = data.rows.chunks(args.batch).map(|rows| Batch::new(&rows.iter().collect::<Vec<_>>()));
+    let mut batches =
+        data.rows.chunks(args.micro_batch).map(|rows| Batch::new(&rows.iter().collect::<Vec<_>>()));
     let found = evaluator.evaluate(&mut batches)?;
     let perplexity = found.perplexity();
     if args.json {

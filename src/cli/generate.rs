@@ -111,8 +111,10 @@ fn options(args: &GenerateArgs) -> Result<GenerateOptions> {
             "is not positive and finite; give 1 for none",
         );
     }
-    if args.num_samples == 0 {
-        return refuse("num-samples", &0, "generates nothing; give at least 1");
+    for (option, value) in [("num-samples", args.num_samples), ("micro-batch", args.micro_batch)] {
+        if value == 0 {
+            return refuse(option, &0, "generates nothing; give at least 1");
+        }
     }
     if args.stop.iter().any(String::is_empty) {
         return refuse("stop", &"\"\"", "every text holds the empty one; give some text");
@@ -127,6 +129,7 @@ fn options(args: &GenerateArgs) -> Result<GenerateOptions> {
         stop: args.stop.clone(),
         seed: args.seed,
         num_samples: args.num_samples,
+        micro_batch: args.micro_batch,
     })
 }
 

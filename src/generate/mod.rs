@@ -89,8 +89,9 @@ impl<'a> Generator<'a> {
 
     /// `options.num_samples` continuations of `prompt`; sample i draws with `options.seed + i`.
     ///
-    /// `stream` gets the text of each sample as it comes, and a line break behind it; nothing without
-    /// a tokenizer.
+    /// `options.micro_batch` samples are made at a time. `stream` gets the text of each sample, and a line
+    /// break behind it; as it comes where one is made at a time, else when all of them are done. Nothing
+    /// without a tokenizer.
     ///
     /// # Errors
     /// When the prompt is empty, too long or outside the vocabulary, or `stream` fails.
@@ -102,55 +103,122 @@ impl<'a> Generator<'a> {
     ) -> Result<Vec<Sample>> {
         let mut start = Instant::now();
         let capacity = self.room().min(prompt.len() + options.max_new_tokens).max(prompt.len());
-        let mut decoder =
-            Decoder::new(Arc::clone(&self.base), self.wiring.clone(), self.values.clone(), capacity)?;
-        let first = decoder.feed(prompt)?.to_vec();
+        let rows = options.micro_batch.clamp(1, options.num_samples.max(1));
+        let (wiring, values) = (self.wiring.clone(), self.values.clone());
+        let mut decoder = Decoder::new(Arc::clone(&self.base), wiring, values, rows, capacity)?;
+        let logits = decoder.feed(prompt)?.to_vec();
         let mut samples = Vec::with_capacity(options.num_samples);
-        for index in 0..options.num_samples {
+        let seeds: Vec<u64> = (0..options.num_samples as u64).map(|i| options.seed.wrapping_add(i)).collect();
+        for seeds in seeds.chunks(rows) {
             decoder.rewind(prompt.len());
-            let seed = options.seed.wrapping_add(index as u64);
-            let mut sample = self.sample(&mut decoder, &first, prompt, options, seed, stream)?;
-            sample.tokens_per_s = sample.token_ids.len() as f64 / start.elapsed().as_secs_f64().max(1e-9);
-            samples.push(sample);
+            let mut running: Vec<Running> =
+                seeds.iter().map(|&seed| Running::new(self, options, prompt, &logits, seed)).collect();
+            self.run(&mut decoder, &mut running, stream)?;
+            let seconds = start.elapsed().as_secs_f64().max(1e-9);
+            for sample in running {
+                samples.push(sample.finish(seeds.len() == 1, seconds, stream)?);
+            }
             start = Instant::now();
         }
         Ok(samples)
     }
 
-    fn sample(
+    /// Adds tokens to all samples until each has ended.
+    fn run(
         &self,
         decoder: &mut Decoder,
-        first: &[f32],
-        prompt: &[u32],
-        options: &GenerateOptions,
-        seed: u64,
+        running: &mut [Running],
         stream: &mut dyn FnMut(&str) -> Result<()>,
-    ) -> Result<Sample> {
-        let mut chooser = Chooser::new(options, seed, self.end_of_text);
-        let mut text = self.tokenizer.map(|tokenizer| Text::new(tokenizer, &options.stop));
-        let mut seen = prompt.to_vec();
-        let mut logits = first.to_vec();
-        let finish = loop {
-            let new = seen.len() - prompt.len();
-            if new == options.max_new_tokens {
-                break Finish::Length;
+    ) -> Result<()> {
+        let vocab = self.base.config.vocab;
+        decoder.fork(running.len());
+        let alone = running.len() == 1;
+        let mut hidden = |_: &str| Ok(());
+        let show = if alone { stream } else { &mut hidden };
+        loop {
+            for sample in running.iter_mut().filter(|sample| sample.finish.is_none()) {
+                sample.advance(decoder.position() == decoder.capacity(), show)?;
             }
-            let id = chooser.choose(&mut logits, &seen, new)?;
-            if Some(id) == self.end_of_text {
-                break Finish::EndOfText;
+            if running.iter().all(|sample| sample.finish.is_some()) {
+                return Ok(());
             }
-            seen.push(id);
-            if let Some(text) = &mut text
-                && text.push(id, stream)?
-            {
-                break Finish::Stop;
+            // A sample that has ended reads its last token again; nobody looks at what follows.
+            let last: Vec<u32> = running.iter().filter_map(|sample| sample.seen.last().copied()).collect();
+            let logits = decoder.feed_each(&last)?;
+            for (sample, logits) in running.iter_mut().zip(logits.chunks_exact(vocab)) {
+                sample.logits.copy_from_slice(logits);
             }
-            if decoder.position() == decoder.capacity() {
-                break Finish::Length;
-            }
-            logits.copy_from_slice(decoder.feed(&[id])?);
+        }
+    }
+}
+
+/// A sample on its way.
+struct Running<'a> {
+    options: &'a GenerateOptions,
+    chooser: Chooser<'a>,
+    text: Option<Text<'a>>,
+    end_of_text: Option<u32>,
+    /// Prompt and new tokens.
+    seen: Vec<u32>,
+    prompt: usize,
+    logits: Vec<f32>,
+    finish: Option<Finish>,
+}
+
+impl<'a> Running<'a> {
+    fn new(
+        generator: &Generator<'a>,
+        options: &'a GenerateOptions,
+        prompt: &[u32],
+        logits: &[f32],
+        seed: u64,
+    ) -> Self {
+        Self {
+            options,
+            chooser: Chooser::new(options, seed, generator.end_of_text),
+            text: generator.tokenizer.map(|tokenizer| Text::new(tokenizer, &options.stop)),
+            end_of_text: generator.end_of_text,
+            seen: prompt.to_vec(),
+            prompt: prompt.len(),
+            logits: logits.to_vec(),
+            finish: None,
+        }
+    }
+
+    /// Chooses the next token; `full` when no further one can be read.
+    fn advance(&mut self, full: bool, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<()> {
+        let new = self.seen.len() - self.prompt;
+        let id = self.chooser.choose(&mut self.logits, &self.seen, new)?;
+        if Some(id) == self.end_of_text {
+            self.finish = Some(Finish::EndOfText);
+            return Ok(());
+        }
+        self.seen.push(id);
+        let stopped = match &mut self.text {
+            Some(text) => text.push(id, show)?,
+            None => false,
         };
-        let text = text.map(|text| text.finish(finish == Finish::Stop, stream)).transpose()?;
-        Ok(Sample { token_ids: seen.split_off(prompt.len()), text, finish, tokens_per_s: 0.0 })
+        if stopped {
+            self.finish = Some(Finish::Stop);
+        } else if full || new + 1 == self.options.max_new_tokens {
+            self.finish = Some(Finish::Length);
+        }
+        Ok(())
+    }
+
+    fn finish(
+        mut self,
+        alone: bool,
+        seconds: f64,
+        show: &mut dyn FnMut(&str) -> Result<()>,
+    ) -> Result<Sample> {
+        let finish = self.finish.unwrap_or(Finish::Length);
+        if let Some(text) = self.text.as_mut().filter(|_| !alone) {
+            text.show_again();
+        }
+        let text = self.text.map(|text| text.finish(finish == Finish::Stop, show)).transpose()?;
+        let token_ids = self.seen.split_off(self.prompt);
+        let tokens_per_s = token_ids.len() as f64 / seconds;
+        Ok(Sample { token_ids, text, finish, tokens_per_s })
     }
 }

@@ -21,6 +21,8 @@ pub struct GenerateOptions {
     pub seed: u64,
     /// Samples per prompt, at least 1.
     pub num_samples: usize,
+    /// Samples made at a time, at least 1.
+    pub micro_batch: usize,
 }
 
 impl GenerateOptions {
@@ -36,6 +38,7 @@ impl GenerateOptions {
             stop: Vec::new(),
             seed: 0,
             num_samples: 1,
+            micro_batch: 1,
         }
     }
 }

@@ -31,6 +31,11 @@ impl<'a> Text<'a> {
         Ok(false)
     }
 
+    /// Counts nothing as shown: what was shown so far went nowhere.
+    pub fn show_again(&mut self) {
+        self.shown = 0;
+    }
+
     /// Shows the rest and a line break; returns the whole text.
     pub fn finish(mut self, stopped: bool, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<String> {
         if !stopped && let Some(piece) = self.stream.finish() {

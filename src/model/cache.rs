@@ -37,6 +37,20 @@ impl LayerCache {
     }
 }
 
+impl LayerCache {
+    /// Copies the first row to rows `1 .. rows`.
+    fn fork(&mut self, rows: usize, c: usize) {
+        let sizes = (1, self.filled, c);
+        for buffer in [&mut self.k, &mut self.v] {
+            let (first, mut others) = buffer.view_mut().split_at(self.capacity * c);
+            let from = Heads { data: first.as_view(), row: c, batch: 0 };
+            for row in 0..rows.saturating_sub(1) {
+                attention::append(from, others.reborrow(), sizes, (row * self.capacity * c, 0));
+            }
+        }
+    }
+}
+
 /// The caches of all layers.
 pub struct Cache {
     /// By layer.
@@ -72,6 +86,11 @@ impl Cache {
     /// Tokens seen so far.
     pub fn filled(&self) -> usize {
         self.layers.first().map_or(0, |layer| layer.filled)
+    }
+
+    /// Copies the first row of `c` wide keys and values to rows `1 .. rows`.
+    pub(super) fn fork(&mut self, rows: usize, c: usize) {
+        self.layers.iter_mut().for_each(|layer| layer.fork(rows, c));
     }
 
     /// Forgets all but the first `tokens`.

@@ -29,13 +29,15 @@ use super::{
 /// Tokens a prompt is fed in at a time: workspace stays small, products stay efficient.
 const CHUNK: usize = 256;
 
-/// A base with adapters, reading one sequence of tokens.
+/// A base with adapters, reading one sequence of tokens, or several that begin alike.
 pub struct Decoder {
     base: Arc<Base>,
     wiring: Wiring,
     values: Buffer,
     prompt: Option<Prompt>,
     cache: Cache,
+    /// Sequences read side by side.
+    rows: usize,
     x: [Buffer; 2],
     block: Option<BlockBuffers>,
     work: Work,
@@ -47,11 +49,18 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// Prepares for sequences of up to `capacity` tokens; `values` is the flat store of the wiring.
+    /// Prepares for one sequence of up to `capacity` tokens, and up to `rows` that [`Decoder::fork`]
+    /// makes of it; `values` is the flat store of the wiring.
     ///
     /// # Errors
     /// When `capacity` exceeds the positions, or memory cannot be reserved.
-    pub fn new(base: Arc<Base>, wiring: Wiring, values: Vec<f32>, capacity: usize) -> Result<Self> {
+    pub fn new(
+        base: Arc<Base>,
+        wiring: Wiring,
+        values: Vec<f32>,
+        rows: usize,
+        capacity: usize,
+    ) -> Result<Self> {
         check_length(&base, &wiring, capacity)?;
         let config = &base.config;
         let (mut prompt, _) = Prompt::new(&wiring, config, false)?;
@@ -59,8 +68,10 @@ impl Decoder {
         if let Some(prompt) = &mut prompt {
             prompt.refresh(values.view());
         }
-        let cache = Cache::new(config, 1, capacity)?;
-        let limits = Limits { rows: 1, tokens: capacity.clamp(1, CHUNK) };
+        let rows = rows.max(1);
+        let cache = Cache::new(config, rows, capacity)?;
+        // A chunk of the prompt, or one token of each row.
+        let limits = Limits { rows: 1, tokens: capacity.clamp(1, CHUNK).max(rows) };
         let n = limits.tokens;
         let ranks = std::array::from_fn(|site| {
             (0..config.layers).map(|layer| wiring.ranks(layer, site)).max().unwrap_or(0)
@@ -69,8 +80,8 @@ impl Decoder {
             let x = [arena.take("x", F32, &[n, config.width])?, arena.take("y", F32, &[n, config.width])?];
             let block = BlockBuffers::cut(arena, "block", config, limits, ranks)?;
             let work = Work::cut(arena, config, limits)?;
-            let stats = arena.take("stats_f", F32, &[1, 2])?;
-            let logits = arena.take("logits", F32, &[1, config.vocab])?;
+            let stats = arena.take("stats_f", F32, &[rows, 2])?;
+            let logits = arena.take("logits", F32, &[rows, config.vocab])?;
             let mut tokens = |name: &str| arena.take(name, U32, &[n]);
             Ok((x, block, work, stats, logits, (tokens("ids")?, tokens("positions")?, tokens("starts")?)))
         })?;
@@ -82,6 +93,7 @@ impl Decoder {
             values,
             prompt,
             cache,
+            rows: 1,
             x,
             block,
             work,
@@ -103,16 +115,41 @@ impl Decoder {
         self.cache.capacity()
     }
 
-    /// Forgets all but the first `tokens`.
+    /// Forgets all but the first `tokens`, and all sequences but the first.
     pub fn rewind(&mut self, tokens: usize) {
         self.cache.truncate(tokens);
+        self.rows = 1;
     }
 
-    /// Reads `ids`; returns the logits `(v)` that follow the last of them, in FP32.
+    /// Goes on with `rows` copies of the sequence read so far, at most as many as were prepared for.
+    pub fn fork(&mut self, rows: usize) {
+        self.cache.fork(rows, self.base.config.width);
+        self.rows = rows;
+    }
+
+    /// Reads `ids` into the only sequence; returns the logits `(v)` that follow the last of them.
     ///
     /// # Errors
     /// When there is nothing to read, no room left, or an id is outside the vocabulary.
     pub fn feed(&mut self, ids: &[u32]) -> Result<&[f32]> {
+        self.check(ids, ids.len())?;
+        for chunk in ids.chunks(CHUNK) {
+            self.read(chunk, 1)?;
+        }
+        Ok(self.head((ids.len() - 1) % CHUNK, 1))
+    }
+
+    /// Reads one token into each sequence; returns the logits `(rows, v)` that follow them.
+    ///
+    /// # Errors
+    /// As [`Decoder::feed`].
+    pub fn feed_each(&mut self, ids: &[u32]) -> Result<&[f32]> {
+        self.check(ids, 1)?;
+        self.read(ids, self.rows)?;
+        Ok(self.head(0, self.rows))
+    }
+
+    fn check(&self, ids: &[u32], tokens: usize) -> Result<()> {
         let vocab = self.base.config.vocab;
         if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab) {
             return Err(Error::input(format!(
@@ -121,27 +158,23 @@ impl Decoder {
             )));
         }
         let room = self.capacity() - self.position();
-        if ids.is_empty() || ids.len() > room {
+        if ids.is_empty() || tokens > room {
             return Err(Error::input(format!(
-                "{} tokens do not fit where 1 to {room} do; shorten the prompt or lower --max-new-tokens",
-                ids.len()
+                "{tokens} tokens do not fit where 1 to {room} do; shorten the prompt or lower --max-new-tokens"
             )));
         }
-        for chunk in ids.chunks(CHUNK) {
-            self.read(chunk)?;
-        }
-        let last = (ids.len() - 1) % CHUNK;
-        Ok(self.head(last))
+        Ok(())
     }
 
-    /// Runs the blocks over `ids`; their output ends up in `x[layers % 2]`.
-    fn read(&mut self, ids: &[u32]) -> Result<()> {
+    /// Runs the blocks over `ids (rows, t)`; their output ends up in `x[layers % 2]`.
+    fn read(&mut self, ids: &[u32], rows: usize) -> Result<()> {
         let (n, past) = (ids.len(), self.position());
+        let tokens = n / rows;
         let base = Arc::clone(&self.base);
         let (config, weights) = (&base.config, &base.weights);
         let c = config.width;
-        let shift = (past + self.wiring.prefix_len()) as u32;
-        let positions: Vec<u32> = (shift..).take(n).collect();
+        let first = (past + self.wiring.prefix_len()) as u32;
+        let positions: Vec<u32> = (0..rows).flat_map(|_| (first..).take(tokens)).collect();
         self.ids.view_mut().upload(ids);
         self.positions.view_mut().upload(&positions);
         let (id_view, position_view) = (rows!(self.ids, n, 1), rows!(self.positions, n, 1));
@@ -158,8 +191,8 @@ impl Decoder {
                 values: self.values.view(),
                 prompt: self.prompt.as_ref().map(|p| (p.view(self.values.view()), self.wiring.prefix_len())),
                 starts: rows!(self.starts, n, 1),
-                rows: 1,
-                tokens: n,
+                rows,
+                tokens,
                 dropout: Dropout::NONE,
             };
             let (left, right) = self.x.split_at_mut(1);
@@ -172,8 +205,8 @@ impl Decoder {
         Ok(())
     }
 
-    /// Logits of row `row` of the last chunk.
-    fn head(&mut self, row: usize) -> &[f32] {
+    /// Logits `(count, v)` of `count` rows of the blocks' output from `first` on.
+    fn head(&mut self, first: usize, count: usize) -> &[f32] {
         let (config, weights) = (&self.base.config, &self.base.weights);
         let norm = layernorm::Norm {
             gain: weights.ln_f.gain.view(),
@@ -181,11 +214,12 @@ impl Decoder {
             epsilon: config.layer_norm_eps,
         };
         let c = config.width;
-        let x = self.x[config.layers % 2].view().slice(row * c, c);
-        layernorm::forward(x, norm, rows!(mut self.work.normed, 1, c), self.stats.view_mut());
-        let hidden = rows!(self.work.normed, 1, c);
-        matmul::frozen_nt(hidden, head_matrix(&self.base), Start::Zero, self.logits.view_mut(), 1);
-        self.logits.view().host()
+        let x = self.x[config.layers % 2].view().slice(first * c, count * c);
+        layernorm::forward(x, norm, rows!(mut self.work.normed, count, c), rows!(mut self.stats, count, 2));
+        let hidden = rows!(self.work.normed, count, c);
+        let logits = rows!(mut self.logits, count, config.vocab);
+        matmul::frozen_nt(hidden, head_matrix(&self.base), Start::Zero, logits, count);
+        rows!(self.logits, count, config.vocab).host()
     }
 
     /// Cached keys and values of a layer, `(position, c)` each.

@@ -144,7 +144,7 @@ fn pair<'a>(grads: ViewMut<'a>, first: (usize, usize), second: (usize, usize)) -
 /// When an id is outside the vocabulary or there are more ids than positions.
 pub fn prefix_from_text(base: &Arc<Base>, ids: &[u32]) -> Result<Vec<f32>> {
     let config = &base.config;
-    let mut decoder = Decoder::new(Arc::clone(base), Wiring::none(config.layers), Vec::new(), ids.len())?;
+    let mut decoder = Decoder::new(Arc::clone(base), Wiring::none(config.layers), Vec::new(), 1, ids.len())?;
     decoder.feed(ids)?;
     let (c, row) = (config.width, 2 * config.layers * config.width);
     let mut values = vec![0f32; ids.len() * row];

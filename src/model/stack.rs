@@ -160,7 +160,9 @@ impl Stack {
                         .transpose()
                 })
                 .collect::<Result<Vec<_>>>()?;
-            let shared = match blocks.iter().all(Option::is_some) {
+            // An evaluation borrows one block for all layers, so a kept one serves only if all are alike.
+            let alike = (0..layers).all(|layer| ranks(layer) == most);
+            let shared = match alike && blocks.iter().all(Option::is_some) {
                 true => None,
                 false => Some(BlockBuffers::cut(arena, "shared block", config, limits, most)?),
             };

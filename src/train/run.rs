@@ -85,8 +85,8 @@ fn build_trainer(options: &RunOptions, base: &Arc<Base>, prepared: &Prepared) ->
     let trainer_options = TrainerOptions {
         rows: options.micro_batch,
         seq_len: longest,
-        policy: options.policy.clone(),
-        adamw: options.adamw.clone(),
+        policy: options.policy,
+        adamw: options.adamw,
         clip: options.clip,
         label_smoothing: options.label_smoothing,
         seed: options.seed,

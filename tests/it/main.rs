@@ -1,12 +1,18 @@
 //! Integration tests, one binary: a module a topic.
 
+mod autograd;
 mod base;
 mod base_files;
 mod cli;
 mod cli_config;
 mod cli_input;
 mod cli_support;
+mod decoder;
 mod golden;
 mod hub;
 mod hub_server;
+mod policies;
 mod resume;
+mod setup;
+mod source;
+mod tidy;

@@ -83,7 +83,7 @@ impl Config {
         let mut fields = Fields { map, problems: Vec::new() };
         let base_name = fields.take("base_model_name_or_path", "a name is expected");
         let revision = fields.take("revision", "a revision is expected");
-        fields.expect("task_type", &["CAUSAL_LM"]);
+        fields.require("task_type", &["CAUSAL_LM"]);
         let kind = match fields.take::<String>("peft_type", "LORA or PREFIX_TUNING is expected").as_deref() {
             Some("LORA") => fields.lora(),
             Some("PREFIX_TUNING") => fields.prefix(),
@@ -124,7 +124,7 @@ impl Fields {
         self.take(name, expected)
     }
 
-    fn expect(&mut self, name: &str, allowed: &[&str]) {
+    fn require(&mut self, name: &str, allowed: &[&str]) {
         let expected = format!("{} is supported", allowed.join(" or "));
         if let Some(value) = self.take::<Value>(name, &expected)
             && !value.as_str().is_some_and(|text| allowed.contains(&text))
@@ -139,7 +139,7 @@ impl Fields {
     }
 
     fn lora(&mut self) -> Option<Kind> {
-        self.expect("bias", &["none"]);
+        self.require("bias", &["none"]);
         self.init();
         let rank = self.need("r", "a whole number from 1 is expected");
         let alpha = self.need("lora_alpha", "a number is expected");

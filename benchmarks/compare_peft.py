@@ -1,0 +1,103 @@
+"""engraft beside PEFT on the same rows, in turn, on this machine's CPU; prints medians and ratios.
+
+    pip install -r benchmarks/requirements.txt
+    cargo build --release
+    python benchmarks/compare_peft.py [--size small] [--batch 4] [--seq 512] [--rounds 3] [--compile]
+
+Both sides train from random FP16 weights in F32 arithmetic with the same data, rank, clip and optimizer.
+A round runs one side after the other, each in a process of its own; speed is the median step after the
+first, memory the peak resident set of the process.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+
+HERE = pathlib.Path(__file__).resolve().parent
+PROGRAM = HERE.parent / "target" / "release" / "engraft"
+
+
+def run(command):
+    """Standard output of a command and the peak resident set of its process in bytes."""
+    process = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, text=True)
+    output = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    if status != 0:
+        sys.exit(f"failed: {' '.join(map(str, command))}")
+    return output, usage.ru_maxrss * 1024
+
+
+def engraft(a, base, rows, output):
+    """One training run of ours."""
+    command = [PROGRAM, "train", "--base", base, "--data", rows, "--output", output, "--json", "--no-shuffle",
+               "--no-pack", "--seq-len", a.seq, "--batch", a.batch, "--steps", a.steps, "--lr", "2e-4",
+               "--schedule", "constant", "--method", a.method, "--save-every", "0", *a.engraft]
+    text, peak = run(command)
+    events = [json.loads(line) for line in text.splitlines()]
+    steps = [event for event in events if event["event"] == "step"]
+    return {"tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps[1:]), "peak_bytes": peak,
+            "losses": [step["loss"] for step in steps]}
+
+
+def peft(a, base, rows, compiled):
+    """One training run of PEFT."""
+    command = [sys.executable, HERE / "peft_step.py", base, rows, "--batch", a.batch, "--steps", a.steps,
+               "--method", a.method]
+    command += ["--compile"] if compiled else []
+    command += ["--checkpointing"] if "--recompute" in a.engraft else []
+    return json.loads(run(command)[0].splitlines()[-1])
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--size", default="small")
+    p.add_argument("--base", help="a folder made by gpt2.py; by default one is made")
+    p.add_argument("--method", choices=["lora", "prefix"], default="lora")
+    p.add_argument("--batch", type=int, default=4)
+    p.add_argument("--seq", type=int, default=512)
+    p.add_argument("--steps", type=int, default=4)
+    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--compile", action="store_true", help="torch.compile as a third side")
+    p.add_argument("engraft", nargs="*", help="further options for engraft, after --")
+    a = p.parse_args()
+
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        base = a.base or folder / "base"
+        if not a.base:
+            run([sys.executable, HERE / "gpt2.py", a.size, base])
+        draw = random.Random(0)
+        rows = folder / "rows.jsonl"
+        with open(rows, "w", encoding="utf-8") as file:
+            for _ in range(a.batch * a.steps):
+                ids = [draw.randrange(50257) for _ in range(a.seq)]
+                file.write(json.dumps({"input_ids": ids, "labels": ids}) + "\n")
+        sides = {"engraft": [], "peft": []} | ({"peft compiled": []} if a.compile else {})
+        for round_ in range(a.rounds):
+            for side, results in sides.items():
+                result = (engraft(a, base, rows, folder / f"run{round_}") if side == "engraft"
+                          else peft(a, base, rows, side == "peft compiled"))
+                results.append(result)
+                print(f"round {round_}: {side}: {result['tokens_per_s']:.0f} tokens/s, "
+                      f"{result['peak_bytes'] / 2**30:.2f} GiB", flush=True)
+    print(f"\n{platform.machine()}, {os.cpu_count()} CPUs; {a.size}, {a.method}, {a.batch} x {a.seq}, "
+          f"median of {a.rounds}")
+    ours = sides["engraft"]
+    for side, results in sides.items():
+        speed = statistics.median(result["tokens_per_s"] for result in results)
+        memory = statistics.median(result["peak_bytes"] for result in results)
+        speeds = statistics.median(o["tokens_per_s"] / r["tokens_per_s"] for o, r in zip(ours, results))
+        memories = statistics.median(o["peak_bytes"] / r["peak_bytes"] for o, r in zip(ours, results))
+        print(f"{side:14} {speed:7.0f} tokens/s {memory / 2**30:6.2f} GiB   engraft: {speeds:.2f} x its speed, "
+              f"{memories:.2f} x its memory; first loss {results[0]['losses'][0]:.5f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Trains a LoRA or a prefix with PEFT on the rows of a JSONL file; prints one JSON line.
+
+    python benchmarks/peft_step.py BASE ROWS.jsonl --batch 4 --steps 4 [--method prefix] [--compile] ...
+
+Speed is that of the median step after the first; memory is the peak resident set of the process. The
+base's own dropouts are off, as they are in engraft.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import time
+
+import torch
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("base")
+    p.add_argument("rows")
+    p.add_argument("--method", choices=["lora", "prefix"], default="lora")
+    p.add_argument("--batch", type=int, default=4)
+    p.add_argument("--steps", type=int, default=4)
+    p.add_argument("--compile", action="store_true")
+    p.add_argument("--checkpointing", action="store_true")
+    a = p.parse_args()
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(a.base, dtype=torch.float32, attn_implementation="sdpa",
+                                                 resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)
+    if a.method == "lora":
+        config = LoraConfig(r=8, lora_alpha=16, target_modules=["c_attn"], fan_in_fan_out=True,
+                            task_type="CAUSAL_LM")
+    else:
+        config = PrefixTuningConfig(num_virtual_tokens=20, task_type="CAUSAL_LM")
+    model = get_peft_model(model, config)
+    if a.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    model.config.use_cache = False
+    model.train()
+    step_model = torch.compile(model) if a.compile else model
+    trainable = [q for q in model.parameters() if q.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=2e-4, weight_decay=0.01)
+
+    with open(a.rows, encoding="utf-8") as file:
+        records = [json.loads(line)["input_ids"] for line in file]
+    seconds, losses = [], []
+    for step in range(a.steps):
+        ids = torch.tensor(records[step * a.batch:(step + 1) * a.batch])
+        start = time.perf_counter()
+        loss = step_model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trainable, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - start)
+    print(json.dumps({
+        "tokens_per_s": ids.numel() / statistics.median(seconds[1:]),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "losses": losses,
+    }))
+
+
+if __name__ == "__main__":
+    main()
