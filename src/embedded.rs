@@ -22,6 +22,9 @@ pub fn model() -> &'static [u8] {
 /// Options of `engraft train` when neither base nor data is given, as a config file.
 pub const DEFAULTS: &str = include_str!("../examples/data/places/engraft.toml");
 
+/// The same for `--method prefix`.
+pub const PREFIX_DEFAULTS: &str = include_str!("../examples/data/places/prefix.toml");
+
 /// The example data, `{"prompt", "completion"}` lines.
 pub fn data(split: Split) -> &'static [u8] {
     match split {

@@ -92,6 +92,9 @@ fn put_in_place(path: &Path, owned: &[&str], fresh: TempDir) -> io::Result<()> {
         let _ = fresh.keep(); // moved: nothing is left to remove
         return Ok(());
     }
+    if !path.is_dir() {
+        return Err(io::Error::from(io::ErrorKind::NotADirectory));
+    }
     exchange(fresh.path(), path)?;
     // `fresh` now names the old folder and is removed on return.
     for entry in fs::read_dir(fresh.path())? {

@@ -1,6 +1,10 @@
 //! The environment: the one place that reads it.
 
-use std::{ffi::OsString, fs, path::PathBuf};
+use std::{
+    ffi::OsString,
+    fs,
+    path::{Path, PathBuf},
+};
 
 use crate::{
     error::{Error, Result},
@@ -10,10 +14,10 @@ use crate::{
 /// What the environment says about caches and the hub.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Environment {
-    /// Folder for FP16 copies and fingerprints of bases.
-    pub cache: PathBuf,
+    /// `None` where no variable tells a folder for caches: what needs none works all the same.
+    cache: Option<PathBuf>,
+    hub_cache: Option<PathBuf>,
     endpoint: Option<String>,
-    hub_cache: PathBuf,
     token: Option<String>,
     offline: bool,
 }
@@ -31,18 +35,14 @@ impl Environment {
     /// `HF_HUB_OFFLINE`, `XDG_CACHE_HOME` and `HOME`, with the meanings huggingface_hub gives them.
     ///
     /// # Errors
-    /// When no folder for caches can be told, or a variable is not UTF-8.
+    /// When a variable is not UTF-8.
     fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Result<Self> {
         let path = |name: &str| variable(name).map(PathBuf::from);
         let caches = path("XDG_CACHE_HOME").or_else(|| path("HOME").map(|home| home.join(".cache")));
-        let under_caches = |name: &str| {
-            caches.as_ref().map(|caches| caches.join(name)).ok_or_else(|| {
-                Error::input("HOME: is not set, so there is no folder for caches; set HOME, or ENGRAFT_CACHE and HF_HOME")
-            })
-        };
-        let cache = path("ENGRAFT_CACHE").map_or_else(|| under_caches("engraft"), Ok)?;
-        let hub_home = path("HF_HOME").map_or_else(|| under_caches("huggingface"), Ok)?;
-        let token_file = path("HF_TOKEN_PATH").unwrap_or_else(|| hub_home.join("token"));
+        let under_caches = |name: &str| caches.as_ref().map(|caches| caches.join(name));
+        let cache = path("ENGRAFT_CACHE").or_else(|| under_caches("engraft"));
+        let hub_home = path("HF_HOME").or_else(|| under_caches("huggingface"));
+        let token_file = path("HF_TOKEN_PATH").or_else(|| hub_home.as_ref().map(|home| home.join("token")));
         let text = |name: &str| match variable(name).map(OsString::into_string) {
             None => Ok(None),
             Some(Ok(text)) => Ok(Some(text.trim().to_owned()).filter(|text| !text.is_empty())),
@@ -51,23 +51,40 @@ impl Environment {
         Ok(Self {
             cache,
             endpoint: text("HF_ENDPOINT")?,
-            hub_cache: path("HF_HUB_CACHE").unwrap_or_else(|| hub_home.join("hub")),
-            token: text("HF_TOKEN")?
-                .or_else(|| fs::read_to_string(token_file).ok().map(|token| token.trim().to_owned())),
+            hub_cache: path("HF_HUB_CACHE").or_else(|| hub_home.map(|home| home.join("hub"))),
+            token: text("HF_TOKEN")?.or_else(|| {
+                let token = fs::read_to_string(token_file?).ok()?;
+                Some(token.trim().to_owned())
+            }),
             offline: text("HF_HUB_OFFLINE")?.is_some_and(|value| is_true(&value)),
         })
     }
 
+    /// Folder for FP16 copies and fingerprints of bases.
+    ///
+    /// # Errors
+    /// When no variable tells one.
+    pub fn cache(&self) -> Result<&Path> {
+        self.cache.as_deref().ok_or_else(|| homeless("ENGRAFT_CACHE"))
+    }
+
     /// How to reach the hub.
-    pub fn hub(&self, revision: Option<&str>, offline: bool) -> HubOptions {
-        HubOptions {
+    ///
+    /// # Errors
+    /// When no variable tells a folder for its cache.
+    pub fn hub(&self, revision: Option<&str>, offline: bool) -> Result<HubOptions> {
+        Ok(HubOptions {
             endpoint: self.endpoint.clone(),
             token: self.token.clone().filter(|token| !token.is_empty()),
-            cache: self.hub_cache.clone(),
+            cache: self.hub_cache.clone().ok_or_else(|| homeless("HF_HOME"))?,
             revision: revision.map(str::to_owned),
             offline: offline || self.offline,
-        }
+        })
     }
+}
+
+fn homeless(variable: &str) -> Error {
+    Error::input(format!("HOME: is not set, so there is no folder for caches; set HOME or {variable}"))
 }
 
 fn is_true(value: &str) -> bool {
@@ -86,10 +103,17 @@ mod tests {
     #[test]
     fn home_alone_is_enough() {
         let found = environment(&[("HOME", "/h")]).unwrap();
-        assert_eq!(found.cache, PathBuf::from("/h/.cache/engraft"));
-        assert_eq!(found.hub_cache, PathBuf::from("/h/.cache/huggingface/hub"));
-        assert!(!found.hub(None, false).offline && found.hub(None, true).offline);
-        assert!(environment(&[]).unwrap_err().to_string().contains("HOME"));
+        assert_eq!(found.cache().unwrap(), Path::new("/h/.cache/engraft"));
+        let hub = |offline| found.hub(None, offline).unwrap();
+        assert_eq!(hub(false).cache, PathBuf::from("/h/.cache/huggingface/hub"));
+        assert!(!hub(false).offline && hub(true).offline);
+    }
+
+    #[test]
+    fn no_home_is_an_error_only_where_a_cache_is_needed() {
+        let found = environment(&[]).unwrap();
+        assert!(found.cache().unwrap_err().to_string().contains("ENGRAFT_CACHE"));
+        assert!(found.hub(None, false).unwrap_err().to_string().contains("HF_HOME"));
     }
 
     #[test]
@@ -101,9 +125,11 @@ mod tests {
             vec![("HOME", "/h"), ("HF_HOME", folder), ("HF_HUB_OFFLINE", "1"), ("ENGRAFT_CACHE", "/e")];
         let found = environment(&variables).unwrap();
         assert_eq!((found.token.as_deref(), found.offline), (Some("secret"), true));
-        assert_eq!((found.hub_cache.clone(), found.cache), (home.path().join("hub"), PathBuf::from("/e")));
+        let places =
+            |found: &Environment| (found.hub(None, true).unwrap().cache, found.cache().unwrap().to_owned());
+        assert_eq!(places(&found), (home.path().join("hub"), PathBuf::from("/e")));
         variables.extend([("HF_TOKEN", "mine"), ("HF_HUB_CACHE", "/c")]);
         let found = environment(&variables).unwrap();
-        assert_eq!((found.token.as_deref(), found.hub_cache), (Some("mine"), PathBuf::from("/c")));
+        assert_eq!((found.token.as_deref(), places(&found).0), (Some("mine"), PathBuf::from("/c")));
     }
 }

@@ -55,16 +55,16 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
                 "--prompt: is empty and the base has no end-of-text token to begin after; give some text",
             ));
         }
-        if prompt.ids.len() >= room {
+        if prompt.ids.len() > room {
             return Err(Error::input(format!(
-                "--prompt: has {} tokens, the base has room for {room} with the text that follows; shorten it",
+                "the prompt has {} tokens, the base has room for {room}; shorten it",
                 prompt.ids.len()
             )));
         }
     }
     let samples = options.num_samples as u64;
     (0u64..).zip(&prompts).try_for_each(|(index, prompt)| {
-        let seed = options.seed.wrapping_add(index * samples);
+        let seed = options.seed.wrapping_add(index.wrapping_mul(samples));
         answer(prompt, args.json, &generator, &GenerateOptions { seed, ..options.clone() })
     })
 }
@@ -104,11 +104,11 @@ fn options(args: &GenerateArgs) -> Result<GenerateOptions> {
     if !(args.top_p > 0.0 && args.top_p <= 1.0) {
         return refuse("top-p", &args.top_p, "is not above 0 and up to 1; give a number such as 0.9");
     }
-    if !(args.repetition_penalty.is_finite() && args.repetition_penalty > 0.0) {
+    if !(1e-3..=1e3).contains(&args.repetition_penalty) {
         return refuse(
             "repetition-penalty",
             &args.repetition_penalty,
-            "is not positive and finite; give 1 for none",
+            "is not between 0.001 and 1000; give 1 for none",
         );
     }
     for (option, value) in [("num-samples", args.num_samples), ("micro-batch", args.micro_batch)] {
@@ -156,6 +156,7 @@ fn texts(args: &GenerateArgs) -> Result<Vec<String>> {
     };
     let text = String::from_utf8(bytes)
         .map_err(|_| Error::input(format!("{name}: is not UTF-8; save it as UTF-8")))?;
+    let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
     let prompts: Vec<String> = text.lines().filter(|line| !line.is_empty()).map(str::to_owned).collect();
     if prompts.is_empty() {
         return Err(Error::input(format!("{name}: holds no prompt; write one a line, or give --prompt")));

@@ -68,7 +68,7 @@ fn adapter(description: &Description) -> Value {
 
 fn base(path: &Path) -> Result<Value> {
     let source = BaseSource::Folder(path.to_owned());
-    let base = Base::load(&source, &path.display().to_string(), &Environment::read()?.cache)?;
+    let base = Base::load(&source, &path.display().to_string(), Environment::read()?.cache()?)?;
     let description = base.description();
     let sites = description.sites.iter().map(|site| {
         let parts: Vec<&str> = site.parts.iter().map(|part| part.name.as_str()).collect();

@@ -11,12 +11,15 @@ use super::{args_other::BaseArgs, environment::Environment, report, write_note};
 use crate::{
     data::Tokenizer,
     error::{Error, Result},
-    hub,
+    hub::{self, HubOptions},
     model::{Base, BaseSource, base::TokenizerFiles},
 };
 
 /// Name of the base that is compiled into the program.
 pub const EMBEDDED: &str = "embedded";
+
+/// Where the adapter of a run folder lies in it.
+const RUN_ADAPTER: &str = "adapter";
 
 /// A base, ready to use.
 pub struct Opened {
@@ -34,13 +37,14 @@ pub fn base(args: &BaseArgs, environment: &Environment) -> Result<Opened> {
     let source = match &args.base {
         None => BaseSource::Embedded,
         Some(name) => {
-            let options = environment.hub(args.revision.as_deref(), args.offline);
+            let options = hub_options(Path::new(name), args.revision.as_deref(), args, environment)?;
             let download = report::Download::new();
             hub::base(name, &options, &|progress| download.show(&progress))?
         }
     };
     let name = args.base.as_deref().unwrap_or(EMBEDDED);
-    let base = Base::load(&source, name, &environment.cache)?;
+    let cache = if source == BaseSource::Embedded { Path::new("") } else { environment.cache()? };
+    let base = Base::load(&source, name, cache)?;
     let tokenizer = match base.tokenizer_files() {
         TokenizerFiles::Folder(folder) => Tokenizer::from_folder(&folder)?,
         TokenizerFiles::Bytes(bytes) => Some(Tokenizer::from_bytes(bytes)?),
@@ -62,11 +66,30 @@ pub fn adapter(
     base: &BaseDescription,
 ) -> Result<Loaded> {
     let download = report::Download::new();
-    let options = environment.hub(None, args.offline);
+    let options = hub_options(name, None, args, environment)?;
     let folder = hub::adapter(&name.display().to_string(), &options, &|progress| download.show(&progress))?;
-    let loaded = peft::load(&folder, base, args.allow_base_mismatch)?;
+    let loaded = peft::load(&folder, base, args.allow_base_mismatch).map_err(|error| {
+        let inside = folder.join(RUN_ADAPTER);
+        if inside.is_dir() {
+            return Error::from(error).hint(format!("it is a run; its adapter is {}", inside.display()));
+        }
+        Error::from(error)
+    })?;
     loaded.hints.iter().for_each(|hint| write_note(&format!("hint: {hint}")));
     Ok(loaded)
+}
+
+/// How to reach the hub; a folder that exists needs no cache for downloads.
+fn hub_options(
+    name: &Path,
+    revision: Option<&str>,
+    args: &BaseArgs,
+    environment: &Environment,
+) -> Result<HubOptions> {
+    match environment.hub(revision, args.offline) {
+        Err(_) if name.is_dir() => Ok(HubOptions::default()),
+        options => options,
+    }
 }
 
 /// More threads than any machine of ours has cores.

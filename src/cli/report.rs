@@ -50,14 +50,16 @@ impl Reporter for JsonReporter {
 pub struct HumanReporter {
     /// Steps between lines where there is no bar.
     log_every: u64,
+    /// A hint shown when the run begins.
+    hint: Option<&'static str>,
     bar: Option<ProgressBar>,
 }
 
 impl HumanReporter {
     /// A reporter that shows a bar if stderr is a terminal, else a line every `log_every` steps.
-    pub fn new(log_every: u64) -> Self {
+    pub fn new(log_every: u64, hint: Option<&'static str>) -> Self {
         let bar = io::stderr().is_terminal().then(ProgressBar::no_length);
-        Self { log_every, bar }
+        Self { log_every, hint, bar }
     }
 
     /// Prints a result without tearing the bar.
@@ -89,6 +91,9 @@ impl HumanReporter {
             start.seq_len,
             start.output.display()
         ));
+        if let Some(hint) = self.hint {
+            self.note(&format!("hint: {hint}"));
+        }
         if start.eval_rows == 0 {
             self.note("hint: there is no held-out data; --eval-data or --eval-fraction gives an evaluation");
         }
@@ -136,12 +141,11 @@ impl HumanReporter {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
-        write_out(&format!(
-            "trained {} steps, {:.0} tokens/s, {} of memory\n",
-            done.step,
-            done.tokens_per_s,
-            HumanBytes(done.peak_bytes)
-        ))
+        let speed = match done.tokens_per_s {
+            0.0 => String::new(),
+            speed => format!(", {speed:.0} tokens/s"),
+        };
+        write_out(&format!("trained {} steps{speed}, {} of memory\n", done.step, HumanBytes(done.peak_bytes)))
     }
 }
 

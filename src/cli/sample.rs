@@ -32,7 +32,8 @@ pub fn show(finished: &Finished, opened: &Opened, base: Option<&str>) -> Result<
         }
     };
     write_out(&format!(
-        "adapter: {adapter}\ntry it: engraft-infer generate{base} --adapter {} {input}\n",
+        "adapter: {adapter}\ntry it: {} generate{base} --adapter {} --temperature 0 {input}\n",
+        quoted(&infer()),
         quoted(&adapter)
     ))
 }
@@ -53,6 +54,15 @@ fn samples(finished: &Finished, opened: &Opened, tokenizer: &Tokenizer, prompt: 
         }
     }
     Ok(())
+}
+
+/// How to call `engraft-infer`: the one beside this program, from the current folder if it lies below.
+fn infer() -> String {
+    let beside = std::env::current_exe().ok().map(|program| program.with_file_name("engraft-infer"));
+    let Some(program) = beside.filter(|program| program.is_file()) else { return "engraft-infer".to_owned() };
+    let here = std::env::current_dir().ok();
+    let short = here.as_deref().and_then(|here| program.strip_prefix(here).ok()).unwrap_or(&program);
+    short.display().to_string()
 }
 
 /// Line breaks shown as such: a sample takes one line.

@@ -10,6 +10,7 @@ use super::{
     layers, open,
     report::{HumanReporter, JsonReporter},
     resolve, sample, signals,
+    values::Method,
 };
 use crate::{
     embedded,
@@ -45,11 +46,18 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     let mut reporter: Box<dyn Reporter> = if json {
         Box::new(JsonReporter)
     } else {
-        Box::new(HumanReporter::new(args.log_every.unwrap_or_default()))
+        Box::new(HumanReporter::new(args.log_every.unwrap_or_default(), own_data_on_embedded_base(&args)))
     };
     let (base, tokenizer) = (&opened.base, opened.tokenizer.as_ref());
     let finished = train::run(&options, base, tokenizer, folder, reporter.as_mut(), signals::watch())?;
     if json { Ok(()) } else { sample::show(&finished, &opened, args.base.as_deref()) }
+}
+
+/// What to tell somebody whose data is no match for the embedded base.
+fn own_data_on_embedded_base(args: &TrainArgs) -> Option<&'static str> {
+    (args.base.is_none() && args.data.is_some()).then_some(
+        "the embedded base knows little beyond its examples; --base gpt2, or a folder, is for your own data",
+    )
 }
 
 /// Command line over `--config` over the run folder's config over the embedded defaults over the defaults.
@@ -68,7 +76,9 @@ fn joined(typed: TrainArgs) -> Result<TrainArgs> {
     }
     let so_far = layers::join(&layers)?;
     if so_far.base.is_none() && so_far.data.is_none() {
-        layers.push(config_file::parse(embedded::DEFAULTS, "the embedded defaults")?);
+        let prefix = matches!(so_far.method, Some(Method::Prefix));
+        let defaults = if prefix { embedded::PREFIX_DEFAULTS } else { embedded::DEFAULTS };
+        layers.push(config_file::parse(defaults, "the embedded defaults")?);
     }
     Ok(layers::with_defaults(layers::join(&layers)?))
 }

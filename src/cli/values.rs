@@ -1,6 +1,10 @@
 //! Option values with a spelling of their own, the same on the command line and in a config file.
 
-use std::{fmt, path::PathBuf, str::FromStr};
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+    str::FromStr,
+};
 
 use serde::{Deserialize, Serialize};
 
@@ -261,7 +265,9 @@ pub struct ScaledAdapter {
 impl FromStr for ScaledAdapter {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
-        let scaled = text.rsplit_once('=').and_then(|(name, scale)| Some((name, scale.parse::<f64>().ok()?)));
+        // A folder may have a name that ends like a scale.
+        let scaled = text.rsplit_once('=').filter(|_| !Path::new(text).is_dir());
+        let scaled = scaled.and_then(|(name, scale)| Some((name, scale.parse::<f64>().ok()?)));
         let (name, scale) = scaled.unwrap_or((text, 1.0));
         if name.is_empty() || !scale.is_finite() {
             return Err("give DIR or DIR=SCALE with a finite scale".to_owned());

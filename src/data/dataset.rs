@@ -9,6 +9,7 @@ use serde::Serialize;
 
 use super::batch::{Batch, NO_LOSS, Row};
 use super::documents::Document;
+use super::options::DataOptions;
 use super::records::{self, Kind, Place};
 use super::rows::RowBuilder;
 use super::sampler::Sampler;
@@ -18,39 +19,6 @@ use crate::error::{Error, Result};
 
 /// Keys the shuffle that chooses held-out rows apart from the shuffles of training.
 const HOLD_OUT: u64 = 0x686f_6c64_6f75_7400;
-
-/// How records become rows.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DataOptions {
-    /// Input positions of a row, at least 1. `seq_len` inputs have up to `seq_len` targets: the
-    /// target of the last one is known although it is no input.
-    pub seq_len: usize,
-    /// Whether several documents share a row.
-    pub pack: bool,
-    /// Whether each line of a `.txt` file is a document.
-    pub line_by_line: bool,
-    /// Whether prompts and the turns of others have a loss too.
-    pub train_on_prompt: bool,
-    /// The token that ends a document.
-    pub end_of_text: u32,
-    /// Tokens the base has embeddings for.
-    pub vocab: usize,
-}
-
-impl DataOptions {
-    fn check(&self, tokenizer: Option<&Tokenizer>) -> Result<()> {
-        if self.seq_len == 0 {
-            return Err(Error::input("--seq-len: is 0; give at least 1"));
-        }
-        if self.end_of_text as usize >= self.vocab {
-            return Err(Error::input(format!(
-                "the end-of-text token {} lies outside the base's {} tokens; correct eos_token_id in its config.json",
-                self.end_of_text, self.vocab
-            )));
-        }
-        tokenizer.map_or(Ok(()), |tokenizer| tokenizer.check_vocabulary(self.vocab))
-    }
-}
 
 /// What was read, kept and left out.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]

@@ -1,7 +1,7 @@
 //! Records to documents: token ids and, for each position, the target it should predict.
 
 use super::batch::NO_LOSS;
-use super::dataset::DataOptions;
+use super::options::DataOptions;
 use super::records::{Place, Record, Role};
 use super::tokenizer::Tokenizer;
 use crate::error::Result;

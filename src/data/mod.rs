@@ -8,6 +8,7 @@
 pub mod batch;
 pub mod dataset;
 pub mod documents;
+mod options;
 pub mod records;
 pub mod rows;
 pub mod sampler;
@@ -16,7 +17,8 @@ pub mod stream;
 pub mod tokenizer;
 
 pub use batch::{Batch, NO_LOSS, Row};
-pub use dataset::{DataOptions, DataReport, Dataset, load, load_text};
+pub use dataset::{DataReport, Dataset, load, load_text};
+pub use options::DataOptions;
 pub use records::Kind;
 pub use sampler::Sampler;
 pub use sources::{Split, files, has_split};

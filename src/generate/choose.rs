@@ -46,8 +46,10 @@ impl<'a> Chooser<'a> {
             logits[end as usize] = f32::NEG_INFINITY;
         }
         if self.options.temperature > 0.0 {
-            let factor = (1.0 / self.options.temperature) as f32;
-            logits.iter_mut().for_each(|logit| *logit *= factor);
+            // Measured from the largest, a tiny temperature drives all others to -inf and none to NaN.
+            let max = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+            let cool = |logit: f32| ((f64::from(logit) - max) / self.options.temperature) as f32;
+            logits.iter_mut().for_each(|logit| *logit = cool(*logit));
             keep_top_k(logits, self.options.top_k);
             keep_top_p(logits, self.options.top_p);
         }

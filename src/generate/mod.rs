@@ -102,21 +102,24 @@ impl<'a> Generator<'a> {
         stream: &mut dyn FnMut(&str) -> Result<()>,
     ) -> Result<Vec<Sample>> {
         let mut start = Instant::now();
-        let capacity = self.room().min(prompt.len() + options.max_new_tokens).max(prompt.len());
+        let capacity = self.room().min(prompt.len().saturating_add(options.max_new_tokens)).max(prompt.len());
         let rows = options.micro_batch.clamp(1, options.num_samples.max(1));
         let (wiring, values) = (self.wiring.clone(), self.values.clone());
         let mut decoder = Decoder::new(Arc::clone(&self.base), wiring, values, rows, capacity)?;
         let logits = decoder.feed(prompt)?.to_vec();
-        let mut samples = Vec::with_capacity(options.num_samples);
-        let seeds: Vec<u64> = (0..options.num_samples as u64).map(|i| options.seed.wrapping_add(i)).collect();
-        for seeds in seeds.chunks(rows) {
+        let mut samples = Vec::new();
+        for first in (0..options.num_samples).step_by(rows) {
+            let count = rows.min(options.num_samples - first);
             decoder.rewind(prompt.len());
-            let mut running: Vec<Running> =
-                seeds.iter().map(|&seed| Running::new(self, options, prompt, &logits, seed)).collect();
+            let begin = |index: usize| {
+                let seed = options.seed.wrapping_add((first + index) as u64);
+                Running::new(self, options, prompt, &logits, seed)
+            };
+            let mut running: Vec<Running> = (0..count).map(begin).collect();
             self.run(&mut decoder, &mut running, stream)?;
             let seconds = start.elapsed().as_secs_f64().max(1e-9);
             for sample in running {
-                samples.push(sample.finish(seeds.len() == 1, seconds, stream)?);
+                samples.push(sample.finish(count == 1, seconds, stream)?);
             }
             start = Instant::now();
         }

@@ -387,7 +387,7 @@ impl Arena {
     pub fn sized(role: &'static str, bytes: usize) -> Result<Self> {
         let pages = memmap2::MmapMut::map_anon(bytes.max(1)).map_err(|cause| {
             Error::failed(format!(
-                "{bytes} bytes for {role} cannot be reserved: {cause}; lower --micro-batch or --seq-len, or use --recompute all"
+                "{bytes} bytes for {role} cannot be reserved: {cause}; use fewer or shorter rows at a time, or a smaller adapter"
             ))
         })?;
         Ok(Self { role, chunk: Some(Arc::new(Chunk { pages })), used: 0, rows: Vec::new() })

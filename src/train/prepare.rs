@@ -63,18 +63,13 @@ pub(super) fn prepare(
     };
     let info = describe(options, base, &chosen.set, &train, steps, seq_len);
     let warmup = options.warmup.steps(steps);
-    Ok(Prepared {
-        set: chosen.set,
-        values,
-        train,
-        eval,
-        sampler,
-        steps,
-        warmup,
-        seq_len,
-        info,
-        hints: chosen.hints,
-    })
+    let mut hints = chosen.hints;
+    if warmup >= steps {
+        hints.push(format!(
+            "--warmup {warmup}: the rate rises through all {steps} steps and never falls; lower it"
+        ));
+    }
+    Ok(Prepared { set: chosen.set, values, train, eval, sampler, steps, warmup, seq_len, info, hints })
 }
 
 /// The adapter, and its values unless they are to be made.

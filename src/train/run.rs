@@ -208,6 +208,7 @@ impl Run<'_> {
 
     fn save(&self, trainer: &Trainer, reporter: &mut dyn Reporter) -> Result<()> {
         let path = self.write_save(trainer)?;
+        self.write_adapter(trainer)?;
         reporter.event(&Event::Saved(&path))
     }
 
@@ -215,7 +216,7 @@ impl Run<'_> {
         let state = trainer.state();
         let info = save::SaveInfo { step: state.step, ..self.prepared.info.clone() };
         let path = save::write(&self.folder.saves(), &info, &state)?;
-        save::prune(&self.folder.saves(), self.options.keep)?;
+        save::prune(&self.folder.saves(), state.step, self.options.keep)?;
         Ok(path)
     }
 

@@ -111,7 +111,12 @@ fn header(info: &str, checksum: &str, lengths: [usize; 3]) -> Vec<u8> {
 /// When it cannot be read, is damaged, or has another format.
 pub fn read(path: &Path) -> Result<Save> {
     let bytes = fs::read(path).map_err(|cause| Error::reading(path, &cause))?;
+    let in_place = |save: Save| match step_of(path) == Some(save.info.step) {
+        true => Ok(save),
+        false => Err(format!("it is of step {}, which is not what its name says", save.info.step)),
+    };
     parse(&bytes)
+        .and_then(in_place)
         .map_err(|rule| Error::input(format!("{}: is no usable save: {rule}; remove it", path.display())))
 }
 
@@ -172,15 +177,17 @@ pub fn newest(folder: &Path) -> Result<Option<(Save, Vec<String>)>> {
     }
 }
 
-/// Removes all but the newest `keep` saves.
+/// Removes saves after `step`, which this run did not write (damaged ones, or those of steps it went
+/// back behind), and all but the newest `keep` others.
 ///
 /// # Errors
 /// When one cannot be removed.
-pub fn prune(folder: &Path, keep: usize) -> Result<()> {
+pub fn prune(folder: &Path, step: u64, keep: usize) -> Result<()> {
     let saves = list(folder)?;
-    let old = saves.len().saturating_sub(keep);
-    saves[..old]
+    let (good, later) = saves.split_at(saves.partition_point(|path| step_of(path) <= Some(step)));
+    good[..good.len().saturating_sub(keep)]
         .iter()
+        .chain(later)
         .try_for_each(|path| fs::remove_file(path).map_err(|cause| Error::writing(path, &cause)))
 }
 

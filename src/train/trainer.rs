@@ -130,6 +130,13 @@ impl Trainer {
     /// the adapter is then as before.
     pub fn step(&mut self, micro_batches: &[Batch], lr: f64) -> Result<StepReport> {
         let losses = self.accumulate(micro_batches)?;
+        if !losses.sum.is_finite() {
+            let step = self.steps_done() + 1;
+            return Err(Error::failed(format!(
+                "the loss of step {step} is not finite ({}); lower --lr",
+                losses.sum
+            )));
+        }
         let gradient = self.gradient.view();
         let grad_norm = self.optimizer.update(self.values.view_mut(), gradient, lr, self.options.clip)?;
         self.refresh();
@@ -276,5 +283,11 @@ pub fn evaluate(
     if tokens == 0 {
         return Err(Error::input("the evaluation data has no supervised token; check its labels"));
     }
-    Ok(Evaluation { loss: sum / tokens as f64, tokens, rows })
+    let loss = sum / tokens as f64;
+    if !loss.is_finite() {
+        return Err(Error::failed(format!(
+            "the evaluation loss is {loss}; lower --lr, or check base and adapter for damaged weights"
+        )));
+    }
+    Ok(Evaluation { loss, tokens, rows })
 }

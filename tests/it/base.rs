@@ -142,10 +142,23 @@ fn fp16_is_mapped_in_place_and_others_are_converted_once() {
     let entry = fs::read_dir(cache.path()).unwrap().next().unwrap().unwrap().path();
     let written = fs::metadata(entry.join("model.safetensors")).unwrap().modified().unwrap();
     // A kept fingerprint is believed: nothing is read again.
-    fs::write(entry.join("fingerprint"), "engraft1:blake3:kept\n").unwrap();
+    let record = fs::read_to_string(entry.join("fingerprint")).unwrap();
+    let copy = record.split_once('\n').unwrap().1;
+    fs::write(entry.join("fingerprint"), format!("engraft1:blake3:kept\n{copy}")).unwrap();
     let second = load(wide.path(), cache.path()).unwrap();
     assert_eq!(second.weights.fingerprint, "engraft1:blake3:kept");
     assert_eq!(fs::metadata(entry.join("model.safetensors")).unwrap().modified().unwrap(), written);
+
+    // A copy that somebody wrote to is made again, although it has the right form.
+    drop(second);
+    let model = entry.join("model.safetensors");
+    let mut bytes = fs::read(&model).unwrap();
+    *bytes.last_mut().unwrap() ^= 0x40;
+    fs::write(&model, bytes).unwrap();
+    let again = load(wide.path(), cache.path()).unwrap();
+    assert_eq!(again.weights.fingerprint, first.weights.fingerprint);
+    let last_bias = |base: &Base| base.weights.ln_f.bias.view().host::<f16>().to_vec();
+    assert_eq!(last_bias(&again), last_bias(&load(half.path(), cache.path()).unwrap()));
 
     // A damaged copy is made again; a copy without its fingerprint is not trusted.
     fs::write(entry.join("model.safetensors"), b"short").unwrap();

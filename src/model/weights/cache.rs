@@ -21,7 +21,7 @@ use super::{
 use crate::error::{Error, Result};
 
 /// Changes whenever what is kept under a key would change for the same source.
-const FORM: &[u8] = b"engraft cache 1";
+const FORM: &[u8] = b"engraft cache 2";
 
 /// The place of one source in the cache.
 pub(super) struct Entry {
@@ -54,18 +54,26 @@ impl Entry {
         self.folder.join("fingerprint")
     }
 
-    /// The fingerprint that was kept, if one was.
+    /// The fingerprint that was kept, if one was and the copy is still the file it was kept for.
     pub(super) fn fingerprint(&self) -> Option<String> {
         let text = fs::read_to_string(self.record()).ok()?;
-        let fingerprint = text.strip_suffix('\n')?;
-        fingerprint.starts_with(FINGERPRINT_FORM).then(|| fingerprint.to_owned())
+        let (fingerprint, copy) = text.strip_suffix('\n')?.split_once('\n')?;
+        (fingerprint.starts_with(FINGERPRINT_FORM) && copy == self.copy()).then(|| fingerprint.to_owned())
     }
 
-    /// Keeps the fingerprint.
+    /// Size and times of the copy, `none` without one: a copy that was written to is made anew.
+    fn copy(&self) -> String {
+        match fs::metadata(self.model()) {
+            Ok(metadata) => format!("{} {:?}", metadata.len(), times(&metadata)),
+            Err(_) => "none".to_owned(),
+        }
+    }
+
+    /// Keeps the fingerprint, of the copy if there is one.
     pub(super) fn keep(&self, fingerprint: &str) -> Result<()> {
         let path = self.record();
         let mut file = self.temporary(&path)?;
-        let written = file.write_all(format!("{fingerprint}\n").as_bytes());
+        let written = file.write_all(format!("{fingerprint}\n{}\n", self.copy()).as_bytes());
         written.map_err(|cause| Error::writing(&path, &cause))?;
         finish(file, &path)
     }

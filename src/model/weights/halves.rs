@@ -3,7 +3,7 @@
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 use safetensors::Dtype;
 
-use super::source::{Source, Stored};
+use super::{source::Source, stored::Stored};
 use crate::error::{Error, Result};
 
 /// Hands a tensor's values to `sink` as little-endian FP16, chunk by chunk.

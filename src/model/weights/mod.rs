@@ -13,6 +13,7 @@ mod halves;
 mod names;
 mod pickle;
 mod source;
+mod stored;
 
 use std::{fs::File, path::Path, sync::Arc};
 
@@ -21,7 +22,8 @@ use memmap2::Mmap;
 use self::{
     cache::{Entry, Hold},
     names::Wanted,
-    source::{Content, Source, SourceFile, Stored},
+    source::{Content, Source, SourceFile},
+    stored::Stored,
 };
 use crate::{
     error::{Error, Result},

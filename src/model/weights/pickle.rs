@@ -8,7 +8,7 @@ use std::{
 use candle_core::{CpuStorage, DType, Storage, Tensor, pickle::PthTensors};
 use safetensors::Dtype;
 
-use super::source::Stored;
+use super::stored::Stored;
 use crate::error::{Error, Result};
 
 /// Values handed on at a time.

@@ -11,7 +11,7 @@ use std::{
 use safetensors::{Dtype, tensor::Metadata};
 use serde_json::Value;
 
-use super::{names, names::Wanted, pickle::Pickle};
+use super::{names, names::Wanted, pickle::Pickle, stored::Stored};
 use crate::error::{Error, Result};
 
 /// Bytes read at a time: a multiple of every element size, small beside any model.
@@ -20,20 +20,6 @@ const CHUNK: usize = 1 << 20;
 const LONGEST_HEADER: u64 = 100_000_000;
 /// How many faults of one file are listed before the rest is only counted.
 const LISTED: usize = 8;
-
-/// One tensor as its file holds it.
-#[derive(Debug, Clone)]
-pub(super) struct Stored {
-    /// Index into [`Source::files`].
-    pub(super) file: usize,
-    /// The name in the file.
-    pub(super) name: String,
-    pub(super) dtype: Dtype,
-    pub(super) shape: Vec<usize>,
-    /// First byte in the file; 0 in a PyTorch file.
-    pub(super) start: usize,
-    pub(super) bytes: usize,
-}
 
 /// A file that holds tensors.
 pub(super) struct SourceFile {

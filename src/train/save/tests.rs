@@ -77,9 +77,23 @@ fn only_the_newest_are_kept() {
     for step in [2, 10, 9] {
         write(folder.path(), &info(step), &state(step)).unwrap();
     }
-    prune(folder.path(), 2).unwrap();
-    let steps: Vec<_> = list(folder.path()).unwrap().iter().filter_map(|path| step_of(path)).collect();
-    assert_eq!(steps, [9, 10]);
+    let steps =
+        || -> Vec<_> { list(folder.path()).unwrap().iter().filter_map(|path| step_of(path)).collect() };
+    prune(folder.path(), 10, 2).unwrap();
+    assert_eq!(steps(), [9, 10]);
+    // A run that went back to step 9 and saves there leaves nothing behind it.
+    prune(folder.path(), 9, 2).unwrap();
+    assert_eq!(steps(), [9]);
+}
+
+#[test]
+fn a_save_under_the_name_of_another_step_is_unusable() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write(folder.path(), &info(2), &state(2)).unwrap();
+    fs::copy(&path, folder.path().join("step-00000099.safetensors")).unwrap();
+    let (save, skipped) = newest(folder.path()).unwrap().unwrap();
+    assert_eq!((save.info.step, skipped.len()), (2, 1));
+    assert!(skipped[0].contains("of step 2"), "{}", skipped[0]);
 }
 
 #[test]
