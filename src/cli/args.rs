@@ -163,7 +163,7 @@ pub struct TrainArgs {
     /// Blocks computed again in the backward pass: none, all, every:K [default: none]
     #[arg(long, value_name = "WHAT", help_heading = "Device and memory")]
     pub recompute: Option<RecomputeName>,
-    /// Rows of logits held at a time by the head [default: 256]
+    /// Rows of logits held at a time by the head [default: 512]
     #[arg(long, value_name = "N", help_heading = "Device and memory")]
     pub head_rows: Option<usize>,
 

@@ -101,7 +101,7 @@ pub struct EvalArgs {
     #[arg(long, value_name = "N", default_value_t = 8, visible_alias = "batch")]
     pub micro_batch: usize,
     /// Rows of logits held at a time by the head
-    #[arg(long, value_name = "N", default_value_t = super::layers::HEAD_ROWS)]
+    #[arg(long, value_name = "N", default_value_t = crate::model::Policy::HEAD_ROWS)]
     pub head_rows: usize,
     /// Where to compute
     #[arg(long, value_name = "DEVICE", default_value = "auto")]

@@ -13,13 +13,10 @@ use super::{
 };
 use crate::{
     error::{Error, Result},
-    model::Recompute,
+    model::{Policy, Recompute},
     optim::AdamWOptions,
 };
 use engraft_adapters::{LoraSpec, PrefixSpec};
-
-/// Rows of logits the head holds at a time: 256 rows of GPT-2's vocabulary are 51 MB.
-pub const HEAD_ROWS: usize = 256;
 
 /// Options that say the same in two ways: a layer that gives one hides the other in the layers below.
 const EXCLUSIVE: [[&str; 2]; 3] = [["steps", "epochs"], ["pack", "no-pack"], ["eval-data", "eval-fraction"]];
@@ -114,7 +111,7 @@ pub fn with_defaults(mut args: TrainArgs) -> TrainArgs {
     args.device.get_or_insert(DeviceName::Auto);
     args.precision.get_or_insert(Precision::F32);
     args.recompute.get_or_insert(RecomputeName(Recompute::None));
-    args.head_rows.get_or_insert(HEAD_ROWS);
+    args.head_rows.get_or_insert(Policy::HEAD_ROWS);
     args.save_every.get_or_insert(100);
     args.keep.get_or_insert(2);
     args.eval_every.get_or_insert(0);

@@ -9,17 +9,15 @@ const K: f32 = reference::SQRT_2_OVER_PI as f32;
 const CUBE: f32 = reference::CUBE as f32;
 
 pub fn forward(kind: Activation, x: &[f32], y: &mut [f32]) {
-    assert_eq!(x.len(), y.len(), "activation shapes");
-    pieces(x, y, |x, y| match kind {
+    match kind {
         Activation::GeluTanh => map(x, y, |x, _| x * gate(x)),
         Activation::Relu => map(x, y, |x, _| x.max(0.0)),
-        other => map(x, y, |x, _| reference::forward(other, x)),
-    });
+        other => map(x, y, move |x, _| reference::forward(other, x)),
+    }
 }
 
 pub fn backward(kind: Activation, x: &[f32], d: &mut [f32]) {
-    assert_eq!(x.len(), d.len(), "activation shapes");
-    pieces(x, d, |x, d| match kind {
+    match kind {
         Activation::GeluTanh => map(x, d, |x, d| {
             // In the forward pass y = x s with s = sigmoid(2u), so dy/dx = s + x s (1 - s) 2 du/dx.
             let s = gate(x);
@@ -29,8 +27,8 @@ pub fn backward(kind: Activation, x: &[f32], d: &mut [f32]) {
             d * (s + if curve == 0.0 { 0.0 } else { x * curve * slope })
         }),
         Activation::Relu => map(x, d, |x, d| if x > 0.0 { d } else { 0.0 }),
-        other => map(x, d, |x, d| d * reference::derivative(other, x)),
-    });
+        other => map(x, d, move |x, d| d * reference::derivative(other, x)),
+    }
 }
 
 /// sigmoid(2u) of the tanh approximation.
@@ -39,12 +37,9 @@ fn gate(x: f32) -> f32 {
     1.0 / (1.0 + exp(-2.0 * K * (x + CUBE * x * x * x)))
 }
 
-#[inline(always)]
-fn map(x: &[f32], y: &mut [f32], f: impl Fn(f32, f32) -> f32) {
-    y.iter_mut().zip(x).for_each(|(y, &x)| *y = f(x, *y));
-}
-
-fn pieces(x: &[f32], y: &mut [f32], body: impl Fn(&[f32], &mut [f32]) + Sync + Send) {
+/// `y = f(x, y)`, each kind of function compiled into a vector loop of its own.
+fn map(x: &[f32], y: &mut [f32], f: impl Fn(f32, f32) -> f32 + Sync) {
+    assert_eq!(x.len(), y.len(), "activation shapes");
     let len = x.len();
     let y = Shared::new(y);
     each(len.div_ceil(PIECE), |task| {
@@ -54,7 +49,7 @@ fn pieces(x: &[f32], y: &mut [f32], body: impl Fn(&[f32], &mut [f32]) + Sync + S
         let y = unsafe { y.range(start, count) };
         vectorised(
             #[inline(always)]
-            || body(&x[start..start + count], y),
+            || y.iter_mut().zip(&x[start..start + count]).for_each(|(y, &x)| *y = f(x, *y)),
         );
     });
 }

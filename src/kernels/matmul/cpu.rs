@@ -9,8 +9,8 @@ use crate::kernels::{
 };
 
 /// Widened panels are at most INNER x OUTER floats (768 KiB): they stay in a second-level cache.
-const INNER: usize = 768;
-const OUTER: usize = 256;
+const INNER: usize = 384;
+const OUTER: usize = 512;
 /// Up to this many rows the product reads each weight once, straight from FP16: decoding is bound by memory.
 const FEW: usize = 4;
 
@@ -111,7 +111,7 @@ fn fill(start: Start, out: Shared, n: usize, cols: usize, j: usize, jn: usize) {
 }
 
 /// A row of weights is widened in pieces of this many floats, which stay in the first-level cache.
-const PIECE: usize = 256;
+const PIECE: usize = 768;
 
 fn few_nn(x: &[f32], w: &[f16], out: Shared, (n, rows, cols): (usize, usize, usize), j: usize, jn: usize) {
     assert!(jn <= PIECE || n == 0, "a task is at most one piece wide");
