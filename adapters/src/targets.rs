@@ -62,6 +62,18 @@ pub(crate) fn names(target: &str, path: &str) -> bool {
     path.strip_suffix(target).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
 
+/// Whether `targets`, a list or an expression, match a whole module path.
+pub(crate) fn matcher(targets: &Targets) -> Result<Box<dyn Fn(&str) -> bool + '_>> {
+    Ok(match targets {
+        Targets::AllLinear => Box::new(|_| true),
+        Targets::List(list) => Box::new(|path| list.iter().any(|name| names(name, path))),
+        Targets::Regex(pattern) => {
+            let regex = whole_match("exclude_modules", pattern, &format!("^(?:{pattern})$"))?;
+            Box::new(move |path| regex.is_match(path))
+        }
+    })
+}
+
 fn chosen_layers(layers: Option<&[usize]>, base: &BaseDescription) -> Result<Vec<usize>> {
     let Some(layers) = layers else { return Ok((0..base.layers).collect()) };
     if layers.is_empty() {

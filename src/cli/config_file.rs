@@ -3,6 +3,7 @@
 use std::{fs, path::Path};
 
 use clap::Args as _;
+use serde_json::Value;
 use toml::Table;
 
 use super::args::TrainArgs;
@@ -65,6 +66,11 @@ fn one_line(message: &str) -> String {
 /// # Errors
 /// On what TOML cannot hold: a path that is not UTF-8, a number beyond 64 signed bits.
 pub fn table(args: &TrainArgs) -> Result<Table> {
+    let given = serde_json::to_value(args).unwrap_or_default();
+    let too_large = |value: &Value| value.as_u64().is_some_and(|number| i64::try_from(number).is_err());
+    if let Some((key, value)) = given.as_object().into_iter().flatten().find(|(_, value)| too_large(value)) {
+        return Err(Error::input(format!("--{key} {value}: is too large; give {} or less", i64::MAX)));
+    }
     Table::try_from(args).map_err(|cause| {
         Error::input(format!("an option cannot be written to a config file: {cause}; change its value"))
     })

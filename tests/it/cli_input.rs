@@ -33,6 +33,7 @@ fn values_without_sense() {
         ("--micro-batch 3", ["--micro-batch 3", "--batch 4"]),
         ("--recompute every:0", ["--recompute", "every:0"]),
         ("--seed -1", ["--seed", "-1"]),
+        ("--seed 18446744073709551615", ["--seed 18446744073709551615", "or less"]),
     ] {
         refused(line, &parts);
     }

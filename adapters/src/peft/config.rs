@@ -43,7 +43,7 @@ pub(crate) struct Config {
 /// The adapter a config describes, as far as it could be read.
 #[derive(Debug)]
 pub(crate) enum Kind {
-    Lora { spec: LoraSpec, layers_pattern: Vec<String> },
+    Lora { spec: LoraSpec, layers_pattern: Vec<String>, exclude: Option<Targets> },
     Prefix(PrefixConfig),
 }
 
@@ -152,6 +152,14 @@ impl Fields {
         let rank_pattern =
             self.take("rank_pattern", "whole numbers by pattern are expected").unwrap_or_default();
         let alpha_pattern = self.take("alpha_pattern", "numbers by pattern are expected").unwrap_or_default();
+        let exclude =
+            self.take::<OneOrMany<String>>("exclude_modules", "names or a regular expression are expected");
+        let exclude = match exclude {
+            None => None,
+            Some(OneOrMany::One(text)) if text.is_empty() => None,
+            Some(OneOrMany::One(text)) => Some(Targets::Regex(text)),
+            Some(OneOrMany::Many(names)) => Some(Targets::List(sorted(names))),
+        };
         let targets = match targets? {
             OneOrMany::One(text) if text == "all-linear" => Targets::AllLinear,
             OneOrMany::One(text) => Targets::Regex(text),
@@ -162,7 +170,7 @@ impl Fields {
         let layers_pattern = layers_pattern.into_iter().filter(|name| !name.is_empty()).collect();
         let (rank, alpha) = (rank?, alpha?);
         let spec = LoraSpec { rank, alpha, targets, layers, dropout, rslora, rank_pattern, alpha_pattern };
-        Some(Kind::Lora { spec, layers_pattern })
+        Some(Kind::Lora { spec, layers_pattern, exclude })
     }
 
     /// PiSSA and its like subtract from the base what the LoRA starts with; PEFT redoes that on load.

@@ -198,7 +198,7 @@ fn unsupported_features_are_refused_by_name() {
         ("bias", json!("all")),
         ("task_type", json!("SEQ_CLS")),
         ("init_lora_weights", json!("pissa_niter_4")),
-        ("exclude_modules", json!("x")),
+        ("exclude_modules", json!(3)),
         ("layer_replication", json!([[0, 1]])),
         ("a_field_of_the_future", json!({"on": true})),
         ("layers_pattern", json!("blocks")),
@@ -211,6 +211,22 @@ fn unsupported_features_are_refused_by_name() {
     }
     let found = problems(Saved::lora("c_attn").with(json!({"peft_type": "IA3", "use_dora": true})));
     assert!(found.contains(&Problem::UnsupportedType("IA3".to_owned())), "{found:?}");
+}
+
+#[test]
+fn excluded_modules_are_left_out_as_peft_does() {
+    let only = Saved::lora("c_attn");
+    let all_but =
+        |exclude: Value| only.with(json!({"target_modules": "all-linear", "exclude_modules": exclude}));
+    let names: Vec<&str> =
+        testing::base().sites.iter().map(|site| site.name.clone().leak() as &str).collect();
+    let others: Vec<&&str> = names.iter().filter(|name| !name.ends_with("c_attn")).collect();
+    let loaded = all_but(json!(others)).unwrap();
+    assert_eq!((loaded.set.layout, loaded.values), (only.set.layout.clone(), only.values.clone()));
+    let loaded = all_but(json!(r".*\.(mlp|c_proj|attn\.c_proj).*")).unwrap();
+    assert_eq!(loaded.values, only.values);
+    assert!(all_but(json!(["c_attn"])).is_err());
+    assert!(all_but(json!("(")).is_err());
 }
 
 #[test]

@@ -147,9 +147,9 @@ impl Fitted {
         report.problems.append(&mut source.config.problems);
         check_base(source, base, report);
         match source.config.kind.as_ref()? {
-            Kind::Lora { spec, layers_pattern } => {
+            Kind::Lora { spec, layers_pattern, exclude } => {
                 check_layers_pattern(layers_pattern, base, report);
-                fit_lora(spec, &source.tensors, base, report)
+                fit_lora(spec, exclude.as_ref(), &source.tensors, base, report)
             }
             Kind::Prefix(prefix) => fit_prefix(prefix, &source.tensors, base, report),
         }
@@ -222,11 +222,12 @@ fn check_layers_pattern(layers_pattern: &[String], base: &BaseDescription, repor
 
 fn fit_lora(
     config: &LoraSpec,
+    exclude: Option<&Targets>,
     tensors: &TensorFile,
     base: &BaseDescription,
     report: &mut Findings,
 ) -> Option<Fitted> {
-    let config = without_idle_names(config, base, report);
+    let config = as_peft_matches(config, exclude, base, report);
     let fit = |spec: &LoraSpec, report: &mut Findings| {
         let set = AdapterSet::new(&AdapterSpec { lora: Some(spec.clone()), prefix: None }, base);
         let set = set.map_err(|error| report.problems.push(Problem::Spec(error.to_string()))).ok()?;
@@ -255,8 +256,14 @@ fn fit_lora(
     Some(fitted)
 }
 
-/// PEFT passes over names in lists that match nothing, as long as another does; and it knows no parts.
-fn without_idle_names(config: &LoraSpec, base: &BaseDescription, report: &mut Findings) -> LoraSpec {
+/// The config without what PEFT passes over: names in lists that match nothing, as long as another does
+/// (it knows no parts), modules that it excludes, and pattern keys that apply to none of the others.
+fn as_peft_matches(
+    config: &LoraSpec,
+    exclude: Option<&Targets>,
+    base: &BaseDescription,
+    report: &mut Findings,
+) -> LoraSpec {
     let mut spec = config.clone();
     let paths: Vec<String> =
         base.sites.iter().flat_map(|site| (0..base.layers).map(|layer| site.module(layer))).collect();
@@ -266,6 +273,9 @@ fn without_idle_names(config: &LoraSpec, base: &BaseDescription, report: &mut Fi
         if names.iter().any(used) {
             idle.extend(names.extract_if(.., |name| !used(name)));
         }
+    }
+    if let Some(exclude) = exclude {
+        leave_out(&mut spec, exclude, base, report);
     }
     // The selection can fail here; the caller meets the same error again and reports it.
     if let Ok(chosen) = targets::select(&spec.targets, spec.layers.as_deref(), base) {
@@ -277,6 +287,19 @@ fn without_idle_names(config: &LoraSpec, base: &BaseDescription, report: &mut Fi
         report.hints.push(format!("the config's {} applies to no module of this base", idle.join(", ")));
     }
     spec
+}
+
+/// Turns the targets into the paths of those modules that `exclude` does not match, by PEFT's rules.
+fn leave_out(spec: &mut LoraSpec, exclude: &Targets, base: &BaseDescription, report: &mut Findings) {
+    let is_excluded = match targets::matcher(exclude) {
+        Ok(is_excluded) => is_excluded,
+        Err(error) => return report.problems.push(Problem::Spec(error.to_string())),
+    };
+    if let Ok(chosen) = targets::select(&spec.targets, spec.layers.as_deref(), base) {
+        let paths = chosen.into_iter().map(|one| one.path(base)).filter(|path| !is_excluded(path));
+        spec.targets = Targets::List(paths.collect());
+        spec.layers = None;
+    }
 }
 
 /// Takes out the keys that are the first match of no module.
