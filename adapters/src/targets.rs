@@ -62,8 +62,11 @@ pub(crate) fn names(target: &str, path: &str) -> bool {
     path.strip_suffix(target).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
 
+/// Says whether a module path is matched.
+pub(crate) type Matcher<'a> = Box<dyn Fn(&str) -> bool + 'a>;
+
 /// Whether `targets`, a list or an expression, match a whole module path.
-pub(crate) fn matcher(targets: &Targets) -> Result<Box<dyn Fn(&str) -> bool + '_>> {
+pub(crate) fn matcher(targets: &Targets) -> Result<Matcher<'_>> {
     Ok(match targets {
         Targets::AllLinear => Box::new(|_| true),
         Targets::List(list) => Box::new(|path| list.iter().any(|name| names(name, path))),

@@ -51,19 +51,18 @@ pub enum InferVerb {
 
 /// Which base, and how to find it.
 #[derive(Debug, Clone, Default, Args)]
-#[command(next_help_heading = "Base")]
 pub struct BaseArgs {
     /// Hub id or folder [default: the embedded base]
-    #[arg(long, value_name = "NAME|DIR")]
+    #[arg(help_heading = "Base", long, value_name = "NAME|DIR")]
     pub base: Option<String>,
     /// Branch, tag or commit of a base from the hub
-    #[arg(long, value_name = "REV")]
+    #[arg(help_heading = "Base", long, value_name = "REV")]
     pub revision: Option<String>,
     /// Use the hub's local cache only
-    #[arg(long)]
+    #[arg(help_heading = "Base", long)]
     pub offline: bool,
     /// Accept an adapter that was trained on another base
-    #[arg(long)]
+    #[arg(help_heading = "Base", long)]
     pub allow_base_mismatch: bool,
 }
 
@@ -103,15 +102,8 @@ pub struct EvalArgs {
     /// Rows of logits held at a time by the head
     #[arg(long, value_name = "N", default_value_t = crate::model::Policy::HEAD_ROWS)]
     pub head_rows: usize,
-    /// Where to compute
-    #[arg(long, value_name = "DEVICE", default_value = "auto")]
-    pub device: DeviceName,
-    /// Arithmetic of activations
-    #[arg(long, value_name = "TYPE", default_value = "f32")]
-    pub precision: Precision,
-    /// Threads to compute with [default: all cores]
-    #[arg(long, value_name = "N")]
-    pub threads: Option<usize>,
+    #[command(flatten)]
+    pub compute: ComputeArgs,
     /// One JSON object on stdout
     #[arg(long)]
     pub json: bool,
@@ -179,16 +171,23 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Sampling")]
     pub micro_batch: usize,
 
-    /// Where to compute
-    #[arg(long, value_name = "DEVICE", default_value = "auto")]
-    pub device: DeviceName,
-    /// Arithmetic of activations
-    #[arg(long, value_name = "TYPE", default_value = "f32")]
-    pub precision: Precision,
-    /// Threads to compute with [default: all cores]
-    #[arg(long, value_name = "N")]
-    pub threads: Option<usize>,
+    #[command(flatten)]
+    pub compute: ComputeArgs,
     /// One JSON object per sample on stdout, nothing else there
     #[arg(long)]
     pub json: bool,
+}
+
+/// What a program computes with.
+#[derive(Debug, Args)]
+pub struct ComputeArgs {
+    /// Where to compute; auto is the CPU as long as there is nothing else
+    #[arg(help_heading = "Machine", long, value_name = "DEVICE", default_value = "auto")]
+    pub device: DeviceName,
+    /// Arithmetic of activations
+    #[arg(help_heading = "Machine", long, value_name = "TYPE", default_value = "f32")]
+    pub precision: Precision,
+    /// Threads to compute with [default: all cores]
+    #[arg(help_heading = "Machine", long, value_name = "N")]
+    pub threads: Option<usize>,
 }

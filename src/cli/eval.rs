@@ -23,7 +23,7 @@ pub fn run(args: &EvalArgs) -> Result<()> {
             return Err(Error::input(format!("--{option} 0: is too small; give at least 1")));
         }
     }
-    open::threads(args.threads)?;
+    open::threads(args.compute.threads)?;
     let environment = Environment::read()?;
     let opened = open::base(&args.base, &environment)?;
     let adapter = args

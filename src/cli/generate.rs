@@ -32,7 +32,7 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     signals::install()?;
     let options = options(args)?;
     let texts = texts(args)?;
-    open::threads(args.threads)?;
+    open::threads(args.compute.threads)?;
     let environment = Environment::read()?;
     let opened = open::base(&args.base, &environment)?;
     let adapters = adapters(args, &opened, &environment)?;

@@ -3,6 +3,7 @@
 mod autograd;
 mod base;
 mod base_files;
+mod candle_twins;
 mod cli;
 mod cli_config;
 mod cli_input;

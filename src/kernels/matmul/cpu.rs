@@ -16,72 +16,69 @@ const FEW: usize = 4;
 
 pub fn frozen_nn(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
     let (rows, cols) = (w.rows, w.cols);
-    assert!(x.len() >= n * rows && y.len() >= n * cols && w.data.len() == rows * cols, "frozen_nn shapes");
     let weights: &[f16] = w.data.host();
+    // The panel holds rows k .. k + kn of W, each cut to columns j .. j + jn.
+    let widen_panel = |(k, kn): (usize, usize), (j, jn): (usize, usize), panel: &mut [f32]| {
+        for (row, wide_row) in panel.chunks_exact_mut(jn).take(kn).enumerate() {
+            widen(&weights[(k + row) * cols + j..][..jn], wide_row);
+        }
+        Strides::rows(jn)
+    };
+    let few = |out: Shared, j: usize, jn: usize| few_nn(x, weights, out, (n, rows, cols), j, jn);
+    product(x, (n, rows, cols), start, y, widen_panel, few);
+}
+
+pub fn frozen_nt(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
+    let (rows, cols) = (w.rows, w.cols);
+    let weights: &[f16] = w.data.host();
+    // The panel holds rows j .. j + jn of W, each cut to columns k .. k + kn: it is read transposed.
+    let widen_panel = |(k, kn): (usize, usize), (j, jn): (usize, usize), panel: &mut [f32]| {
+        for (row, wide_row) in panel.chunks_exact_mut(kn).take(jn).enumerate() {
+            widen(&weights[(j + row) * cols + k..][..kn], wide_row);
+        }
+        Strides::columns(kn)
+    };
+    let few = |out: Shared, j: usize, jn: usize| few_nt(x, weights, out, (n, rows, cols), j, jn);
+    product(x, (n, cols, rows), start, y, widen_panel, few);
+}
+
+/// `y (n, outer) = start + x (n, inner) V`, a task for each panel of columns of V.
+///
+/// `widen_panel((k, kn), (j, jn), panel)` widens `V[k .. k + kn, j .. j + jn]` and returns its strides;
+/// `few(y, j, jn)` adds columns `j .. j + jn` of the product where there are few rows.
+fn product(
+    x: &[f32],
+    (n, inner, outer): (usize, usize, usize),
+    start: Start,
+    y: &mut [f32],
+    widen_panel: impl Fn((usize, usize), (usize, usize), &mut [f32]) -> Strides + Sync,
+    few: impl Fn(Shared, usize, usize) + Sync,
+) {
+    assert!(x.len() >= n * inner && y.len() >= n * outer, "shapes of a frozen product");
     let out = Shared::new(y);
-    let (tasks, width) = parts(cols, OUTER);
+    let (tasks, width) = parts(outer, OUTER);
     each(tasks, |task| {
         let j = task * width;
-        let jn = width.min(cols - j);
-        fill(start, out, n, cols, j, jn);
+        let jn = width.min(outer - j);
+        fill(start, out, n, outer, j, jn);
         if n <= FEW {
-            return few_nn(x, weights, out, (n, rows, cols), j, jn);
+            return few(out, j, jn);
         }
         with_scratch(INNER * width, |panel| {
-            for k in (0..rows).step_by(INNER) {
-                let kn = INNER.min(rows - k);
-                for (row, wide_row) in panel.chunks_exact_mut(jn).take(kn).enumerate() {
-                    widen(&weights[(k + row) * cols + j..][..jn], wide_row);
-                }
+            for k in (0..inner).step_by(INNER) {
+                let kn = INNER.min(inner - k);
+                let strides = widen_panel((k, kn), (j, jn), panel);
                 // SAFETY: columns j .. j + jn of y belong to this task; x and panel are only read.
                 unsafe {
                     gemm(
                         (n, jn, kn),
                         out.at(j),
-                        Strides::rows(cols),
+                        Strides::rows(outer),
                         1.0,
                         x[k..].as_ptr(),
-                        Strides::rows(rows),
+                        Strides::rows(inner),
                         panel.as_ptr(),
-                        Strides::rows(jn),
-                        1.0,
-                    );
-                }
-            }
-        });
-    });
-}
-
-pub fn frozen_nt(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
-    let (rows, cols) = (w.rows, w.cols);
-    assert!(x.len() >= n * cols && y.len() >= n * rows && w.data.len() == rows * cols, "frozen_nt shapes");
-    let weights: &[f16] = w.data.host();
-    let out = Shared::new(y);
-    let (tasks, height) = parts(rows, OUTER);
-    each(tasks, |task| {
-        let i = task * height;
-        let rn = height.min(rows - i);
-        fill(start, out, n, rows, i, rn);
-        if n <= FEW {
-            return few_nt(x, weights, out, (n, rows, cols), i, rn);
-        }
-        with_scratch(INNER * height, |panel| {
-            for k in (0..cols).step_by(INNER) {
-                let kn = INNER.min(cols - k);
-                for (row, wide_row) in panel.chunks_exact_mut(kn).take(rn).enumerate() {
-                    widen(&weights[(i + row) * cols + k..][..kn], wide_row);
-                }
-                // SAFETY: columns i .. i + rn of y belong to this task; x and panel are only read.
-                unsafe {
-                    gemm(
-                        (n, rn, kn),
-                        out.at(i),
-                        Strides::rows(rows),
-                        1.0,
-                        x[k..].as_ptr(),
-                        Strides::rows(cols),
-                        panel.as_ptr(),
-                        Strides::columns(kn),
+                        strides,
                         1.0,
                     );
                 }
