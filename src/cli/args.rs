@@ -1,6 +1,6 @@
 //! The options of `engraft train`: one definition each, for the command line and for config files.
 //!
-//! Every field is optional: what was not given comes from the next [layer](super::layers). A default
+//! Every field is optional: what was not given comes from the next layer (`layers.rs`). A default
 //! named in a help text is compared with the real one by a test in `layers`.
 
 use std::path::PathBuf;
