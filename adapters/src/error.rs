@@ -19,7 +19,7 @@ pub enum Error {
     #[error("no adapter is asked for; choose lora, prefix or both")]
     Empty,
     /// A target that matches no module in the chosen layers.
-    #[error("targets: `{target}` matches no module; this base has {}", .sites.join(", "))]
+    #[error("targets: `{target}` matches no module; choose among {}", .sites.join(", "))]
     NothingMatched {
         /// The target as written.
         target: String,
