@@ -314,6 +314,13 @@ impl<'a> ViewMut<'a> {
         (ViewMut { head: self.head, dtype, len: at, device, life }, right)
     }
 
+    /// Sets every FP32 element to zero.
+    pub fn clear(self) {
+        match self.device {
+            Device::Cpu => self.host::<f32>().fill(0.0),
+        }
+    }
+
     /// Copies `values`, as many as there are, to the first elements.
     ///
     /// # Panics

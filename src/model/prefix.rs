@@ -67,7 +67,7 @@ impl Prompt {
 
     /// Brings keys and values up to date with the flat store, and clears their gradient.
     pub fn refresh(&mut self, store: View) {
-        adamw::clear(self.gradient.view_mut());
+        self.gradient.view_mut().clear();
         let PrefixSource::Projected(network) = self.source else { return };
         let Projection { hidden, embedding, in_weight, in_bias, out_weight, out_bias } = network;
         let (p, c, outputs) = (self.length, self.width, self.row);

@@ -8,7 +8,6 @@ use crate::{
     data::{Batch, NO_LOSS},
     error::{Error, Result},
     kernels::{
-        adamw,
         adapted_linear::Dropout,
         device::{Arena, Buffer, DType::F32, TableRow, View},
         embed,
@@ -339,7 +338,7 @@ impl Stack {
             Some(back) => {
                 let d_normed = rows!(mut back.narrow, n, c);
                 head_loss::forward_backward(input, head, work, losses, Some((d_normed, pass.factor)));
-                adamw::clear(rows!(mut back.grad, n, c));
+                rows!(mut back.grad, n, c).clear();
                 let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(self.head.stats, n, 2));
                 layernorm::backward(d_normed, x, stats, norm, rows!(mut back.grad, n, c));
             }

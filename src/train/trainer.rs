@@ -7,10 +7,7 @@ use engraft_adapters::AdapterSet;
 use crate::{
     data::Batch,
     error::{Error, Result},
-    kernels::{
-        adamw,
-        device::{Arena, Buffer, DType::F32, TableRow},
-    },
+    kernels::device::{Arena, Buffer, DType::F32, TableRow},
     model::{Base, Gradients, Limits, LossSum, Pass, Policy, Prompt, Stack, Trained, Wiring},
     optim::{AdamW, AdamWOptions},
 };
@@ -158,7 +155,7 @@ impl Trainer {
         if supervised == 0 {
             return Err(Error::input("a batch has no supervised token; check the labels of the data"));
         }
-        adamw::clear(self.gradient.view_mut());
+        self.gradient.view_mut().clear();
         self.refresh();
         let mut total = LossSum::default();
         let mut first_row = 0;

@@ -42,13 +42,6 @@ pub fn update(values: ViewMut, gradient: View, first: ViewMut, second: ViewMut, 
     }
 }
 
-/// Sets every element to zero.
-pub fn clear(values: ViewMut) {
-    match values.device() {
-        Device::Cpu => values.host::<f32>().fill(0.0),
-    }
-}
-
 /// `to += from`.
 pub fn add(from: View, to: ViewMut) {
     match from.device() {

@@ -50,7 +50,7 @@ pub fn forward_backward(
     let Work { mut gathered, mut logits } = work;
     let (mut losses, mut gradient) = (losses, gradient);
     if let Some((d_hidden, _)) = &mut gradient {
-        clear(d_hidden.reborrow());
+        d_hidden.reborrow().clear();
     }
     for first in (0..m).step_by(chunk) {
         let count = chunk.min(m - first);
@@ -67,12 +67,6 @@ pub fn forward_backward(
             matmul::frozen_nn(z.as_view(), head, Start::Zero, hidden.reborrow(), count);
             scatter(hidden.as_view(), rows, d_hidden.reborrow(), c);
         }
-    }
-}
-
-fn clear(values: ViewMut) {
-    match values.device() {
-        Device::Cpu => values.host::<f32>().fill(0.0),
     }
 }
 
