@@ -1,14 +1,15 @@
 //! Trains a LoRA on random tokens in a few lines of library code, and prints its speed.
 //!
-//!     cargo run --release --example throughput -- BASE_DIR ROWS SEQ_LEN STEPS [all]
+//!     cargo run --release --example throughput -- BASE_DIR ROWS SEQ_LEN STEPS [none|mlp|linear|all] [stream]
 //!
-//! `all` computes every block again in the backward. Prints tokens/s of each step.
+//! What blocks compute again in the backward, and whether the base is streamed. Prints tokens/s of each step.
 
 use std::{env, path::Path, sync::Arc, time::Instant};
 
 use engraft::{
     data::{Batch, Row},
     error::{Error, Result},
+    kernels::arena::Arenas,
     model::{Base, BaseSource, Policy, Recompute},
     optim::AdamWOptions,
     train::{Trainer, TrainerOptions},
@@ -16,13 +17,19 @@ use engraft::{
 use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, rng};
 
 fn main() -> Result<()> {
-    let usage = || Error::input("usage: throughput BASE_DIR ROWS SEQ_LEN STEPS [all]");
+    let usage =
+        || Error::input("usage: throughput BASE_DIR ROWS SEQ_LEN STEPS [none|mlp|linear|all] [stream]");
     let arguments: Vec<String> = env::args().skip(1).collect();
     let [folder, sizes @ ..] = &arguments[..] else { return Err(usage()) };
     let numbers: Vec<usize> = sizes.iter().filter_map(|size| size.parse().ok()).collect();
     let [rows, seq_len, steps] = numbers[..] else { return Err(usage()) };
-    let recompute =
-        if sizes.last().is_some_and(|last| last == "all") { Recompute::All } else { Recompute::None };
+    let given = |word: &str| sizes.iter().any(|size| size == word);
+    let recompute = match () {
+        () if given("all") => Recompute::All,
+        () if given("linear") => Recompute::Linear,
+        () if given("mlp") => Recompute::Mlp,
+        () => Recompute::None,
+    };
 
     let source = BaseSource::Folder(folder.into());
     let base = Arc::new(Base::load(&source, folder, Path::new("target/cache"))?);
@@ -33,13 +40,13 @@ fn main() -> Result<()> {
     let options = TrainerOptions {
         rows,
         seq_len,
-        policy: Policy { recompute, ..Policy::default() },
+        policy: Policy { recompute, stream: given("stream"), ..Policy::default() },
         adamw: AdamWOptions::default(),
         clip: 1.0,
         label_smoothing: 0.0,
         seed: 0,
     };
-    let mut trainer = Trainer::new(base, set, values, options)?;
+    let mut trainer = Trainer::new(base, set, values, options, Arenas::real(None))?;
     for step in 0..steps as u64 {
         let row = |row: usize| {
             let key = rng::key(&[step, row as u64]);

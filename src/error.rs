@@ -24,6 +24,8 @@ pub enum Error {
     Input(Report),
     /// Failed while running (disk full, device lost, network); exit code 1.
     Failed(Report),
+    /// The machine ran out of memory; exit code 1. A smaller plan may still fit.
+    Memory(Report),
     /// Stopped by SIGINT or SIGTERM with everything for `--resume` on disk; exit code 130.
     Interrupted(Report),
     /// The reader of our output went away (`| head`); ends quietly with exit code 0.
@@ -39,6 +41,11 @@ impl Error {
     /// A failure while running, described by one sentence.
     pub fn failed(message: impl Into<String>) -> Self {
         Self::Failed(Report::new(message))
+    }
+
+    /// [`Error::Memory`] without hints.
+    pub fn memory(message: impl Into<String>) -> Self {
+        Self::Memory(Report::new(message))
     }
 
     /// A user's file that cannot be read: [`Error::Input`] with the path, the cause and a remedy.
@@ -62,7 +69,9 @@ impl Error {
     /// The same error with one more hint line.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
-        if let Self::Input(report) | Self::Failed(report) | Self::Interrupted(report) = &mut self {
+        if let Self::Input(report) | Self::Failed(report) | Self::Memory(report) | Self::Interrupted(report) =
+            &mut self
+        {
             report.hints.push(hint.into());
         }
         self
@@ -72,7 +81,7 @@ impl Error {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::ClosedPipe => 0,
-            Self::Failed(_) => 1,
+            Self::Failed(_) | Self::Memory(_) => 1,
             Self::Input(_) => 2,
             Self::Interrupted(_) => 130,
         }
@@ -90,7 +99,7 @@ impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::ClosedPipe => write!(f, "the reader of the output went away"),
-            Self::Input(report) | Self::Failed(report) | Self::Interrupted(report) => {
+            Self::Input(report) | Self::Failed(report) | Self::Memory(report) | Self::Interrupted(report) => {
                 write!(f, "{}", report.message)?;
                 report.hints.iter().try_for_each(|hint| write!(f, "\nhint: {hint}"))
             }

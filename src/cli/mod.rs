@@ -85,7 +85,7 @@ fn exit(result: Result<()>) -> ExitCode {
     match &error {
         Error::ClosedPipe => {}
         Error::Interrupted(_) => write_note(&error.to_string()),
-        Error::Input(_) | Error::Failed(_) => write_note(&format!("error: {error}")),
+        Error::Input(_) | Error::Failed(_) | Error::Memory(_) => write_note(&format!("error: {error}")),
     }
     ExitCode::from(error.exit_code())
 }

@@ -97,6 +97,7 @@ pub fn run_options(args: &TrainArgs, machine: Machine) -> Result<RunOptions> {
         policy: Policy {
             recompute: args.recompute.map_or(Recompute::None, |recompute| recompute.0),
             head_rows: at_least_one("head-rows", args.head_rows)?,
+            ..Policy::default()
         },
         seed: args.seed.unwrap_or_default(),
         save_every: args.save_every.unwrap_or_default(),

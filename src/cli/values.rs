@@ -211,7 +211,7 @@ impl From<Pattern> for String {
     }
 }
 
-/// `--recompute`: `none`, `all` or `every:K`.
+/// `--recompute`: `none`, `mlp`, `linear`, `every:K` or `all`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct RecomputeName(pub Recompute);
@@ -222,10 +222,12 @@ impl FromStr for RecomputeName {
         let every = || text.strip_prefix("every:")?.parse().ok().filter(|&every: &usize| every > 0);
         match text {
             "none" => Ok(Self(Recompute::None)),
+            "mlp" => Ok(Self(Recompute::Mlp)),
+            "linear" => Ok(Self(Recompute::Linear)),
             "all" => Ok(Self(Recompute::All)),
             _ => every()
                 .map(|every| Self(Recompute::Every(every)))
-                .ok_or_else(|| "give none, all or every:K with K at least 1".to_owned()),
+                .ok_or_else(|| "give none, mlp, linear, every:K with K at least 1, or all".to_owned()),
         }
     }
 }
@@ -234,6 +236,8 @@ impl fmt::Display for RecomputeName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             Recompute::None => write!(f, "none"),
+            Recompute::Mlp => write!(f, "mlp"),
+            Recompute::Linear => write!(f, "linear"),
             Recompute::All => write!(f, "all"),
             Recompute::Every(every) => write!(f, "every:{every}"),
         }

@@ -1,14 +1,17 @@
-//! Devices and the memory that kernels work on: frozen weights, buffers, views and arenas.
+//! Devices and the memory that kernels work on: frozen weights, buffers and views.
 //!
 //! A [`Frozen`] is read-only by type: nothing in the program can write a base weight. A [`Buffer`] is
-//! the unique owner of a range of an arena, so a `View` and a `ViewMut` of the same range cannot
-//! coexist. An [`Arena`] either only counts (planning) or really holds memory; the same allocation
-//! code runs against both, so a plan and the run it describes cannot drift apart.
+//! the unique owner of a range of an [`Arena`](super::arena::Arena), so a `View` and a `ViewMut` of the
+//! same range cannot coexist.
 
 use std::{marker::PhantomData, ptr::NonNull, sync::Arc};
 
 use half::f16;
 
+use super::{
+    arena::{Arenas, Chunk, Place},
+    pages::Region,
+};
 use crate::error::{Error, Result};
 
 /// Element types of buffers.
@@ -62,8 +65,37 @@ impl Element for i32 {
 }
 
 /// Bytes that outlive every view on them: a mapped file, or data compiled into the program.
-pub trait Bytes: AsRef<[u8]> + Send + Sync {}
-impl<T: AsRef<[u8]> + Send + Sync> Bytes for T {}
+pub trait Bytes: Send + Sync {
+    /// All of them.
+    fn bytes(&self) -> &[u8];
+
+    /// The mapping whose pages can be fetched and released, for bytes of a file.
+    fn mapping(&self) -> Option<&memmap2::Mmap> {
+        None
+    }
+}
+
+impl Bytes for memmap2::Mmap {
+    fn bytes(&self) -> &[u8] {
+        self
+    }
+
+    fn mapping(&self) -> Option<&memmap2::Mmap> {
+        Some(self)
+    }
+}
+
+impl Bytes for Vec<u8> {
+    fn bytes(&self) -> &[u8] {
+        self
+    }
+}
+
+impl Bytes for &'static [u8] {
+    fn bytes(&self) -> &[u8] {
+        self
+    }
+}
 
 /// A read-only tensor of the base: a range of a mapped file or of embedded bytes.
 #[derive(Clone)]
@@ -80,7 +112,7 @@ impl Frozen {
     /// # Errors
     /// When the range leaves the source or is not aligned for `dtype`.
     pub fn new(source: Arc<dyn Bytes>, start: usize, dtype: DType, len: usize) -> Result<Self> {
-        let bytes: &[u8] = (*source).as_ref();
+        let bytes = source.bytes();
         let inside = len
             .checked_mul(dtype.size())
             .and_then(|size| start.checked_add(size))
@@ -107,9 +139,19 @@ impl Frozen {
 
     /// Read access.
     pub fn view(&self) -> View<'_> {
-        let bytes: &[u8] = (*self.source).as_ref();
+        let bytes = self.source.bytes();
         let head = bytes[self.start..].as_ptr();
         View { head, dtype: self.dtype, len: self.len, device: Device::Cpu, life: PhantomData }
+    }
+
+    /// Bytes of the tensor.
+    pub fn bytes(&self) -> usize {
+        self.len * self.dtype.size()
+    }
+
+    /// Its pages.
+    pub fn region(&self) -> Region {
+        Region::of_file(Arc::clone(&self.source), self.start, self.bytes())
     }
 }
 
@@ -119,18 +161,13 @@ impl std::fmt::Debug for Frozen {
     }
 }
 
-/// Zeroed memory that arenas are cut from.
-struct Chunk {
-    pages: memmap2::MmapMut,
-}
-
 /// A writable range of an arena, owned by nobody else.
 pub struct Buffer {
     /// `None` while planning.
-    chunk: Option<Arc<Chunk>>,
-    head: NonNull<u8>,
-    dtype: DType,
-    len: usize,
+    pub(super) chunk: Option<Arc<Chunk>>,
+    pub(super) head: NonNull<u8>,
+    pub(super) dtype: DType,
+    pub(super) len: usize,
 }
 
 // SAFETY: a Buffer is the only handle to its bytes (arenas never hand a range out twice), and the
@@ -140,12 +177,19 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    /// A host buffer of its own, outside any arena, holding `values`. For tests and small tools.
+    /// A host buffer of its own, outside any plan, holding `values`. For tests and small tools.
     pub fn from_slice<T: Element>(values: &[T]) -> Result<Self> {
-        let mut arena = Arena::sized("values", values.len() * T::DTYPE.size() + ALIGN)?;
-        let mut buffer = arena.take("values", T::DTYPE, &[values.len()])?;
+        let cut = |arena: &mut super::arena::Arena| arena.take("values", T::DTYPE, &[values.len()]);
+        let mut buffer = Arenas::real(None).build("values", Place::Memory, cut)?;
         buffer.view_mut().host::<T>().copy_from_slice(values);
         Ok(buffer)
+    }
+
+    /// Its pages; `None` while planning.
+    pub fn region(&self) -> Option<Region> {
+        let chunk = self.chunk.as_ref()?;
+        let start = self.head.as_ptr() as usize - chunk.bytes().as_ptr() as usize;
+        Some(Region::of_chunk(Arc::clone(chunk), start, self.len * self.dtype.size()))
     }
 
     /// Number of elements.
@@ -350,133 +394,9 @@ impl<'a, T: Element> From<&'a mut [T]> for ViewMut<'a> {
     }
 }
 
-/// One line of a memory table: a buffer as it was cut from its arena.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct TableRow {
-    /// The arena: saved, workspace, gradients ...
-    pub role: &'static str,
-    /// What the buffer holds.
-    pub name: String,
-    /// Element type.
-    pub dtype: DType,
-    /// Shape, outermost first.
-    pub shape: Vec<usize>,
-}
-
-impl TableRow {
-    /// Bytes of the buffer without alignment.
-    pub fn bytes(&self) -> usize {
-        self.shape.iter().product::<usize>() * self.dtype.size()
-    }
-}
-
-/// Every buffer starts on a cache line, which is also enough for AVX-512 loads.
-const ALIGN: usize = 64;
-
-/// Memory of one role, handed out front to back and freed as a whole.
-pub struct Arena {
-    role: &'static str,
-    chunk: Option<Arc<Chunk>>,
-    used: usize,
-    rows: Vec<TableRow>,
-}
-
-impl Arena {
-    /// An arena that only counts: its buffers have no memory.
-    pub fn planning(role: &'static str) -> Self {
-        Self { role, chunk: None, used: 0, rows: Vec::new() }
-    }
-
-    /// An arena with `bytes` of zeroed host memory; pages are touched on first use.
-    ///
-    /// # Errors
-    /// When the system refuses that much address space.
-    pub fn sized(role: &'static str, bytes: usize) -> Result<Self> {
-        let pages = memmap2::MmapMut::map_anon(bytes.max(1)).map_err(|cause| {
-            Error::failed(format!(
-                "{bytes} bytes for {role} cannot be reserved: {cause}; use fewer or shorter rows at a time, or a smaller adapter"
-            ))
-        })?;
-        Ok(Self { role, chunk: Some(Arc::new(Chunk { pages })), used: 0, rows: Vec::new() })
-    }
-
-    /// Runs `cut` against a planning arena, then against a real one of exactly that size.
-    ///
-    /// # Errors
-    /// When memory cannot be reserved.
-    pub fn build<T>(
-        role: &'static str,
-        mut cut: impl FnMut(&mut Arena) -> Result<T>,
-    ) -> Result<(T, Vec<TableRow>)> {
-        let mut plan = Self::planning(role);
-        cut(&mut plan)?;
-        let mut arena = Self::sized(role, plan.used)?;
-        let built = cut(&mut arena)?;
-        Ok((built, arena.rows))
-    }
-
-    /// Bytes handed out so far, alignment included.
-    pub fn used(&self) -> usize {
-        self.used
-    }
-
-    /// The buffers handed out so far.
-    pub fn rows(&self) -> &[TableRow] {
-        &self.rows
-    }
-
-    /// Cuts the next buffer.
-    ///
-    /// # Errors
-    /// When the arena is exhausted: its plan and its use disagree.
-    pub fn take(&mut self, name: impl Into<String>, dtype: DType, shape: &[usize]) -> Result<Buffer> {
-        let len = shape.iter().product::<usize>();
-        let start = self.used;
-        let end = start + (len * dtype.size()).next_multiple_of(ALIGN);
-        let row = TableRow { role: self.role, name: name.into(), dtype, shape: shape.to_vec() };
-        let head = match &self.chunk {
-            None => NonNull::dangling(),
-            Some(chunk) if end <= chunk.pages.len().next_multiple_of(ALIGN) => {
-                // SAFETY: start < end lies inside the mapping, and no other buffer gets this range.
-                unsafe { NonNull::new_unchecked(chunk.pages.as_ptr().add(start).cast_mut()) }
-            }
-            Some(_) => {
-                return Err(Error::failed(format!(
-                    "the {} arena has no room for {}; its plan is wrong, please report this",
-                    self.role, row.name
-                )));
-            }
-        };
-        self.used = end;
-        self.rows.push(row);
-        Ok(Buffer { chunk: self.chunk.clone(), head, dtype, len })
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_plan_and_its_arena_agree() {
-        let cut = |arena: &mut Arena| {
-            let x = arena.take("x", DType::F32, &[3, 5])?;
-            let ids = arena.take("ids", DType::U32, &[7])?;
-            Ok((x, ids))
-        };
-        let ((mut x, ids), rows) = Arena::build("workspace", cut).unwrap();
-        assert_eq!(rows.iter().map(TableRow::bytes).sum::<usize>(), 60 + 28);
-        x.view_mut().host::<f32>()[14] = 1.5;
-        assert_eq!(x.view().slice(14, 1).host::<f32>(), [1.5]);
-        assert_eq!(ids.view().host::<u32>(), [0; 7]);
-    }
-
-    #[test]
-    fn an_exhausted_arena_refuses() {
-        let mut arena = Arena::sized("saved", 64).unwrap();
-        arena.take("a", DType::F32, &[16]).unwrap();
-        assert!(arena.take("b", DType::F32, &[1]).is_err());
-    }
 
     #[test]
     fn a_frozen_range_outside_its_source_is_refused() {

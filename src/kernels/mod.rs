@@ -7,6 +7,7 @@
 pub mod activation;
 pub mod adamw;
 pub mod adapted_linear;
+pub mod arena;
 pub mod attention;
 pub mod cpu;
 pub mod device;
@@ -14,6 +15,7 @@ pub mod embed;
 pub mod head_loss;
 pub mod layernorm;
 pub mod matmul;
+pub mod pages;
 pub mod real;
 #[cfg(test)]
 pub mod testing;

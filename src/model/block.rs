@@ -19,6 +19,7 @@ use crate::{
 use super::{
     buffers::{BackwardWork, BlockBuffers, Work},
     cache::LayerCache,
+    policy::Keep,
     wiring::{LayerDeltas, Site},
 };
 
@@ -171,13 +172,19 @@ impl<'a> Block<'a> {
         cache: Option<&mut LayerCache>,
     ) {
         let (n, c) = (self.cells(), self.config.width);
-        let (normed, stats) = (rows!(mut work.normed, n, c), rows!(mut kept.stats_1, n, 2));
+        self.queries_keys_values(x, kept, work);
+        self.attend(kept, cache);
+        let middle = rows!(mut kept.outputs.middle, n, c);
+        self.linear(Site::AttnProj, rows!(kept.outputs.mixed, n, c), Some(x), &mut kept.small.low, middle);
+    }
+
+    /// `qkv = c_attn(ln_1(x))`.
+    fn queries_keys_values(&self, x: View, kept: &mut BlockBuffers, work: &mut Work) {
+        let (n, c) = (self.cells(), self.config.width);
+        let (normed, stats) = (rows!(mut work.normed, n, c), rows!(mut kept.small.stats_1, n, 2));
         layernorm::forward(x, self.norm(&self.weights.ln_1), normed, stats);
         let qkv = rows!(mut kept.qkv, n, 3 * c);
-        self.linear(Site::CAttn, rows!(work.normed, n, c), None, &mut kept.low, qkv);
-        self.attend(kept, cache);
-        let middle = rows!(mut kept.middle, n, c);
-        self.linear(Site::AttnProj, rows!(kept.mixed, n, c), Some(x), &mut kept.low, middle);
+        self.linear(Site::CAttn, rows!(work.normed, n, c), None, &mut kept.small.low, qkv);
     }
 
     fn attend(&self, kept: &mut BlockBuffers, cache: Option<&mut LayerCache>) {
@@ -189,21 +196,49 @@ impl<'a> Block<'a> {
             past = cache.append(k, v, self.rows, self.tokens, c);
             (k, v) = cache.heads(c);
         }
-        let mixed = rows!(mut kept.mixed, n, c);
-        let lse = rows!(mut kept.lse, n, self.config.heads);
+        let mixed = rows!(mut kept.outputs.mixed, n, c);
+        let lse = rows!(mut kept.small.lse, n, self.config.heads);
         attention::forward((q, k, v), self.prefix(), self.starts, self.scale(), self.shape(past), mixed, lse);
+    }
+
+    /// `inner = c_fc(ln_2(middle))`.
+    fn mlp_inside(&self, kept: &mut BlockBuffers, work: &mut Work) {
+        let (n, c, f) = (self.cells(), self.config.width, self.config.inner);
+        let (normed, stats) = (rows!(mut work.normed, n, c), rows!(mut kept.small.stats_2, n, 2));
+        layernorm::forward(rows!(kept.outputs.middle, n, c), self.norm(&self.weights.ln_2), normed, stats);
+        let inner = rows!(mut kept.inner, n, f);
+        self.linear(Site::CFc, rows!(work.normed, n, c), None, &mut kept.small.low, inner);
     }
 
     /// `y = middle + c_proj(f(c_fc(ln_2(middle))))`.
     fn mlp_half(&self, kept: &mut BlockBuffers, work: &mut Work, y: ViewMut) {
         let (n, c, f) = (self.cells(), self.config.width, self.config.inner);
-        let (normed, stats) = (rows!(mut work.normed, n, c), rows!(mut kept.stats_2, n, 2));
-        layernorm::forward(rows!(kept.middle, n, c), self.norm(&self.weights.ln_2), normed, stats);
-        let inner = rows!(mut kept.inner, n, f);
-        self.linear(Site::CFc, rows!(work.normed, n, c), None, &mut kept.low, inner);
+        self.mlp_inside(kept, work);
         activation::forward(self.config.activation, rows!(kept.inner, n, f), rows!(mut work.activated, n, f));
-        let middle = rows!(kept.middle, n, c);
-        self.linear(Site::MlpProj, rows!(work.activated, n, f), Some(middle), &mut kept.low, y);
+        let middle = rows!(kept.outputs.middle, n, c);
+        self.linear(Site::MlpProj, rows!(work.activated, n, f), Some(middle), &mut kept.small.low, y);
+    }
+
+    /// Computes again what a forward from `x (n, c)` filled `kept` with, without the parts that `keep` kept,
+    /// by the same functions and hence with the same bits; the block's output is not computed again.
+    pub fn again(&self, x: View, mut kept: BlockBuffers, work: &mut Work, keep: Keep) -> Saved {
+        match keep {
+            Keep::All | Keep::Attention => {}
+            Keep::Outputs => self.queries_keys_values(x, &mut kept, work),
+            Keep::Input => self.attention_half(x, &mut kept, work, None),
+        }
+        if keep != Keep::All {
+            self.mlp_inside(&mut kept, work);
+        }
+        if keep == Keep::Input && !self.deltas[Site::MlpProj as usize].is_empty() {
+            let (n, f) = (self.cells(), self.config.inner);
+            let kind = self.config.activation;
+            activation::forward(kind, rows!(kept.inner, n, f), rows!(mut work.activated, n, f));
+            let low = rows!(mut kept.small.low[Site::MlpProj as usize], n, self.ranks(Site::MlpProj));
+            let (x, deltas) = (rows!(work.activated, n, f), &self.deltas[Site::MlpProj as usize]);
+            adapted_linear::low(x, f, deltas, self.values, self.dropout, low, n);
+        }
+        Saved(kept)
     }
 
     /// Backward: `back.grad` holds the gradient of the block's output on entry and that of its input
@@ -242,16 +277,27 @@ impl<'a> Block<'a> {
         self.linear_backward(Site::MlpProj, dy, activated, kept, &mut back.d_low, to, Some(d_activated));
         activation::backward(kind, inner, rows!(mut back.wide, n, f));
 
-        let middle = rows!(kept.middle, n, c);
+        let middle = rows!(kept.outputs.middle, n, c);
         let norm = self.norm(&self.weights.ln_2);
         if !self.deltas[Site::CFc as usize].is_empty() {
-            layernorm::forward(middle, norm, rows!(mut work.normed, n, c), rows!(mut kept.stats_2, n, 2));
+            layernorm::forward(
+                middle,
+                norm,
+                rows!(mut work.normed, n, c),
+                rows!(mut kept.small.stats_2, n, 2),
+            );
         }
         let d_normed = rows!(mut back.narrow, n, c);
         let (d_inner, normed) = (rows!(back.wide, n, f), rows!(work.normed, n, c));
         self.linear_backward(Site::CFc, d_inner, normed, kept, &mut back.d_low, to, Some(d_normed));
-        let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.stats_2, n, 2));
-        layernorm::backward(d_normed, rows!(kept.middle, n, c), stats, norm, rows!(mut back.grad, n, c));
+        let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.small.stats_2, n, 2));
+        layernorm::backward(
+            d_normed,
+            rows!(kept.outputs.middle, n, c),
+            stats,
+            norm,
+            rows!(mut back.grad, n, c),
+        );
     }
 
     /// In the forward pass this was `middle = x + c_proj(attention(c_attn(ln_1(x))))`.
@@ -266,7 +312,7 @@ impl<'a> Block<'a> {
     ) {
         let (n, c) = (self.cells(), self.config.width);
         let d_mixed = rows!(mut back.narrow, n, c);
-        let (dy, mixed) = (rows!(back.grad, n, c), rows!(kept.mixed, n, c));
+        let (dy, mixed) = (rows!(back.grad, n, c), rows!(kept.outputs.mixed, n, c));
         self.linear_backward(Site::AttnProj, dy, mixed, kept, &mut back.d_low, to, Some(d_mixed));
         self.attention_backward(kept, back, to);
 
@@ -276,13 +322,13 @@ impl<'a> Block<'a> {
             return;
         }
         if adapted {
-            layernorm::forward(x, norm, rows!(mut work.normed, n, c), rows!(mut kept.stats_1, n, 2));
+            layernorm::forward(x, norm, rows!(mut work.normed, n, c), rows!(mut kept.small.stats_1, n, 2));
         }
         let d_normed = input_gradient.then(|| rows!(mut back.narrow, n, c));
         let (d_qkv, normed) = (rows!(back.wide, n, 3 * c), rows!(work.normed, n, c));
         self.linear_backward(Site::CAttn, d_qkv, normed, kept, &mut back.d_low, to, d_normed);
         if input_gradient {
-            let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.stats_1, n, 2));
+            let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.small.stats_1, n, 2));
             layernorm::backward(d_normed, x, stats, norm, rows!(mut back.grad, n, c));
         }
     }
@@ -295,8 +341,8 @@ impl<'a> Block<'a> {
             qkv: rows!(kept.qkv, n, 3 * c),
             prefix: self.prefix(),
             starts: self.starts,
-            out: rows!(kept.mixed, n, c),
-            lse: rows!(kept.lse, n, self.config.heads),
+            out: rows!(kept.outputs.mixed, n, c),
+            lse: rows!(kept.small.lse, n, self.config.heads),
         };
         let d_prefix = rows!(mut back.d_prefix, self.rows * 2 * shape.prefix, c);
         let d_qkv = rows!(mut back.wide, n, 3 * c);
@@ -328,7 +374,7 @@ impl<'a> Block<'a> {
             self.values,
             to.store.reborrow(),
             self.dropout,
-            rows!(kept.low[site as usize], n, ranks),
+            rows!(kept.small.low[site as usize], n, ranks),
             rows!(mut d_low, n, ranks),
             dx,
             n,

@@ -5,14 +5,18 @@
 
 use crate::{
     error::Result,
-    kernels::device::{
-        Arena, Buffer,
-        DType::{F32, I32, U32},
+    kernels::{
+        arena::Arena,
+        device::{
+            Buffer,
+            DType::{self, F32, I32, U32},
+        },
     },
 };
 
 use super::{
     Config,
+    policy::Keep,
     wiring::{SITES, Wiring},
 };
 
@@ -32,48 +36,58 @@ impl Limits {
     }
 }
 
+/// What every buffer of a pass is sized by.
+#[derive(Clone, Copy)]
+pub struct Sizes<'a> {
+    /// Sizes of the base.
+    pub config: &'a Config,
+    /// The largest micro-batch.
+    pub limits: Limits,
+    /// Type of activations; statistics and everything small stay FP32.
+    pub activations: DType,
+}
+
 /// What one block keeps between its forward and its backward, beside its input.
 pub struct BlockBuffers {
-    /// Mean and rstd of the first layer norm `(n, 2)`.
-    pub stats_1: Buffer,
+    /// Statistics and thin products.
+    pub small: Small,
     /// Queries, keys, values `(n, 3c)`.
     pub qkv: Buffer,
-    /// Output of attention before its projection `(n, c)`.
-    pub mixed: Buffer,
-    /// Log-sum-exp of the scores `(b, h, t)`.
-    pub lse: Buffer,
-    /// Residual stream between the two halves `(n, c)`.
-    pub middle: Buffer,
-    /// Mean and rstd of the second layer norm `(n, 2)`.
-    pub stats_2: Buffer,
+    /// What the attention half yields.
+    pub outputs: Outputs,
     /// The MLP before its activation `(n, f)`.
     pub inner: Buffer,
+}
+
+/// Statistics and thin products of a block.
+pub struct Small {
+    /// Mean and rstd of the first layer norm `(n, 2)`.
+    pub stats_1: Buffer,
+    /// Log-sum-exp of the scores `(b, h, t)`.
+    pub lse: Buffer,
+    /// Mean and rstd of the second layer norm `(n, 2)`.
+    pub stats_2: Buffer,
     /// Each site's `drop(x) A^T`, `(n, r)`.
     pub low: [Buffer; SITES],
 }
 
-impl BlockBuffers {
-    /// Cuts the buffers of a block whose sites have these sums of ranks.
-    ///
-    /// # Errors
-    /// When the arena is exhausted.
-    pub fn cut(
-        arena: &mut Arena,
-        name: &str,
-        config: &Config,
-        limits: Limits,
-        ranks: [usize; SITES],
-    ) -> Result<Self> {
-        let (n, c) = (limits.cells(), config.width);
+/// What the attention half of a block yields.
+pub struct Outputs {
+    /// Output of attention before its projection `(n, c)`.
+    pub mixed: Buffer,
+    /// Residual stream between the two halves `(n, c)`.
+    pub middle: Buffer,
+}
+
+impl Small {
+    fn cut(arena: &mut Arena, name: &str, sizes: Sizes, ranks: [usize; SITES]) -> Result<Self> {
+        let Sizes { config, limits, .. } = sizes;
+        let n = limits.cells();
         let mut take = |part: &str, shape: &[usize]| arena.take(format!("{name} {part}"), F32, shape);
         Ok(Self {
             stats_1: take("stats_1", &[n, 2])?,
-            qkv: take("qkv", &[n, 3 * c])?,
-            mixed: take("mixed", &[n, c])?,
             lse: take("lse", &[limits.rows, config.heads, limits.tokens])?,
-            middle: take("middle", &[n, c])?,
             stats_2: take("stats_2", &[n, 2])?,
-            inner: take("inner", &[n, config.inner])?,
             low: [
                 take("low c_attn", &[n, ranks[0]])?,
                 take("low attn.c_proj", &[n, ranks[1]])?,
@@ -81,6 +95,107 @@ impl BlockBuffers {
                 take("low mlp.c_proj", &[n, ranks[3]])?,
             ],
         })
+    }
+}
+
+/// The memory of a block as far as it is there: what a layer keeps, or what layers share.
+#[derive(Default)]
+pub struct Parts {
+    small: Option<Small>,
+    qkv: Option<Buffer>,
+    outputs: Option<Outputs>,
+    inner: Option<Buffer>,
+}
+
+/// Which parts of a [`BlockBuffers`] belong to the layer; the others were lent by the shared ones.
+#[derive(Clone, Copy)]
+pub struct Owned([bool; 4]);
+
+impl Owned {
+    /// What the layer kept.
+    pub fn keep(self) -> Keep {
+        let kept = |keep: &Keep| Parts::kept(*keep) == self.0;
+        [Keep::All, Keep::Attention, Keep::Outputs].into_iter().find(kept).unwrap_or(Keep::Input)
+    }
+}
+
+impl Parts {
+    /// Cuts what a layer keeps, whose sites have these sums of ranks.
+    ///
+    /// # Errors
+    /// When the arena is exhausted.
+    pub fn cut(
+        arena: &mut Arena,
+        name: &str,
+        sizes: Sizes,
+        ranks: [usize; SITES],
+        parts: [bool; 4],
+    ) -> Result<Self> {
+        let (n, c) = (sizes.limits.cells(), sizes.config.width);
+        let [small, qkv, outputs, inner] = parts;
+        let small = small.then(|| Small::cut(arena, name, sizes, ranks)).transpose()?;
+        let mut take =
+            |part: &str, width: usize| arena.take(format!("{name} {part}"), sizes.activations, &[n, width]);
+        Ok(Self {
+            small,
+            qkv: qkv.then(|| take("qkv", 3 * c)).transpose()?,
+            outputs: if outputs {
+                Some(Outputs { mixed: take("mixed", c)?, middle: take("middle", c)? })
+            } else {
+                None
+            },
+            inner: inner.then(|| take("inner", sizes.config.inner)).transpose()?,
+        })
+    }
+
+    /// Which parts `keep` keeps: small, qkv, outputs, inner.
+    pub fn kept(keep: Keep) -> [bool; 4] {
+        match keep {
+            Keep::All => [true; 4],
+            Keep::Attention => [true, true, true, false],
+            Keep::Outputs => [true, false, true, false],
+            Keep::Input => [false; 4],
+        }
+    }
+
+    /// Whether nothing is missing for a block.
+    pub fn is_whole(&self) -> bool {
+        self.small.is_some() && self.qkv.is_some() && self.outputs.is_some() && self.inner.is_some()
+    }
+
+    /// A whole block out of these parts and, for those that are missing, `shared` ones; `None` when a
+    /// part is in neither, which only an earlier failure can bring about.
+    pub fn assemble(&mut self, shared: &mut Self) -> Option<(BlockBuffers, Owned)> {
+        let owned = [self.small.is_some(), self.qkv.is_some(), self.outputs.is_some(), self.inner.is_some()];
+        let buffers = BlockBuffers {
+            small: self.small.take().or_else(|| shared.small.take())?,
+            qkv: self.qkv.take().or_else(|| shared.qkv.take())?,
+            outputs: self.outputs.take().or_else(|| shared.outputs.take())?,
+            inner: self.inner.take().or_else(|| shared.inner.take())?,
+        };
+        Some((buffers, Owned(owned)))
+    }
+
+    /// Takes the parts of a block back to where they were.
+    pub fn dissolve(&mut self, buffers: BlockBuffers, owned: Owned, shared: &mut Self) {
+        let BlockBuffers { small, qkv, outputs, inner } = buffers;
+        let Owned([own_small, own_qkv, own_outputs, own_inner]) = owned;
+        (if own_small { &mut *self } else { &mut *shared }).small = Some(small);
+        (if own_qkv { &mut *self } else { &mut *shared }).qkv = Some(qkv);
+        (if own_outputs { &mut *self } else { &mut *shared }).outputs = Some(outputs);
+        (if own_inner { &mut *self } else { &mut *shared }).inner = Some(inner);
+    }
+}
+
+impl BlockBuffers {
+    /// Cuts a whole block, whose sites have these sums of ranks.
+    ///
+    /// # Errors
+    /// When the arena is exhausted.
+    pub fn cut(arena: &mut Arena, name: &str, sizes: Sizes, ranks: [usize; SITES]) -> Result<Self> {
+        let parts = &mut Parts::cut(arena, name, sizes, ranks, [true; 4])?;
+        let whole = parts.assemble(&mut Parts::default());
+        whole.map(|(buffers, _)| buffers).ok_or_else(super::stack::lost)
     }
 }
 
@@ -111,11 +226,11 @@ impl Work {
     ///
     /// # Errors
     /// When the arena is exhausted.
-    pub fn cut(arena: &mut Arena, config: &Config, limits: Limits) -> Result<Self> {
-        let n = limits.cells();
+    pub fn cut(arena: &mut Arena, sizes: Sizes) -> Result<Self> {
+        let (n, config) = (sizes.limits.cells(), sizes.config);
         Ok(Self {
-            normed: arena.take("normed", F32, &[n, config.width])?,
-            activated: arena.take("activated", F32, &[n, config.inner])?,
+            normed: arena.take("normed", sizes.activations, &[n, config.width])?,
+            activated: arena.take("activated", sizes.activations, &[n, config.inner])?,
         })
     }
 }
@@ -125,12 +240,13 @@ impl BackwardWork {
     ///
     /// # Errors
     /// When the arena is exhausted.
-    pub fn cut(arena: &mut Arena, config: &Config, limits: Limits, wiring: &Wiring) -> Result<Self> {
+    pub fn cut(arena: &mut Arena, sizes: Sizes, wiring: &Wiring) -> Result<Self> {
+        let Sizes { config, limits, activations } = sizes;
         let (n, c) = (limits.cells(), config.width);
         Ok(Self {
-            grad: arena.take("d residual", F32, &[n, c])?,
-            narrow: arena.take("d narrow", F32, &[n, c])?,
-            wide: arena.take("d wide", F32, &[n, config.inner.max(3 * c)])?,
+            grad: arena.take("d residual", activations, &[n, c])?,
+            narrow: arena.take("d narrow", activations, &[n, c])?,
+            wide: arena.take("d wide", activations, &[n, config.inner.max(3 * c)])?,
             d_low: arena.take("d low", F32, &[n, wiring.most_ranks()])?,
             d_prefix: arena.take("d prefix", F32, &[limits.rows, 2, wiring.prefix_len(), c])?,
         })
@@ -154,12 +270,12 @@ impl HeadWork {
     ///
     /// # Errors
     /// When the arena is exhausted.
-    pub fn cut(arena: &mut Arena, config: &Config, limits: Limits, rows: usize) -> Result<Self> {
-        let n = limits.cells();
+    pub fn cut(arena: &mut Arena, sizes: Sizes, rows: usize) -> Result<Self> {
+        let (n, config) = (sizes.limits.cells(), sizes.config);
         let chunk = rows.clamp(1, n.max(1));
         Ok(Self {
             stats: arena.take("stats_f", F32, &[n, 2])?,
-            gathered: arena.take("gathered", F32, &[chunk, config.width])?,
+            gathered: arena.take("gathered", sizes.activations, &[chunk, config.width])?,
             logits: arena.take("logits", F32, &[chunk, config.vocab])?,
             losses: arena.take("losses", F32, &[n])?,
         })

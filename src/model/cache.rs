@@ -3,8 +3,9 @@
 use crate::{
     error::Result,
     kernels::{
+        arena::{Arena, Arenas, Place},
         attention::{self, Heads},
-        device::{Arena, Buffer, DType::F32},
+        device::{Buffer, DType::F32},
     },
 };
 
@@ -63,7 +64,7 @@ impl Cache {
     ///
     /// # Errors
     /// When memory cannot be reserved.
-    pub fn new(config: &Config, rows: usize, capacity: usize) -> Result<Self> {
+    pub fn new(config: &Config, rows: usize, capacity: usize, arenas: &mut Arenas) -> Result<Self> {
         let cut = |arena: &mut Arena| {
             let shape = [rows, capacity, config.width];
             (0..config.layers)
@@ -74,7 +75,7 @@ impl Cache {
                 })
                 .collect()
         };
-        let (layers, _) = Arena::build("KV cache", cut)?;
+        let layers = arenas.build("KV cache", Place::Memory, cut)?;
         Ok(Self { layers, capacity })
     }
 

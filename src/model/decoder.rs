@@ -6,8 +6,9 @@ use crate::{
     error::{Error, Result},
     kernels::{
         adapted_linear::Dropout,
+        arena::{Arenas, Place},
         device::{
-            Arena, Buffer,
+            Buffer,
             DType::{F32, U32},
             View,
         },
@@ -19,7 +20,7 @@ use crate::{
 use super::{
     Base, Limits,
     block::{Block, rows},
-    buffers::{BlockBuffers, Work},
+    buffers::{BlockBuffers, Sizes, Work},
     cache::Cache,
     prefix::Prompt,
     stack::{check_length, head_matrix},
@@ -63,23 +64,25 @@ impl Decoder {
     ) -> Result<Self> {
         check_length(&base, &wiring, capacity)?;
         let config = &base.config;
-        let (mut prompt, _) = Prompt::new(&wiring, config, false)?;
+        let mut arenas = Arenas::real(None);
+        let mut prompt = Prompt::new(&wiring, config, false, &mut arenas)?;
         let values = Buffer::from_slice(&values)?;
         if let Some(prompt) = &mut prompt {
             prompt.refresh(values.view());
         }
         let rows = rows.max(1);
-        let cache = Cache::new(config, rows, capacity)?;
+        let cache = Cache::new(config, rows, capacity, &mut arenas)?;
         // A chunk of the prompt, or one token of each row.
         let limits = Limits { rows: 1, tokens: capacity.clamp(1, CHUNK).max(rows) };
         let n = limits.tokens;
         let ranks = std::array::from_fn(|site| {
             (0..config.layers).map(|layer| wiring.ranks(layer, site)).max().unwrap_or(0)
         });
-        let (made, _) = Arena::build("decoding", |arena| {
+        let sizes = Sizes { config, limits, activations: F32 };
+        let made = arenas.build("decoding", Place::Memory, |arena| {
             let x = [arena.take("x", F32, &[n, config.width])?, arena.take("y", F32, &[n, config.width])?];
-            let block = BlockBuffers::cut(arena, "block", config, limits, ranks)?;
-            let work = Work::cut(arena, config, limits)?;
+            let block = BlockBuffers::cut(arena, "block", sizes, ranks)?;
+            let work = Work::cut(arena, sizes)?;
             let stats = arena.take("stats_f", F32, &[rows, 2])?;
             let logits = arena.take("logits", F32, &[rows, config.vocab])?;
             let mut tokens = |name: &str| arena.take(name, U32, &[n]);

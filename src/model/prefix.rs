@@ -7,7 +7,8 @@ use crate::{
     kernels::{
         activation::{self, Activation},
         adamw,
-        device::{Arena, Buffer, DType::F32, TableRow, View, ViewMut},
+        arena::{Arenas, Place},
+        device::{Buffer, DType::F32, View, ViewMut},
         matmul,
     },
 };
@@ -36,18 +37,23 @@ pub struct Prompt {
 }
 
 impl Prompt {
-    /// Prepares the prefix of a wiring, if it has one; also returns the buffers it holds.
+    /// Prepares the prefix of a wiring, if it has one, with memory from `arenas`.
     ///
     /// # Errors
     /// When memory cannot be reserved.
-    pub fn new(wiring: &Wiring, config: &Config, training: bool) -> Result<(Option<Self>, Vec<TableRow>)> {
-        let Some(PrefixWiring { length, source }) = wiring.prefix else { return Ok((None, Vec::new())) };
+    pub fn new(
+        wiring: &Wiring,
+        config: &Config,
+        training: bool,
+        arenas: &mut Arenas,
+    ) -> Result<Option<Self>> {
+        let Some(PrefixWiring { length, source }) = wiring.prefix else { return Ok(None) };
         let whole = [length, 2 * config.layers * config.width];
         let (projected, hidden) = match source {
             PrefixSource::Direct(_) => ([0, 0], 0),
             PrefixSource::Projected(network) => (whole, network.hidden),
         };
-        let (prompt, rows) = Arena::build("prefix", |arena| {
+        let prompt = arenas.build("prefix", Place::Memory, |arena| {
             Ok(Self {
                 length,
                 source,
@@ -62,7 +68,7 @@ impl Prompt {
                 row: whole[1],
             })
         })?;
-        Ok((Some(prompt), rows))
+        Ok(Some(prompt))
     }
 
     /// Brings keys and values up to date with the flat store, and clears their gradient.

@@ -9,7 +9,8 @@ use crate::{
     error::{Error, Result},
     kernels::{
         adapted_linear::Dropout,
-        device::{Arena, Buffer, DType::F32, TableRow, View},
+        arena::{Arenas, Place},
+        device::View,
         embed,
         head_loss::{self, Supervised},
         layernorm,
@@ -18,55 +19,13 @@ use crate::{
 };
 
 use super::{
-    Base, Limits,
-    block::{Block, Gradients, Saved, rows},
-    buffers::{BackwardWork, BlockBuffers, HeadWork, Inputs, Work},
+    Base, Config, Limits, Policy,
+    block::{Block, Gradients, rows},
+    buffers::{Inputs, Sizes},
+    flow::{Flow, Input, Stage},
+    held::{ANY, Held},
     wiring::Wiring,
 };
-
-/// Which blocks are computed again in the backward instead of being kept.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Recompute {
-    /// None: every block keeps its activations.
-    #[default]
-    None,
-    /// Every k-th block is computed again, the others are kept; 1 is the same as all.
-    Every(usize),
-    /// All: only the inputs of blocks are kept.
-    All,
-}
-
-impl Recompute {
-    /// Whether block `layer` is computed again.
-    pub fn includes(self, layer: usize) -> bool {
-        match self {
-            Self::None => false,
-            Self::Every(k) => (layer + 1).is_multiple_of(k.max(1)),
-            Self::All => true,
-        }
-    }
-}
-
-/// What trades memory against time and changes no result.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Policy {
-    /// Blocks to compute again.
-    pub recompute: Recompute,
-    /// Rows of logits in memory at a time.
-    pub head_rows: usize,
-}
-
-impl Policy {
-    /// Rows of logits where nothing else is asked for: 103 MB at GPT-2's vocabulary. The head is widened
-    /// twice for each chunk; with half as many rows a step of gpt2 at 4 x 512 is 2% slower.
-    pub const HEAD_ROWS: usize = 512;
-}
-
-impl Default for Policy {
-    fn default() -> Self {
-        Self { recompute: Recompute::None, head_rows: Self::HEAD_ROWS }
-    }
-}
 
 /// Trained values as a forward needs them.
 #[derive(Clone, Copy)]
@@ -106,32 +65,19 @@ impl Pass {
     }
 }
 
-/// What only training holds.
-struct Backward {
-    work: BackwardWork,
-    /// Memory of each block that is kept; `None` for one that is computed again.
-    kept: Vec<Option<BlockBuffers>>,
-}
-
 /// A base prepared for micro-batches up to a limit.
 pub struct Stack {
     base: Arc<Base>,
     wiring: Wiring,
     limits: Limits,
     inputs: Inputs,
-    /// Inputs of the blocks and output of the last, `(n, c)`: l + 1 in training, else two in turn.
-    residual: Vec<Buffer>,
-    /// Memory of blocks that are not kept.
-    shared: Option<BlockBuffers>,
-    work: Work,
-    head: HeadWork,
-    backward: Option<Backward>,
-    table: Vec<TableRow>,
+    held: Held,
+    flow: Flow,
 }
 
 impl Stack {
     /// Prepares `base` with `wiring` for micro-batches up to `limits`; `training` adds what a backward
-    /// needs.
+    /// needs. What it holds is cut from `arenas`.
     ///
     /// # Errors
     /// When rows are longer than the base's positions allow, or memory cannot be reserved.
@@ -141,58 +87,49 @@ impl Stack {
         limits: Limits,
         policy: Policy,
         training: bool,
+        arenas: &mut Arenas,
     ) -> Result<Self> {
         check_length(&base, &wiring, limits.tokens)?;
-        let config = &base.config;
-        let layers = config.layers;
-        let mut table = Vec::new();
-        let ranks = |layer: usize| std::array::from_fn(|site| wiring.ranks(layer, site));
-        let most: [usize; 4] =
-            std::array::from_fn(|site| (0..layers).map(|layer| wiring.ranks(layer, site)).max().unwrap_or(0));
-        let lowest = wiring.lowest();
-        let kept = |layer: usize| training && layer >= lowest && !policy.recompute.includes(layer);
-        let ((residual, blocks, shared), rows) = Arena::build("saved", |arena| {
-            let inputs = if training { layers + 1 } else { 2 };
-            let residual = (0..inputs)
-                .map(|layer| arena.take(format!("residual {layer}"), F32, &[limits.cells(), config.width]))
-                .collect::<Result<Vec<_>>>()?;
-            let blocks = (0..layers)
-                .map(|layer| {
-                    let name = format!("block {layer}");
-                    kept(layer)
-                        .then(|| BlockBuffers::cut(arena, &name, config, limits, ranks(layer)))
-                        .transpose()
-                })
-                .collect::<Result<Vec<_>>>()?;
-            // An evaluation borrows one block for all layers, so a kept one serves only if all are alike.
-            let alike = (0..layers).all(|layer| ranks(layer) == most);
-            let shared = match alike && blocks.iter().all(Option::is_some) {
-                true => None,
-                false => Some(BlockBuffers::cut(arena, "shared block", config, limits, most)?),
-            };
-            Ok((residual, blocks, shared))
-        })?;
-        table.extend(rows);
-        let ((work, head, inputs, back), rows) = Arena::build("workspace", |arena| {
-            let work = Work::cut(arena, config, limits)?;
-            let head = HeadWork::cut(arena, config, limits, policy.head_rows)?;
-            let inputs = Inputs::cut(arena, limits)?;
-            let back = training.then(|| BackwardWork::cut(arena, config, limits, &wiring)).transpose()?;
-            Ok((work, head, inputs, back))
-        })?;
-        table.extend(rows);
-        let backward = back.map(|work| Backward { work, kept: blocks });
-        Ok(Self { base, wiring, limits, inputs, residual, shared, work, head, backward, table })
+        let (inputs, held) = Self::cut(&base.config, &wiring, limits, policy, training, arenas)?;
+        let flow = Flow::new(policy)?;
+        Ok(Self { base, wiring, limits, inputs, held, flow })
+    }
+
+    /// The memory of a stack: all of what [`Stack::new`] holds beside the base.
+    ///
+    /// # Errors
+    /// When memory cannot be reserved.
+    fn cut(
+        config: &Config,
+        wiring: &Wiring,
+        limits: Limits,
+        policy: Policy,
+        training: bool,
+        arenas: &mut Arenas,
+    ) -> Result<(Inputs, Held)> {
+        let sizes = Sizes { config, limits, activations: policy.activations };
+        let inputs = arenas.build("data", Place::Memory, |arena| Inputs::cut(arena, limits))?;
+        Ok((inputs, Held::cut(arenas, sizes, wiring, policy, training)?))
+    }
+
+    /// Counts the memory of a stack in `arenas` that plan; needs no base.
+    ///
+    /// # Errors
+    /// None but those of `arenas`.
+    pub fn plan(
+        config: &Config,
+        wiring: &Wiring,
+        limits: Limits,
+        policy: Policy,
+        training: bool,
+        arenas: &mut Arenas,
+    ) -> Result<()> {
+        Self::cut(config, wiring, limits, policy, training, arenas).map(|_| ())
     }
 
     /// The base it runs on.
     pub fn base(&self) -> &Arc<Base> {
         &self.base
-    }
-
-    /// Every buffer it holds.
-    pub fn table(&self) -> &[TableRow] {
-        &self.table
     }
 
     /// Losses of a micro-batch, without gradients, dropout or smoothing.
@@ -205,21 +142,22 @@ impl Stack {
             return Ok(LossSum::default());
         }
         self.embed(batch);
-        let (mut buffers, owner) = self.borrow_block()?;
-        for layer in 0..self.base.config.layers {
-            let (from, to) = (layer % 2, (layer + 1) % 2);
-            let (base, inputs) = (Arc::clone(&self.base), &self.inputs);
-            let block = block(&base, &self.wiring, inputs, trained, layer, batch, Dropout::NONE);
-            let (x, y) = two(&mut self.residual, from, to);
-            let n = batch.ids.len();
-            let c = base.config.width;
-            let saved = block.forward(rows!(x, n, c), buffers, &mut self.work, None, rows!(mut y, n, c));
-            buffers = saved.discard();
+        let base = Arc::clone(&self.base);
+        let (n, c, layers) = (batch.ids.len(), base.config.width, base.config.layers);
+        for layer in 0..layers {
+            self.flow.enter(&base.weights, Stage::Block(layer), after(layer, layers), self.passed(layer));
+            // One block's memory serves all layers.
+            let (buffers, owned) = self.held.any_block()?;
+            let block = block(&base, &self.wiring, &self.inputs, trained, layer, batch, Dropout::NONE);
+            let (x, y, work) = self.held.step(layer);
+            let saved = block.forward(rows!(x, n, c), buffers, work, None, rows!(mut y, n, c));
+            self.held.give_back(ANY, saved.discard(), owned);
         }
-        self.return_block(buffers, owner);
-        let last = self.base.config.layers % 2;
+        self.flow.enter(&base.weights, Stage::Head, None, self.passed(layers));
         let none = Pass { factor: 0.0, smoothing: 0.0, dropout: Dropout::NONE };
-        Ok(self.head(batch, last, supervised, none, false))
+        let losses = self.head(batch, supervised, none, false);
+        self.flow.leave(&base.weights, self.held.pages(layers));
+        Ok(losses)
     }
 
     /// Losses of a micro-batch, and the gradients of all trainables added to `to`.
@@ -238,32 +176,29 @@ impl Stack {
             return Ok(LossSum::default());
         }
         self.embed(batch);
-        let saved = self.forward(trained, batch, pass.dropout)?;
-        let losses = self.head(batch, self.base.config.layers, supervised, pass, true);
-        self.backward(trained, to, batch, pass.dropout, saved)?;
+        let layers = self.base.config.layers;
+        let kept = self.forward(trained, batch, pass.dropout)?;
+        let back_to = (self.wiring.lowest() < layers).then(|| Stage::Block(layers - 1));
+        self.flow.enter(&self.base.weights, Stage::Head, back_to, self.passed(layers));
+        let losses = self.head(batch, supervised, pass, true);
+        self.backward(trained, to, batch, pass.dropout, kept)?;
         Ok(losses)
     }
 
-    /// Forward through all blocks, keeping what the policy says.
-    fn forward(&mut self, trained: Trained, batch: &Batch, dropout: Dropout) -> Result<Vec<Option<Saved>>> {
+    /// Forward through all blocks, each keeping what the policy says.
+    fn forward(&mut self, trained: Trained, batch: &Batch, dropout: Dropout) -> Result<Kept> {
         let (n, base) = (batch.ids.len(), Arc::clone(&self.base));
-        let c = base.config.width;
-        let mut saved = Vec::with_capacity(base.config.layers);
-        for layer in 0..base.config.layers {
+        let (c, layers) = (base.config.width, base.config.layers);
+        for layer in 0..layers {
+            self.flow.enter(&base.weights, Stage::Block(layer), after(layer, layers), self.passed(layer));
+            let (buffers, owned) = self.held.block(layer)?;
             let block = block(&base, &self.wiring, &self.inputs, trained, layer, batch, dropout);
-            let own = self.backward.as_mut().and_then(|backward| backward.kept[layer].take());
-            let keep = own.is_some();
-            let buffers = own.or_else(|| self.shared.take()).ok_or_else(lost)?;
-            let (x, y) = two(&mut self.residual, layer, layer + 1);
-            let state = block.forward(rows!(x, n, c), buffers, &mut self.work, None, rows!(mut y, n, c));
-            if keep {
-                saved.push(Some(state));
-            } else {
-                self.shared = Some(state.discard());
-                saved.push(None);
-            }
+            let (x, y, work) = self.held.step(layer);
+            let saved = block.forward(rows!(x, n, c), buffers, work, None, rows!(mut y, n, c));
+            // What the layer owns keeps its content until the backward comes by.
+            self.held.give_back(layer, saved.discard(), owned);
         }
-        Ok(saved)
+        Ok(Kept)
     }
 
     /// Backward through the blocks from the top to the lowest adapter.
@@ -273,46 +208,47 @@ impl Stack {
         to: &mut Gradients,
         batch: &Batch,
         dropout: Dropout,
-        mut saved: Vec<Option<Saved>>,
+        Kept: Kept,
     ) -> Result<()> {
         let (n, base) = (batch.ids.len(), Arc::clone(&self.base));
-        let c = base.config.width;
-        let lowest = self.wiring.lowest();
-        let backward = self.backward.as_mut().ok_or_else(lost)?;
+        let (c, lowest) = (base.config.width, self.wiring.lowest());
         for layer in (lowest..base.config.layers).rev() {
-            let block = block(&base, &self.wiring, &self.inputs, trained, layer, batch, dropout);
-            let kept = saved.pop().flatten();
-            let recomputed = kept.is_none();
-            let state = match kept {
-                Some(state) => state,
-                None => {
-                    // The block's output is written once more, with the same bits, where it was.
-                    let buffers = self.shared.take().ok_or_else(lost)?;
-                    let (x, y) = two(&mut self.residual, layer, layer + 1);
-                    block.forward(rows!(x, n, c), buffers, &mut self.work, None, rows!(mut y, n, c))
-                }
+            let below = layer.checked_sub(1).filter(|&below| below >= lowest);
+            let input = Input {
+                release: self.held.pages(layer + 1),
+                fetch: below.and_then(|below| self.held.pages(below)),
             };
-            let x = rows!(self.residual[layer], n, c);
-            let buffers = block.backward(x, state, &mut self.work, &mut backward.work, to, layer > lowest);
-            if recomputed {
-                self.shared = Some(buffers);
-            } else {
-                backward.kept[layer] = Some(buffers);
-            }
+            self.flow.enter(&base.weights, Stage::Block(layer), below.map(Stage::Block), input);
+            let block = block(&base, &self.wiring, &self.inputs, trained, layer, batch, dropout);
+            let (buffers, owned) = self.held.block(layer)?;
+            // A layer's own buffers tell what it kept; all others are made again.
+            let keep = owned.keep();
+            let (x, work, back) = self.held.back(layer).ok_or_else(lost)?;
+            let x = rows!(x, n, c);
+            let saved = block.again(x, buffers, work, keep);
+            let buffers = block.backward(x, saved, work, back, to, layer > lowest);
+            self.held.give_back(layer, buffers, owned);
         }
+        self.flow.leave(&base.weights, self.held.pages(lowest));
         Ok(())
+    }
+
+    /// The input that the computation has behind it when it enters block `layer`.
+    fn passed(&self, layer: usize) -> Input {
+        Input { release: layer.checked_sub(1).and_then(|below| self.held.pages(below)), fetch: None }
     }
 
     fn embed(&mut self, batch: &Batch) {
         let (n, c) = (batch.ids.len(), self.base.config.width);
         let weights = &self.base.weights;
         let (ids, positions) = (self.inputs.ids.view().slice(0, n), self.inputs.positions.view().slice(0, n));
-        let x = rows!(mut self.residual[0], n, c);
+        self.flow.enter(&self.base.weights, Stage::Embed, Some(Stage::Block(0)), Input::default());
+        let x = rows!(mut self.held.input_mut(0), n, c);
         embed::forward(ids, positions, weights.wte.view(), weights.wpe.view(), x, c);
     }
 
     /// Last layer norm, head and loss; with `gradient` also the gradient of the last block's output.
-    fn head(&mut self, batch: &Batch, last: usize, supervised: usize, pass: Pass, gradient: bool) -> LossSum {
+    fn head(&mut self, batch: &Batch, supervised: usize, pass: Pass, gradient: bool) -> LossSum {
         let (n, c) = (batch.ids.len(), self.base.config.width);
         let (config, weights) = (&self.base.config, &self.base.weights);
         let norm = layernorm::Norm {
@@ -320,30 +256,29 @@ impl Stack {
             bias: weights.ln_f.bias.view(),
             epsilon: config.layer_norm_eps,
         };
-        let x = rows!(self.residual[last], n, c);
-        layernorm::forward(x, norm, rows!(mut self.work.normed, n, c), rows!(mut self.head.stats, n, 2));
+        let (x, work, space, back) = self.held.head();
+        let x = rows!(x, n, c);
+        layernorm::forward(x, norm, rows!(mut work.normed, n, c), rows!(mut space.stats, n, 2));
         let input = Supervised {
-            hidden: rows!(self.work.normed, n, c),
+            hidden: rows!(work.normed, n, c),
             rows: rows!(self.inputs.rows, supervised, 1),
             targets: rows!(self.inputs.targets, supervised, 1),
             smoothing: pass.smoothing,
         };
-        let work =
-            head_loss::Work { gathered: self.head.gathered.view_mut(), logits: self.head.logits.view_mut() };
-        let losses = rows!(mut self.head.losses, supervised, 1);
+        let chunk = head_loss::Work { gathered: space.gathered.view_mut(), logits: space.logits.view_mut() };
+        let losses = rows!(mut space.losses, supervised, 1);
         let head = head_matrix(&self.base);
-        let back = self.backward.as_mut().filter(|_| gradient).map(|backward| &mut backward.work);
-        match back {
-            None => head_loss::forward_backward(input, head, work, losses, None),
+        match back.filter(|_| gradient) {
+            None => head_loss::forward_backward(input, head, chunk, losses, None),
             Some(back) => {
                 let d_normed = rows!(mut back.narrow, n, c);
-                head_loss::forward_backward(input, head, work, losses, Some((d_normed, pass.factor)));
+                head_loss::forward_backward(input, head, chunk, losses, Some((d_normed, pass.factor)));
                 rows!(mut back.grad, n, c).clear();
-                let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(self.head.stats, n, 2));
+                let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(space.stats, n, 2));
                 layernorm::backward(d_normed, x, stats, norm, rows!(mut back.grad, n, c));
             }
         }
-        let losses: Vec<f32> = rows!(self.head.losses, supervised, 1).to_vec();
+        let losses: Vec<f32> = rows!(space.losses, supervised, 1).to_vec();
         LossSum { sum: losses.iter().map(|&loss| f64::from(loss)).sum(), tokens: supervised }
     }
 
@@ -385,27 +320,19 @@ impl Stack {
         self.inputs.targets.view_mut().upload(&targets);
         Ok(supervised.len())
     }
+}
 
-    /// Block memory for a pass that keeps nothing, and the block it was borrowed from.
-    fn borrow_block(&mut self) -> Result<(BlockBuffers, Option<usize>)> {
-        if let Some(buffers) = self.shared.take() {
-            return Ok((buffers, None));
-        }
-        let kept = &mut self.backward.as_mut().ok_or_else(lost)?.kept;
-        let (owner, slot) = kept.iter_mut().enumerate().find(|(_, slot)| slot.is_some()).ok_or_else(lost)?;
-        Ok((slot.take().ok_or_else(lost)?, Some(owner)))
-    }
+/// The activations that a forward left in its stack, to be consumed by the backward.
+#[must_use = "activations that nobody differentiates were kept for nothing"]
+struct Kept;
 
-    fn return_block(&mut self, buffers: BlockBuffers, owner: Option<usize>) {
-        match (owner, &mut self.backward) {
-            (Some(owner), Some(backward)) => backward.kept[owner] = Some(buffers),
-            _ => self.shared = Some(buffers),
-        }
-    }
+/// What the computation goes on to after block `layer` of `layers`.
+fn after(layer: usize, layers: usize) -> Option<Stage> {
+    Some(if layer + 1 < layers { Stage::Block(layer + 1) } else { Stage::Head })
 }
 
 /// Only an earlier error in the middle of a pass can leave memory unaccounted for.
-fn lost() -> Error {
+pub(super) fn lost() -> Error {
     Error::failed("an earlier failure left the model without workspace; start again")
 }
 
@@ -450,16 +377,5 @@ fn block<'a>(
         rows: batch.rows,
         tokens: batch.seq_len,
         dropout,
-    }
-}
-
-/// Two different buffers of a list, the first to read, the second to write.
-fn two(list: &mut [Buffer], read: usize, write: usize) -> (&Buffer, &mut Buffer) {
-    if read < write {
-        let (left, right) = list.split_at_mut(write);
-        (&left[read], &mut right[0])
-    } else {
-        let (left, right) = list.split_at_mut(read);
-        (&right[0], &mut left[write])
     }
 }

@@ -4,7 +4,8 @@ use crate::{
     error::{Error, Result},
     kernels::{
         adamw::{self, Update},
-        device::{Arena, Buffer, DType::F32, TableRow, View, ViewMut},
+        arena::{Arenas, Place},
+        device::{Buffer, DType::F32, View, ViewMut},
     },
 };
 
@@ -31,7 +32,6 @@ pub struct AdamW {
     first: Buffer,
     second: Buffer,
     step: u64,
-    table: Vec<TableRow>,
 }
 
 impl AdamW {
@@ -39,11 +39,11 @@ impl AdamW {
     ///
     /// # Errors
     /// When memory cannot be reserved.
-    pub fn new(len: usize, options: AdamWOptions) -> Result<Self> {
-        let ((first, second), table) = Arena::build("moments", |arena| {
+    pub fn new(len: usize, options: AdamWOptions, place: Place, arenas: &mut Arenas) -> Result<Self> {
+        let (first, second) = arenas.build("moments", place, |arena| {
             Ok((arena.take("first moment", F32, &[len])?, arena.take("second moment", F32, &[len])?))
         })?;
-        Ok(Self { options, first, second, step: 0, table })
+        Ok(Self { options, first, second, step: 0 })
     }
 
     /// One update of `values`; returns the norm of the gradient before clipping to `clip` (0: no clipping).
@@ -83,10 +83,5 @@ impl AdamW {
         self.first.view_mut().upload(first);
         self.second.view_mut().upload(second);
         self.step = step;
-    }
-
-    /// The buffers it holds.
-    pub fn table(&self) -> &[TableRow] {
-        &self.table
     }
 }

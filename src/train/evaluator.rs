@@ -8,8 +8,8 @@ use super::trainer::{Evaluation, evaluate};
 use crate::{
     data::Batch,
     error::Result,
-    kernels::device::Buffer,
-    model::{Base, Limits, Policy, Prompt, Recompute, Stack, Trained, Wiring},
+    kernels::{arena::Arenas, device::Buffer},
+    model::{Base, Limits, Policy, Prompt, Stack, Trained, Wiring},
 };
 
 /// A base, perhaps with an adapter, that only reads.
@@ -33,12 +33,14 @@ impl Evaluator {
         let sets: Vec<(&AdapterSet, f32)> = adapter.iter().map(|(set, _)| (*set, 1.0)).collect();
         let wiring = Wiring::new(&sets, base.config.layers)?;
         let values = Buffer::from_slice(adapter.map_or(&[][..], |(_, values)| values))?;
-        let (mut prompt, _) = Prompt::new(&wiring, &base.config, false)?;
+        let mut arenas = Arenas::real(None);
+        let mut prompt = Prompt::new(&wiring, &base.config, false, &mut arenas)?;
         if let Some(prompt) = &mut prompt {
             prompt.refresh(values.view());
         }
-        let policy = Policy { recompute: Recompute::None, head_rows };
-        Ok(Self { stack: Stack::new(base, wiring, limits, policy, false)?, values, prompt })
+        let policy = Policy { head_rows, ..Policy::default() };
+        let stack = Stack::new(base, wiring, limits, policy, false, &mut arenas)?;
+        Ok(Self { stack, values, prompt })
     }
 
     /// Mean loss over `batches`.

@@ -19,7 +19,7 @@ use super::{
 use crate::{
     data::{Batch, Dataset, NO_LOSS, Row, Tokenizer},
     error::{Error, Report, Result},
-    kernels::device::TableRow,
+    kernels::arena::{Arenas, TableRow},
     model::Base,
     optim::schedule::rate,
 };
@@ -91,7 +91,13 @@ fn build_trainer(options: &RunOptions, base: &Arc<Base>, prepared: &Prepared) ->
         label_smoothing: options.label_smoothing,
         seed: options.seed,
     };
-    Trainer::new(base.clone(), prepared.set.clone(), prepared.values.clone(), trainer_options)
+    Trainer::new(
+        base.clone(),
+        prepared.set.clone(),
+        prepared.values.clone(),
+        trainer_options,
+        Arenas::real(None),
+    )
 }
 
 /// What stays the same while a run runs.

@@ -7,8 +7,11 @@ use engraft_adapters::AdapterSet;
 use crate::{
     data::Batch,
     error::{Error, Result},
-    kernels::device::{Arena, Buffer, DType::F32, TableRow},
-    model::{Base, Gradients, Limits, LossSum, Pass, Policy, Prompt, Stack, Trained, Wiring},
+    kernels::{
+        arena::{Arenas, Place, TableRow},
+        device::{Buffer, DType::F32},
+    },
+    model::{Base, Config, Gradients, Limits, LossSum, Pass, Policy, Prompt, Stack, Trained, Wiring},
     optim::{AdamW, AdamWOptions},
 };
 
@@ -29,6 +32,12 @@ pub struct TrainerOptions {
     pub label_smoothing: f64,
     /// Seed of dropout.
     pub seed: u64,
+}
+
+impl TrainerOptions {
+    fn limits(&self) -> Limits {
+        Limits { rows: self.rows, tokens: self.seq_len }
+    }
 }
 
 /// What an optimizer step did.
@@ -75,6 +84,31 @@ pub struct TrainerState {
     pub second_moment: Vec<f32>,
 }
 
+/// What is trained, with its gradient and the optimizer's memory.
+struct Trainables {
+    prompt: Option<Prompt>,
+    store: Buffer,
+    gradient: Buffer,
+    optimizer: AdamW,
+}
+
+impl Trainables {
+    fn cut(
+        config: &Config,
+        wiring: &Wiring,
+        len: usize,
+        options: TrainerOptions,
+        arenas: &mut Arenas,
+    ) -> Result<Self> {
+        let prompt = Prompt::new(wiring, config, true, arenas)?;
+        let (store, gradient) = arenas.build("trainables", Place::Memory, |arena| {
+            Ok((arena.take("values", F32, &[len])?, arena.take("gradient", F32, &[len])?))
+        })?;
+        let optimizer = AdamW::new(len, options.adamw, options.policy.moments, arenas)?;
+        Ok(Self { prompt, store, gradient, optimizer })
+    }
+}
+
 /// A frozen base, an adapter and an optimizer.
 pub struct Trainer {
     set: AdapterSet,
@@ -89,14 +123,18 @@ pub struct Trainer {
 }
 
 impl Trainer {
-    /// Prepares training of `set` from `values` on `base`.
+    /// Prepares training of `set` from `values` on `base`, in memory from `arenas`.
     ///
     /// # Errors
     /// When rows are longer than the positions of the base, or memory cannot be reserved.
-    pub fn new(base: Arc<Base>, set: AdapterSet, values: Vec<f32>, options: TrainerOptions) -> Result<Self> {
+    pub fn new(
+        base: Arc<Base>,
+        set: AdapterSet,
+        values: Vec<f32>,
+        options: TrainerOptions,
+        mut arenas: Arenas,
+    ) -> Result<Self> {
         let wiring = Wiring::new(&[(&set, 1.0)], base.config.layers)?;
-        let (prompt, mut table) = Prompt::new(&wiring, &base.config, true)?;
-        let limits = Limits { rows: options.rows, tokens: options.seq_len };
         let len = set.layout.len;
         if values.len() != len {
             return Err(Error::failed(format!(
@@ -104,20 +142,29 @@ impl Trainer {
                 values.len()
             )));
         }
-        let ((mut store, gradient), rows) = Arena::build("trainables", |arena| {
-            Ok((arena.take("values", F32, &[len])?, arena.take("gradient", F32, &[len])?))
-        })?;
+        let Trainables { prompt, mut store, gradient, optimizer } =
+            Trainables::cut(&base.config, &wiring, len, options, &mut arenas)?;
         store.view_mut().upload(&values);
-        let optimizer = AdamW::new(len, options.adamw)?;
-        let stack = Stack::new(base, wiring, limits, options.policy, true)?;
-        table.extend(rows);
-        table.extend_from_slice(optimizer.table());
-        table.extend_from_slice(stack.table());
+        drop(values);
+        let stack = Stack::new(base, wiring, options.limits(), options.policy, true, &mut arenas)?;
         let dropout = set.spec.lora.as_ref().map_or(0.0, |lora| lora.dropout);
+        let table = arenas.into_rows();
         let mut trainer =
             Self { set, stack, values: store, gradient, prompt, optimizer, options, dropout, table };
         trainer.refresh();
         Ok(trainer)
+    }
+
+    /// Every buffer that a trainer of `set` on a base of `config` would hold; needs neither.
+    ///
+    /// # Errors
+    /// When the set brings more than one prefix.
+    pub fn plan(config: &Config, set: &AdapterSet, options: TrainerOptions) -> Result<Vec<TableRow>> {
+        let wiring = Wiring::new(&[(set, 1.0)], config.layers)?;
+        let mut arenas = Arenas::planning();
+        Trainables::cut(config, &wiring, set.layout.len, options, &mut arenas)?;
+        Stack::plan(config, &wiring, options.limits(), options.policy, true, &mut arenas)?;
+        Ok(arenas.into_rows())
     }
 
     /// One optimizer step over all of `micro_batches`; every supervised token counts the same.

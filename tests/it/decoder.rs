@@ -4,6 +4,7 @@ use std::{ops::Range, sync::Arc};
 
 use engraft::{
     data::{NO_LOSS, Row},
+    kernels::arena::Arenas,
     kernels::device::Buffer,
     model::{Base, Decoder, Limits, Policy, Prompt, Stack, Trained, Wiring},
 };
@@ -67,8 +68,10 @@ fn stack_losses(base: &Arc<Base>, case: &Case, ids: &[u32], places: Range<usize>
     let row = Row { ids: ids.to_vec(), targets, starts: vec![0; ids.len()] };
     let limits = Limits { rows: 1, tokens: ids.len() };
     let wiring = wiring(base, case);
-    let (mut prompt, _) = Prompt::new(&wiring, &base.config, false).unwrap();
-    let mut stack = Stack::new(Arc::clone(base), wiring, limits, Policy::default(), false).unwrap();
+    let mut arenas = Arenas::real(None);
+    let mut prompt = Prompt::new(&wiring, &base.config, false, &mut arenas).unwrap();
+    let mut stack =
+        Stack::new(Arc::clone(base), wiring, limits, Policy::default(), false, &mut arenas).unwrap();
     let store = Buffer::from_slice(&case.values).unwrap();
     if let Some(prompt) = &mut prompt {
         prompt.refresh(store.view());

@@ -11,6 +11,7 @@ use std::{
 use candle_core::{DType, Device, Tensor};
 use engraft::{
     data::{Batch, NO_LOSS, Row},
+    kernels::arena::Arenas,
     kernels::device::Buffer,
     model::{Base, BaseSource, Decoder, Limits, Policy, Recompute, Stack, Trained, Wiring},
     optim::AdamWOptions,
@@ -122,8 +123,8 @@ fn every_base_gives_transformers_logits_and_loss() {
         assert_logits(&base, &wiring, &[], &expected, name);
         let batch = expected.batch();
         let limits = Limits { rows: batch.rows, tokens: batch.seq_len };
-        let policy = Policy { recompute: Recompute::None, head_rows: 4 };
-        let mut stack = Stack::new(base, wiring, limits, policy, false).unwrap();
+        let policy = Policy { head_rows: 4, ..Policy::default() };
+        let mut stack = Stack::new(base, wiring, limits, policy, false, &mut Arenas::real(None)).unwrap();
         let none = Buffer::from_slice::<f32>(&[]).unwrap();
         let loss = stack.loss(Trained { values: none.view(), prompt: None }, &batch).unwrap();
         assert_near(&[(loss.sum / loss.tokens as f64) as f32], expected.get("loss"), LOSS, name);
@@ -170,7 +171,9 @@ fn check(case: &Case, base: &Arc<Base>, policy: Policy) {
     assert_logits(base, &wiring, &case.values, &expected, what);
 
     let options = options(policy, &expected);
-    let mut trainer = Trainer::new(Arc::clone(base), case.set.clone(), case.values.clone(), options).unwrap();
+    let mut trainer =
+        Trainer::new(Arc::clone(base), case.set.clone(), case.values.clone(), options, Arenas::real(None))
+            .unwrap();
     let batch = [expected.batch()];
     let losses = trainer.accumulate(&batch).unwrap();
     assert_near(&[(losses.sum / losses.tokens as f64) as f32], expected.get("loss"), LOSS, what);
@@ -197,8 +200,14 @@ fn check(case: &Case, base: &Arc<Base>, policy: Policy) {
 
 /// Every policy runs the same case: what is kept must not matter.
 fn check_all(case: &Case, base: &Arc<Base>) {
-    for (recompute, head_rows) in [(Recompute::None, 256), (Recompute::Every(2), 5), (Recompute::All, 1)] {
-        check(case, base, Policy { recompute, head_rows });
+    for (recompute, head_rows) in [
+        (Recompute::None, 256),
+        (Recompute::Mlp, 256),
+        (Recompute::Linear, 7),
+        (Recompute::Every(2), 5),
+        (Recompute::All, 1),
+    ] {
+        check(case, base, Policy { recompute, head_rows, ..Policy::default() });
     }
 }
 
@@ -248,7 +257,8 @@ fn projected_prefix_matches_peft() {
     check_all(&case, &base);
     let policy = Policy::default();
     let options = options(policy, &expected);
-    let trainer = Trainer::new(base, case.set.clone(), case.values.clone(), options).unwrap();
+    let trainer =
+        Trainer::new(base, case.set.clone(), case.values.clone(), options, Arenas::real(None)).unwrap();
     let stored = candle_core::safetensors::load(
         golden("cases/prefix_projection/adapter/adapter_model.safetensors"),
         &Device::Cpu,
@@ -288,7 +298,8 @@ fn separate_q_and_v_match_peft() {
         values[slot.range()].iter_mut().zip(part).for_each(|(to, from)| *to = from as f32);
     }
     let options = options(Policy::default(), &expected);
-    let mut trainer = Trainer::new(Arc::clone(&base), set.clone(), values, options).unwrap();
+    let mut trainer =
+        Trainer::new(Arc::clone(&base), set.clone(), values, options, Arenas::real(None)).unwrap();
     let batch = [expected.batch()];
     trainer.accumulate(&batch).unwrap();
     let gradient = trainer.gradient();

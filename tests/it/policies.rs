@@ -5,11 +5,13 @@ use std::sync::Arc;
 
 use engraft::{
     data::{Batch, NO_LOSS, Row},
+    kernels::arena::{Arenas, Place},
     kernels::device::Frozen,
     model::{Base, Decoder, Linear, Policy, Recompute, Wiring},
     optim::AdamWOptions,
     train::{StepReport, Trainer, TrainerOptions, TrainerState},
 };
+use engraft_adapters::LoraSpec;
 use half::f16;
 
 use crate::setup::{
@@ -35,7 +37,12 @@ fn options(policy: Policy) -> TrainerOptions {
 }
 
 fn trainer(base: &Arc<Base>, case: &Case, options: TrainerOptions) -> Trainer {
-    Trainer::new(Arc::clone(base), case.set.clone(), case.values.clone(), options).unwrap()
+    Trainer::new(Arc::clone(base), case.set.clone(), case.values.clone(), options, arenas()).unwrap()
+}
+
+/// Arenas that may also put buffers into files.
+fn arenas() -> Arenas {
+    Arenas::real(Some(std::env::temp_dir()))
 }
 
 /// Four rows of different lengths with 7, 0, 6 and 3 supervised tokens.
@@ -52,7 +59,9 @@ fn cut(rows: &[Row], size: usize) -> Vec<Batch> {
 }
 
 /// Gradient of the first step, reports of three steps, and the state behind them.
-fn run(base: &Arc<Base>, case: &Case, options: TrainerOptions) -> (Vec<f32>, Vec<StepReport>, TrainerState) {
+type Outcome = (Vec<f32>, Vec<StepReport>, TrainerState);
+
+fn run(base: &Arc<Base>, case: &Case, options: TrainerOptions) -> Outcome {
     let mut trainer = trainer(base, case, options);
     let batches = cut(&rows(), 2);
     trainer.accumulate(&batches).unwrap();
@@ -66,15 +75,50 @@ fn recompute_changes_no_bit() {
     let base = golden("tiny");
     for dropout in [0.0, 0.2] {
         for case in cases(&base, dropout) {
-            let with = |recompute| run(&base, &case, options(Policy { recompute, head_rows: 256 }));
+            let with = |recompute| {
+                run(&base, &case, options(Policy { recompute, head_rows: 256, ..Policy::default() }))
+            };
             let kept = with(Recompute::None);
             assert!(kept.0.iter().any(|&x| x != 0.0), "{} has no gradient", case.name);
-            for recompute in [Recompute::Every(2), Recompute::Every(1), Recompute::All] {
+            for recompute in
+                [Recompute::Mlp, Recompute::Linear, Recompute::Every(2), Recompute::Every(1), Recompute::All]
+            {
                 let what = format!("{}, dropout {dropout}, {recompute:?}", case.name);
-                let again = with(recompute);
-                assert_eq!(bits(&again.0), bits(&kept.0), "gradients of {what}");
-                assert_eq!(again.1, kept.1, "reports of {what}");
-                assert_eq!(again.2, kept.2, "state of {what}");
+                same(&with(recompute), &kept, &what);
+            }
+        }
+    }
+}
+
+fn same(found: &Outcome, expected: &Outcome, what: &str) {
+    assert_eq!(bits(&found.0), bits(&expected.0), "gradients of {what}");
+    assert_eq!(found.1, expected.1, "reports of {what}");
+    assert_eq!(found.2, expected.2, "state of {what}");
+}
+
+/// Weights that come and go, and inputs of blocks and moments that wait in a file, alone and together
+/// with recompute; also where the lowest blocks are not adapted.
+#[test]
+fn streaming_and_offloading_change_no_bit() {
+    let base = golden("tiny");
+    let mut tried = cases(&base, 0.2);
+    let upper = LoraSpec { layers: Some(vec![base.config.layers - 1]), ..lora("all-linear", 0.2) };
+    tried.push(case("lora above", &base, Some(upper), None));
+    for case in tried {
+        let plain = run(&base, &case, options(Policy::default()));
+        assert!(plain.0.iter().any(|&x| x != 0.0), "{} has no gradient", case.name);
+        for recompute in
+            [Recompute::None, Recompute::Mlp, Recompute::Linear, Recompute::Every(2), Recompute::All]
+        {
+            for (stream, inputs, moments) in [
+                (true, Place::Memory, Place::Memory),
+                (false, Place::Disk, Place::Memory),
+                (false, Place::Memory, Place::Disk),
+                (true, Place::Disk, Place::Disk),
+            ] {
+                let policy = Policy { recompute, stream, inputs, moments, ..Policy::default() };
+                let what = format!("{}, {policy:?}", case.name);
+                same(&run(&base, &case, options(policy)), &plain, &what);
             }
         }
     }

@@ -30,17 +30,7 @@ pub fn add_deltas(
             with_dropped(x, delta, dropout, inputs, rows.clone(), 0..inputs, |x| {
                 // SAFETY: these rows of low and y belong to this task; the operands are only read.
                 unsafe {
-                    gemm(
-                        (rows.len(), rank, inputs),
-                        low_here,
-                        Strides::rows(rank),
-                        0.0,
-                        x.as_ptr(),
-                        Strides::rows(inputs),
-                        a.as_ptr(),
-                        Strides::columns(inputs),
-                        1.0,
-                    );
+                    thin(x, a, low_here, (rows.len(), rank, inputs));
                     gemm(
                         (rows.len(), delta.columns.len(), rank),
                         y.at(rows.start * outputs + delta.columns.start),
@@ -56,6 +46,52 @@ pub fn add_deltas(
             });
         });
         low_at += n * rank;
+    }
+}
+
+/// The first product of [`add_deltas`] alone, in the same tasks.
+pub fn low(
+    x: &[f32],
+    deltas: &[Delta],
+    values: &[f32],
+    dropout: Dropout,
+    low: &mut [f32],
+    (n, inputs): (usize, usize),
+) {
+    let low = Shared::new(low);
+    let mut low_at = 0;
+    for delta in deltas {
+        let rank = delta.rank;
+        let a = &values[delta.a..][..rank * inputs];
+        each(n.div_ceil(ROWS), |task| {
+            let rows = task * ROWS..n.min((task + 1) * ROWS);
+            with_dropped(x, delta, dropout, inputs, rows.clone(), 0..inputs, |x| {
+                // SAFETY: these rows of low belong to this task; the operands are only read.
+                unsafe { thin(x, a, low.at(low_at + rows.start * rank), (rows.len(), rank, inputs)) };
+            });
+        });
+        low_at += n * rank;
+    }
+}
+
+/// `low (rows, r) = x (rows, in) A^T`.
+///
+/// # Safety
+/// `low` points at that many floats, which nothing else uses meanwhile.
+unsafe fn thin(x: &[f32], a: &[f32], low: *mut f32, (rows, rank, inputs): Sizes) {
+    // SAFETY: promised by the caller.
+    unsafe {
+        gemm(
+            (rows, rank, inputs),
+            low,
+            Strides::rows(rank),
+            0.0,
+            x.as_ptr(),
+            Strides::rows(inputs),
+            a.as_ptr(),
+            Strides::columns(inputs),
+            1.0,
+        );
     }
 }
 

@@ -96,6 +96,14 @@ pub fn forward(
     }
 }
 
+/// The part of [`forward`] that the backward needs: `low` receives `drop(x) A^T` of every delta.
+#[allow(clippy::too_many_arguments, reason = "mirrors the forward")]
+pub fn low(x: View, inputs: usize, deltas: &[Delta], values: View, dropout: Dropout, low: ViewMut, n: usize) {
+    match x.device() {
+        Device::Cpu => cpu::low(x.host(), deltas, values.host(), dropout, low.host(), (n, inputs)),
+    }
+}
+
 /// Backward: adds the gradients of A and B to `grads`, and writes `dx (n, in)` where asked for.
 ///
 /// `x` is the forward's input, needed only when there are deltas; `low` is what the forward saved;

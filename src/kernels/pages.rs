@@ -1,0 +1,170 @@
+//! Pages of mapped files: brought into memory before they are needed, and given back afterwards.
+//!
+//! A page that is given back is read again from the file (or from the system's file cache) when it is
+//! touched, with the same bytes. So none of this can change a result, only when a page is in memory.
+
+use std::sync::{
+    Arc,
+    mpsc::{Receiver, Sender, channel},
+};
+
+use memmap2::{Advice, MmapMut, UncheckedAdvice};
+
+use super::{arena::Chunk, device::Bytes};
+use crate::error::{Error, Result};
+
+/// Smallest page of the systems that this runs on.
+const PAGE: usize = 4096;
+
+/// A range of bytes whose pages can be fetched and released.
+#[derive(Clone)]
+pub struct Region {
+    source: Source,
+    start: usize,
+    len: usize,
+}
+
+#[derive(Clone)]
+enum Source {
+    /// A read-only file, or bytes that are no file.
+    Frozen(Arc<dyn Bytes>),
+    /// An arena.
+    Chunk(Arc<Chunk>),
+}
+
+impl Region {
+    pub(super) fn of_file(source: Arc<dyn Bytes>, start: usize, len: usize) -> Self {
+        Self { source: Source::Frozen(source), start, len }
+    }
+
+    pub(super) fn of_chunk(chunk: Arc<Chunk>, start: usize, len: usize) -> Self {
+        Self { source: Source::Chunk(chunk), start, len }
+    }
+
+    /// Reads the pages into memory, if they are of a file; returns when they are there.
+    pub fn fetch(&self) {
+        if self.len == 0 {
+            return;
+        }
+        let bytes = match &self.source {
+            Source::Frozen(source) => source.mapping().map(|pages| (advise(pages, self), source.bytes())),
+            Source::Chunk(chunk) => chunk.of_file().map(|pages| (advise_mut(pages, self), chunk.bytes())),
+        };
+        // Older systems cannot be asked for it: touching a byte of each page does the same.
+        if let Some((false, bytes)) = bytes {
+            let range = &bytes[self.start..self.start + self.len];
+            let touched = range.iter().step_by(PAGE).fold(0u8, |sum, byte| sum.wrapping_add(*byte));
+            std::hint::black_box(touched);
+        }
+    }
+
+    /// Gives the pages back, if they are of a file. Neighbours that share the first or last page lose
+    /// it too, and read it again when they need it.
+    pub fn release(&self) {
+        if self.len == 0 {
+            return;
+        }
+        // SAFETY: a shared mapping of a file has the file's bytes again at the next touch.
+        let _ = unsafe {
+            match &self.source {
+                Source::Frozen(source) => source.mapping().map(|pages| {
+                    pages.unchecked_advise_range(UncheckedAdvice::DontNeed, self.start, self.len)
+                }),
+                Source::Chunk(chunk) => chunk.of_file().map(|pages| {
+                    pages.unchecked_advise_range(UncheckedAdvice::DontNeed, self.start, self.len)
+                }),
+            }
+        };
+    }
+}
+
+/// Whether the system brought the pages into memory.
+fn advise(pages: &memmap2::Mmap, region: &Region) -> bool {
+    #[cfg(target_os = "linux")]
+    return pages.advise_range(Advice::PopulateRead, region.start, region.len).is_ok();
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = pages.advise_range(Advice::WillNeed, region.start, region.len);
+        false
+    }
+}
+
+/// As [`advise`].
+fn advise_mut(pages: &MmapMut, region: &Region) -> bool {
+    #[cfg(target_os = "linux")]
+    return pages.advise_range(Advice::PopulateRead, region.start, region.len).is_ok();
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = pages.advise_range(Advice::WillNeed, region.start, region.len);
+        false
+    }
+}
+
+/// What a [`Pager`] does next: first gives back, then fetches.
+#[derive(Default)]
+pub struct Turn {
+    /// Given back.
+    pub release: Vec<Region>,
+    /// Fetched.
+    pub fetch: Vec<Region>,
+}
+
+/// A thread that moves pages while others compute.
+pub struct Pager {
+    turns: Option<Sender<Turn>>,
+    done: Receiver<()>,
+    /// Turns asked for and not known to be done.
+    open: usize,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Pager {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// When the system refuses one.
+    pub fn start() -> Result<Self> {
+        let (turns, inbox) = channel::<Turn>();
+        let (report, done) = channel();
+        let work = move || {
+            for turn in inbox {
+                turn.release.iter().for_each(Region::release);
+                turn.fetch.iter().for_each(Region::fetch);
+                // Nobody waits any more when the other end is gone.
+                let _ = report.send(());
+            }
+        };
+        let thread = std::thread::Builder::new().name("pager".into()).spawn(work).map_err(|cause| {
+            Error::failed(format!(
+                "a thread for reading ahead cannot be started: {cause}; use --stream-base off"
+            ))
+        })?;
+        Ok(Self { turns: Some(turns), done, open: 0, thread: Some(thread) })
+    }
+
+    /// Waits for the turn before, so that no more than one fetch is ever on its way, and asks for `turn`.
+    pub fn turn(&mut self, turn: Turn) {
+        self.wait();
+        if let Some(turns) = &self.turns
+            && turns.send(turn).is_ok()
+        {
+            self.open += 1;
+        }
+    }
+
+    /// Waits until everything asked for is done.
+    pub fn wait(&mut self) {
+        while self.open > 0 {
+            self.open = if self.done.recv().is_ok() { self.open - 1 } else { 0 };
+        }
+    }
+}
+
+impl Drop for Pager {
+    fn drop(&mut self) {
+        self.turns = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! What trades memory against time and changes no result.
+
+use crate::kernels::{arena::Place, device::DType};
+
+/// What blocks keep from their forward for their backward; the rest is computed again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Recompute {
+    /// Every block keeps all its activations.
+    #[default]
+    None,
+    /// Every block computes the inside of its MLP again.
+    Mlp,
+    /// Every block computes its two wide linear layers again, c_attn and c_fc; attention is kept.
+    Linear,
+    /// Every k-th block keeps only its input, the others keep all; 1 is the same as all.
+    Every(usize),
+    /// Every block keeps only its input.
+    All,
+}
+
+impl Recompute {
+    /// What block `layer` keeps.
+    pub fn keeps(self, layer: usize) -> Keep {
+        match self {
+            Self::None => Keep::All,
+            Self::Mlp => Keep::Attention,
+            Self::Linear => Keep::Outputs,
+            Self::Every(k) if !(layer + 1).is_multiple_of(k.max(1)) => Keep::All,
+            Self::Every(_) | Self::All => Keep::Input,
+        }
+    }
+}
+
+/// How much of a block is kept, from everything to nothing but its input; c width, t tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Keep {
+    /// Everything, 9c floats a token.
+    All,
+    /// Without the inside of the MLP, 5c floats; 4c^2 products a token are made again.
+    Attention,
+    /// Without queries, keys and values either, 2c floats; 7c^2 products are made again.
+    Outputs,
+    /// Nothing beside the input; 8c^2 products and attention are made again.
+    Input,
+}
+
+/// What trades memory against time. Recompute, streaming and places change no bit of a result; chunks
+/// of the head change its rounding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Policy {
+    /// What blocks compute again.
+    pub recompute: Recompute,
+    /// Rows of logits in memory at a time.
+    pub head_rows: usize,
+    /// Whether weights are in memory only while they are used.
+    pub stream: bool,
+    /// Where the inputs of blocks wait for the backward.
+    pub inputs: Place,
+    /// Where the optimizer keeps its moments.
+    pub moments: Place,
+    /// Type of activations; F32 on CPUs.
+    pub activations: DType,
+}
+
+impl Policy {
+    /// Rows of logits where nothing else is asked for: 103 MB at GPT-2's vocabulary. The head is widened
+    /// twice for each chunk; with half as many rows a step of gpt2 at 4 x 512 is 2% slower.
+    pub const HEAD_ROWS: usize = 512;
+}
+
+impl Default for Policy {
+    fn default() -> Self {
+        Self {
+            recompute: Recompute::None,
+            head_rows: Self::HEAD_ROWS,
+            stream: false,
+            inputs: Place::Memory,
+            moments: Place::Memory,
+            activations: DType::F32,
+        }
+    }
+}
