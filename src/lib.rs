@@ -11,6 +11,7 @@ pub mod error;
 pub mod generate;
 pub mod hub;
 pub mod kernels;
+pub mod memory;
 pub mod model;
 pub mod optim;
 pub mod train;

@@ -2,6 +2,11 @@
 
 use std::process::ExitCode;
 
+use engraft::memory::counting::Counting;
+
+#[global_allocator]
+static HEAP: Counting = Counting;
+
 fn main() -> ExitCode {
     engraft::cli::engraft()
 }

@@ -1,7 +1,6 @@
 //! Option values with a spelling of their own, the same on the command line and in a config file.
 
 use std::{
-    fmt,
     path::{Path, PathBuf},
     str::FromStr,
 };
@@ -232,18 +231,6 @@ impl FromStr for RecomputeName {
     }
 }
 
-impl fmt::Display for RecomputeName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            Recompute::None => write!(f, "none"),
-            Recompute::Mlp => write!(f, "mlp"),
-            Recompute::Linear => write!(f, "linear"),
-            Recompute::All => write!(f, "all"),
-            Recompute::Every(every) => write!(f, "every:{every}"),
-        }
-    }
-}
-
 impl TryFrom<String> for RecomputeName {
     type Error = String;
     fn try_from(text: String) -> Result<Self, String> {
@@ -253,7 +240,7 @@ impl TryFrom<String> for RecomputeName {
 
 impl From<RecomputeName> for String {
     fn from(name: RecomputeName) -> Self {
-        name.to_string()
+        name.0.to_string()
     }
 }
 

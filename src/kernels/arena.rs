@@ -8,7 +8,10 @@ use std::{
     io::Write,
     path::{Path, PathBuf},
     ptr::NonNull,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
 };
 
 use super::device::{Buffer, DType};
@@ -30,7 +33,29 @@ pub struct Chunk {
     place: Place,
 }
 
+static MAPPED: AtomicUsize = AtomicUsize::new(0);
+
+/// Bytes that arenas in memory hold now: reserved, touched or not. They do not pass through the allocator.
+pub fn mapped() -> usize {
+    MAPPED.load(Relaxed)
+}
+
+impl Drop for Chunk {
+    fn drop(&mut self) {
+        if self.place == Place::Memory {
+            MAPPED.fetch_sub(self.pages.len(), Relaxed);
+        }
+    }
+}
+
 impl Chunk {
+    fn new(pages: memmap2::MmapMut, place: Place) -> Self {
+        if place == Place::Memory {
+            MAPPED.fetch_add(pages.len(), Relaxed);
+        }
+        Self { pages, place }
+    }
+
     /// All bytes. That writers hold disjoint parts of them is what [`Buffer`] is for.
     pub(super) fn bytes(&self) -> &[u8] {
         &self.pages
@@ -96,7 +121,7 @@ impl Arena {
                 ))
             })?,
         };
-        let chunk = Some(Arc::new(Chunk { pages, place }));
+        let chunk = Some(Arc::new(Chunk::new(pages, place)));
         Ok(Self { role, place, chunk, used: 0, rows: Vec::new() })
     }
 

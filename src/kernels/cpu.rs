@@ -87,6 +87,9 @@ thread_local! {
 pub fn with_scratch<R>(len: usize, body: impl FnOnce(&mut [f32]) -> R) -> R {
     let mut memory = SCRATCH.with(|pool| pool.borrow_mut().pop()).unwrap_or_default();
     if memory.len() < len {
+        // Exactly as much as planned, and never the old and the new memory together.
+        memory = Vec::new();
+        memory.reserve_exact(len);
         memory.resize(len, 0.0);
     }
     let result = body(&mut memory[..len]);
@@ -219,6 +222,18 @@ pub unsafe fn gemm(
             gemm::Parallelism::None,
         );
     }
+}
+
+/// Floats that [`gemm`] may pack its operands into for a product of these sizes, the right one whole and
+/// of the left one what fits its second-level cache; freed when the product is done.
+pub fn packing(m: usize, n: usize, k: usize) -> usize {
+    // As read in gemm-common 0.19: at most 512 of k at a time on caches of today, 768 of m packed ahead.
+    k.min(512) * (n.next_multiple_of(16) + m.min(768).next_multiple_of(48))
+}
+
+/// Bytes that `gemm` keeps for each thread: as large as the second-level cache.
+pub fn slab() -> usize {
+    gemm_common::cache::CACHE_INFO[1].cache_bytes
 }
 
 /// `count` cut into equal parts of at most `most`, as (parts, length of a part); the length is a

@@ -17,5 +17,6 @@ pub mod layernorm;
 pub mod matmul;
 pub mod pages;
 pub mod real;
+pub mod scratch;
 #[cfg(test)]
 pub mod testing;

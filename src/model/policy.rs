@@ -1,5 +1,7 @@
 //! What trades memory against time and changes no result.
 
+use std::fmt;
+
 use crate::kernels::{arena::Place, device::DType};
 
 /// What blocks keep from their forward for their backward; the rest is computed again.
@@ -16,6 +18,19 @@ pub enum Recompute {
     Every(usize),
     /// Every block keeps only its input.
     All,
+}
+
+/// As the option is written.
+impl fmt::Display for Recompute {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_str("none"),
+            Self::Mlp => f.write_str("mlp"),
+            Self::Linear => f.write_str("linear"),
+            Self::Every(every) => write!(f, "every:{every}"),
+            Self::All => f.write_str("all"),
+        }
+    }
 }
 
 impl Recompute {

@@ -16,6 +16,7 @@ use crate::{
         layernorm,
         matmul::Matrix,
     },
+    memory::moment::{self, Moment},
 };
 
 use super::{
@@ -180,7 +181,9 @@ impl Stack {
         let kept = self.forward(trained, batch, pass.dropout)?;
         let back_to = (self.wiring.lowest() < layers).then(|| Stage::Block(layers - 1));
         self.flow.enter(&self.base.weights, Stage::Head, back_to, self.passed(layers));
+        moment::enter(Moment::Head);
         let losses = self.head(batch, supervised, pass, true);
+        moment::enter(Moment::Backward);
         self.backward(trained, to, batch, pass.dropout, kept)?;
         Ok(losses)
     }
@@ -189,6 +192,7 @@ impl Stack {
     fn forward(&mut self, trained: Trained, batch: &Batch, dropout: Dropout) -> Result<Kept> {
         let (n, base) = (batch.ids.len(), Arc::clone(&self.base));
         let (c, layers) = (base.config.width, base.config.layers);
+        moment::enter(Moment::Forward);
         for layer in 0..layers {
             self.flow.enter(&base.weights, Stage::Block(layer), after(layer, layers), self.passed(layer));
             let (buffers, owned) = self.held.block(layer)?;

@@ -17,3 +17,6 @@ mod resume;
 mod setup;
 mod source;
 mod tidy;
+
+#[global_allocator]
+static HEAP: engraft::memory::counting::Counting = engraft::memory::counting::Counting;

@@ -8,6 +8,17 @@ const ROWS: usize = 128;
 /// Columns of A or rows of B a task takes.
 const OUTER: usize = 256;
 
+/// Floats of scratch a task uses where `n` rows of up to `widest` inputs lose elements.
+pub fn scratch(n: usize, widest: usize) -> usize {
+    (ROWS.min(n) * widest).max(n * OUTER.min(widest))
+}
+
+/// Floats that packing takes for `n` rows, sites up to `widest` and deltas up to `rank`.
+pub fn packing(n: usize, widest: usize, rank: usize) -> usize {
+    let sizes = [(ROWS, widest, rank), (ROWS, rank, widest), (OUTER, rank, n), (rank, OUTER, n)];
+    sizes.into_iter().map(|(m, n, k)| crate::kernels::cpu::packing(m, n, k)).max().unwrap_or(0)
+}
+
 type Sizes = (usize, usize, usize);
 
 pub fn add_deltas(

@@ -9,6 +9,17 @@ use crate::kernels::cpu::{Shared, Strides, each, exp, gemm, vectorised, with_scr
 /// Queries of a tile: 64 x 1044 scores are 267 KiB.
 const TILE: usize = 64;
 
+/// Floats of scratch a task uses for rows of `keys`, prefix included.
+pub fn scratch(keys: usize) -> usize {
+    2 * TILE * keys
+}
+
+/// Floats that packing takes for heads of `width`.
+pub fn packing(keys: usize, width: usize) -> usize {
+    let sizes = [(TILE, keys, width), (TILE, width, keys), (keys, width, TILE)];
+    sizes.into_iter().map(|(m, n, k)| crate::kernels::cpu::packing(m, n, k)).max().unwrap_or(0)
+}
+
 /// One head of one row, with its strides.
 #[derive(Clone, Copy)]
 struct Head<'a> {

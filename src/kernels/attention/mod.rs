@@ -13,6 +13,12 @@ pub mod reference;
 #[cfg(test)]
 mod tests;
 
+/// Floats of scratch that a CPU thread uses for rows of `keys`, prefix included, and floats that packing
+/// takes for heads of `width`.
+pub fn scratch(keys: usize, width: usize) -> (usize, usize) {
+    (cpu::scratch(keys), cpu::packing(keys, width))
+}
+
 /// Vectors of all heads in memory: `(b, i, head, d)` stands at
 /// `b * batch + i * row + head * width + d`.
 #[derive(Clone, Copy)]

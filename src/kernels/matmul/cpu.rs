@@ -14,6 +14,14 @@ const OUTER: usize = 512;
 /// Up to this many rows the product reads each weight once, straight from FP16: decoding is bound by memory.
 const FEW: usize = 4;
 
+/// Floats of scratch a task uses.
+pub const SCRATCH: usize = INNER * OUTER;
+
+/// Floats that packing takes for a product of `n` rows.
+pub fn packing(n: usize) -> usize {
+    crate::kernels::cpu::packing(n, OUTER, INNER)
+}
+
 pub fn frozen_nn(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
     let (rows, cols) = (w.rows, w.cols);
     let weights: &[f16] = w.data.host();

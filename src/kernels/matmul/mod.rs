@@ -14,6 +14,11 @@ mod cpu;
 #[cfg(test)]
 mod tests;
 
+/// Floats of scratch that a CPU thread uses, and floats that packing takes for `n` rows.
+pub fn scratch(n: usize) -> (usize, usize) {
+    (cpu::SCRATCH, cpu::packing(n))
+}
+
 /// A frozen matrix `(rows, cols)`, FP16, row-major.
 #[derive(Clone, Copy)]
 pub struct Matrix<'a> {

@@ -1,0 +1,36 @@
+//! How much memory the CPU sides of the ops take beside their buffers: tiles in per-thread scratch, and
+//! what `gemm` packs its operands into. A memory plan counts it; a test holds it against the allocator.
+
+use super::{adapted_linear, attention, cpu, matmul};
+
+/// What scratch depends on.
+#[derive(Debug, Clone, Copy)]
+pub struct Needs {
+    /// Rows n of a micro-batch's activations.
+    pub rows: usize,
+    /// Longest row of keys, prefix included.
+    pub keys: usize,
+    /// c.
+    pub width: usize,
+    /// d.
+    pub head_width: usize,
+    /// f.
+    pub inner: usize,
+    /// Largest rank of a delta.
+    pub rank: usize,
+    /// Whether deltas drop elements of their input.
+    pub dropout: bool,
+}
+
+/// Bytes for a pool of `threads` and the thread that drives it.
+pub fn bytes(needs: Needs, threads: usize) -> usize {
+    let widest = needs.inner.max(3 * needs.width);
+    let ops = [
+        matmul::scratch(needs.rows),
+        attention::scratch(needs.keys, needs.head_width),
+        adapted_linear::scratch(needs.rows, widest, needs.rank, needs.dropout),
+    ];
+    let tiles = ops.iter().map(|op| op.0).max().unwrap_or(0);
+    let packed = ops.iter().map(|op| op.1).max().unwrap_or(0);
+    (threads + 1) * (4 * (tiles + packed) + cpu::slab())
+}

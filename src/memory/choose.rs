@@ -1,0 +1,286 @@
+//! The choice: the fastest predicted setting that fits, and what every other choice would cost.
+
+use super::{
+    calibrate::Rates,
+    plan::{Job, Plan, Setting, Target, plan},
+    predict::seconds,
+};
+use crate::{
+    error::{Error, Report, Result},
+    kernels::{arena::Place, device::DType},
+    model::{Policy, Recompute},
+    optim::OptimizerKind,
+};
+
+/// What is fixed; `None` leaves it to the choice.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Wish {
+    /// Rows at a time.
+    pub micro_batch: Option<usize>,
+    /// What blocks compute again.
+    pub recompute: Option<Recompute>,
+    /// Rows of logits at a time.
+    pub head_rows: Option<usize>,
+    /// Whether the base is streamed.
+    pub stream: Option<bool>,
+    /// Where inputs of blocks wait.
+    pub inputs: Option<Place>,
+    /// Where moments are.
+    pub moments: Option<Place>,
+    /// How moments are kept.
+    pub optimizer: Option<OptimizerKind>,
+}
+
+/// A plan with the seconds that an optimizer step is predicted to take.
+#[derive(Debug, Clone)]
+pub struct Predicted {
+    /// The plan.
+    pub plan: Plan,
+    /// Seconds a step, on a machine of the rates it was predicted with.
+    pub seconds: f64,
+}
+
+impl Predicted {
+    fn of(job: &Job, setting: Setting, rates: &Rates) -> Result<Self> {
+        Ok(Self { plan: plan(job, setting)?, seconds: seconds(job, setting, rates) })
+    }
+
+    /// Peak bytes.
+    pub fn peak(&self) -> u64 {
+        self.plan.peak().1
+    }
+}
+
+/// One choice made otherwise, all others as chosen.
+#[derive(Debug, Clone)]
+pub struct Alternative {
+    /// The option and its value.
+    pub option: String,
+    /// Bytes at the peak, more or less than chosen.
+    pub bytes: i64,
+    /// Seconds a step over those of the chosen setting.
+    pub time: f64,
+    /// Whether it would fit.
+    pub fits: bool,
+}
+
+/// What was chosen, and what could have been.
+#[derive(Debug, Clone)]
+pub struct Choice {
+    /// The plan to run.
+    pub chosen: Predicted,
+    /// The bytes it had to fit into; `None` for any number.
+    pub budget: Option<u64>,
+    /// Other values of what was left to the choice.
+    pub alternatives: Vec<Alternative>,
+}
+
+/// Time that reading, writing and waiting cost beyond what is predicted, as a part of a step: between
+/// nearly equal settings the one that needs no disk wins.
+const DISK_RISK: f64 = 0.02;
+/// Settings whose predicted times differ by less are equally fast, and the smaller one is taken.
+const AS_FAST: f64 = 1.01;
+/// Chunks of the head to choose from.
+const HEAD_ROWS: [usize; 3] = [Policy::HEAD_ROWS, 128, 32];
+
+/// The fastest predicted setting of `job` under `wish` that fits into `budget` bytes.
+///
+/// # Errors
+/// [`Error::Input`] when none fits, with the smallest that there is.
+pub fn choose(job: &Job, wish: Wish, budget: Option<u64>, rates: &Rates) -> Result<Choice> {
+    let mut settings: Vec<(Setting, f64)> = candidates(job, wish)
+        .into_iter()
+        .map(|setting| (setting, risky(setting) * seconds(job, setting, rates)))
+        .collect();
+    settings.sort_by(|a, b| a.1.total_cmp(&b.1));
+    let fits = |plan: &Plan| budget.is_none_or(|budget| plan.peak().1 <= budget);
+    let mut smallest: Option<Plan> = None;
+    let mut found: Option<(Plan, f64)> = None;
+    for &(setting, time) in &settings {
+        let plan = plan(job, setting)?;
+        if fits(&plan) {
+            found = Some((plan, time));
+            break;
+        }
+        if smallest.as_ref().is_none_or(|least| plan.peak().1 < least.peak().1) {
+            smallest = Some(plan);
+        }
+    }
+    let Some((mut best, time)) = found else {
+        return Err(Error::Input(nothing_fits(job, budget, smallest)));
+    };
+    // As fast with fewer rows at a time is less memory for the same work.
+    let frugal = |setting: &Setting| {
+        let size = (best.setting.micro_batch, best.setting.policy.head_rows);
+        let same = Setting {
+            micro_batch: size.0,
+            policy: Policy { head_rows: size.1, ..setting.policy },
+            ..*setting
+        };
+        same == best.setting
+    };
+    let near: Vec<Setting> = settings
+        .iter()
+        .filter(|(setting, other)| *other <= time * AS_FAST && frugal(setting))
+        .map(|(setting, _)| *setting)
+        .collect();
+    for setting in near {
+        let plan = plan(job, setting)?;
+        if plan.peak().1 < best.peak().1 {
+            best = plan;
+        }
+    }
+    let chosen = Predicted { seconds: seconds(job, best.setting, rates), plan: best };
+    let alternatives = alternatives(job, wish, budget, &chosen, rates)?;
+    Ok(Choice { chosen, budget, alternatives })
+}
+
+/// The next smaller plan than `chosen` that `wish` leaves: the fastest with at most `bytes`.
+///
+/// # Errors
+/// As [`choose`].
+pub fn smaller(job: &Job, wish: Wish, bytes: u64, rates: &Rates) -> Result<Choice> {
+    choose(job, wish, Some(bytes), rates)
+}
+
+fn risky(setting: Setting) -> f64 {
+    let Policy { stream, inputs, moments, .. } = setting.policy;
+    let disks = [stream, inputs == Place::Disk, moments == Place::Disk];
+    let eight_bit = setting.optimizer == OptimizerKind::AdamW8bit;
+    // 8-bit states change the result a little: only where nothing else of the kind fits.
+    let last = if eight_bit { 1e3 } else { 1.0 };
+    last * (1.0 + DISK_RISK * disks.into_iter().filter(|disk| *disk).count() as f64)
+}
+
+/// Every setting that `wish` leaves.
+fn candidates(job: &Job, wish: Wish) -> Vec<Setting> {
+    let cuda = job.target == Target::Cuda;
+    let activations = if cuda { DType::F16 } else { DType::F32 };
+    let micro_batches = wish.micro_batch.map_or_else(|| divisors(job.batch), |rows| vec![rows]);
+    let recompute = wish.recompute.map_or_else(|| recomputes(job.config.layers), |one| vec![one]);
+    let chunks = wish.head_rows.map_or_else(|| HEAD_ROWS.to_vec(), |rows| vec![rows]);
+    let either = |fixed: Option<bool>, possible: bool| match fixed {
+        Some(fixed) => vec![fixed],
+        None if possible => vec![false, true],
+        None => vec![false],
+    };
+    let on_disk = |fixed: Option<Place>| either(fixed.map(|place| place == Place::Disk), true);
+    let place = |disk: bool| if disk { Place::Disk } else { Place::Memory };
+    let optimizers = wish
+        .optimizer
+        .map_or_else(|| vec![OptimizerKind::AdamW, OptimizerKind::AdamW8bit], |kind| vec![kind]);
+    let mut all = Vec::new();
+    for &micro_batch in &micro_batches {
+        for &recompute in &recompute {
+            for &head_rows in &chunks {
+                for stream in either(wish.stream, job.streamable) {
+                    for inputs in on_disk(wish.inputs).into_iter().map(place) {
+                        for moments in on_disk(wish.moments).into_iter().map(place) {
+                            for &optimizer in &optimizers {
+                                let policy =
+                                    Policy { recompute, head_rows, stream, inputs, moments, activations };
+                                all.push(Setting { micro_batch, policy, optimizer });
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+    all
+}
+
+/// What a choice between keeping and computing again may be.
+fn recomputes(layers: usize) -> Vec<Recompute> {
+    let mut all = vec![Recompute::None, Recompute::Mlp, Recompute::Linear];
+    all.extend([2, 3].into_iter().filter(|&every| every < layers).map(Recompute::Every));
+    all.push(Recompute::All);
+    all
+}
+
+/// All divisors, the largest first; of very many only those that about halve.
+fn divisors(batch: usize) -> Vec<usize> {
+    let all: Vec<usize> = (1..=batch.max(1)).rev().filter(|rows| batch.max(1).is_multiple_of(*rows)).collect();
+    let mut kept: Vec<usize> = Vec::new();
+    for rows in all {
+        if rows == 1 || kept.last().is_none_or(|last| rows * 3 <= last * 2) {
+            kept.push(rows);
+        }
+    }
+    kept
+}
+
+/// Every single choice made otherwise.
+fn alternatives(
+    job: &Job,
+    wish: Wish,
+    budget: Option<u64>,
+    chosen: &Predicted,
+    rates: &Rates,
+) -> Result<Vec<Alternative>> {
+    let now = chosen.plan.setting;
+    let mut list = Vec::new();
+    for setting in candidates(job, wish) {
+        let Some(option) = only_difference(now, setting) else { continue };
+        let other = Predicted::of(job, setting, rates)?;
+        list.push(Alternative {
+            option,
+            bytes: other.peak() as i64 - chosen.peak() as i64,
+            time: other.seconds / chosen.seconds,
+            fits: budget.is_none_or(|budget| other.peak() <= budget),
+        });
+    }
+    Ok(list)
+}
+
+/// The option in which `other` differs, if it is one.
+fn only_difference(now: Setting, other: Setting) -> Option<String> {
+    let (a, b) = (now.policy, other.policy);
+    let place = |place: Place| if place == Place::Disk { "on" } else { "off" };
+    let differences = [
+        (now.micro_batch != other.micro_batch).then(|| format!("micro-batch {}", other.micro_batch)),
+        (a.recompute != b.recompute).then(|| format!("recompute {}", b.recompute)),
+        (a.head_rows != b.head_rows).then(|| format!("head-rows {}", b.head_rows)),
+        (a.stream != b.stream).then(|| format!("stream-base {}", if b.stream { "on" } else { "off" })),
+        (a.inputs != b.inputs).then(|| format!("offload-inputs {}", place(b.inputs))),
+        (a.moments != b.moments).then(|| format!("offload-optimizer {}", place(b.moments))),
+        (now.optimizer != other.optimizer).then(|| format!("optimizer {}", other.optimizer.name())),
+    ];
+    let mut found = differences.into_iter().flatten();
+    found.next().filter(|_| found.next().is_none())
+}
+
+/// The sentence for a job that fits in no way.
+fn nothing_fits(job: &Job, budget: Option<u64>, smallest: Option<Plan>) -> Report {
+    let budget = budget.unwrap_or(u64::MAX);
+    let Some(least) = smallest else { return Report::new("there is no way to run this; please report this") };
+    let bytes = least.peak().1;
+    let report = Report::new(format!(
+        "--memory {}: is too small for {} rows of up to {} tokens; the smallest plan takes {}",
+        size(budget),
+        job.batch,
+        job.seq_len,
+        size_up(bytes)
+    ));
+    report.with_hint(format!("--memory {} would fit: {}", size_up(bytes), least.setting))
+        .with_hint("a smaller --seq-len or --rank makes it smaller still")
+}
+
+/// Bytes for people, in units of 1024, rounded to nearest.
+pub fn size(bytes: u64) -> String {
+    let (unit, name) = unit(bytes);
+    let value = bytes as f64 / unit as f64;
+    if value >= 100.0 || unit == 1 { format!("{value:.0}{name}") } else { format!("{value:.2}{name}") }
+}
+
+/// Bytes for people that are enough: rounded up to a whole MiB.
+pub fn size_up(bytes: u64) -> String {
+    format!("{}MiB", bytes.div_ceil(1 << 20))
+}
+
+fn unit(bytes: u64) -> (u64, &'static str) {
+    [(1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")]
+        .into_iter()
+        .find(|(unit, _)| bytes >= *unit)
+        .unwrap_or((1, "B"))
+}

@@ -1,0 +1,186 @@
+//! Plans against what they must add up to, and choices under budgets.
+
+use std::path::Path;
+
+use engraft_adapters::{AdapterSpec, LoraSpec, PrefixSpec};
+
+use super::{calibrate::Rates, choose::*, plan::*, *};
+use crate::{
+    kernels::{arena::Place, device::DType},
+    model::{Config, Policy, Recompute},
+    optim::OptimizerKind,
+};
+
+fn xl() -> Config {
+    let text = r#"{"model_type":"gpt2","n_layer":48,"n_embd":1600,"n_head":25,"n_positions":1024,"vocab_size":50257}"#;
+    Config::from_json(text, Path::new("xl")).unwrap()
+}
+
+fn set(config: &Config, targets: &str) -> AdapterSet {
+    let lora = LoraSpec { targets: targets.parse().unwrap(), ..LoraSpec::default() };
+    let spec = AdapterSpec { lora: Some(lora), prefix: None };
+    AdapterSet::new(&spec, &config.describe("xl", None)).unwrap()
+}
+
+use engraft_adapters::AdapterSet;
+
+fn job<'a>(config: &'a Config, set: &'a AdapterSet, batch: usize) -> Job<'a> {
+    Job {
+        config,
+        set,
+        batch,
+        seq_len: 1024,
+        target: Target::Cpu { threads: 2 },
+        program: 50 << 20,
+        rows_on_heap: 0,
+        streamable: true,
+    }
+}
+
+fn setting(policy: Policy) -> Setting {
+    Setting { micro_batch: 1, policy, optimizer: OptimizerKind::AdamW }
+}
+
+/// Of some CPU; only ratios matter here.
+fn rates() -> Rates {
+    let product = |few, many| calibrate::Product {
+        few: calibrate::Point { rows: 128, flops: few },
+        many: calibrate::Point { rows: 1024, flops: many },
+    };
+    let both = |forward, backward| calibrate::Both { forward, backward };
+    Rates {
+        product_forward: product(1.2e11, 1.5e11),
+        product_backward: product(1.1e11, 1.5e11),
+        attention: both(4e10, 5e10),
+        head: 1.2e11,
+        layernorm: both(5e9, 5e9),
+        activation: both(3.5e9, 5e9),
+        adamw: 1.4e9,
+        reading: 3e10,
+    }
+}
+
+#[test]
+fn the_base_counts_every_parameter() {
+    // 1,557,611,200 parameters in GPT-2 XL.
+    assert_eq!(BaseBytes::of(&xl()).total(), 2 * 1_557_611_200);
+    let (config, policy) = (xl(), Policy::default());
+    let set = set(&config, "c_attn");
+    let plan = plan(&job(&config, &set, 1), setting(policy)).unwrap();
+    let base: u64 = plan.rows.iter().filter(|row| row.role == "base").map(|row| row.bytes).sum();
+    assert_eq!(base, 2 * 1_557_611_200);
+}
+
+#[test]
+fn every_saving_saves_what_it_says() {
+    let config = xl();
+    let set = set(&config, "all-linear");
+    let job = job(&config, &set, 1);
+    let peak = |policy| plan(&job, setting(policy)).unwrap().peak().1;
+    let base = Policy::default();
+    let steps = [Recompute::None, Recompute::Mlp, Recompute::Linear, Recompute::All]
+        .map(|recompute| peak(Policy { recompute, ..base }));
+    assert!(steps.is_sorted_by(|a, b| a > b), "{steps:?}");
+    // 4c floats a token of the MLP's inside in all blocks but the shared one.
+    assert_eq!(steps[0] - steps[1], 47 * 1024 * 6400 * 4);
+    let least = Policy { recompute: Recompute::All, stream: true, head_rows: 32, ..base };
+    assert!(peak(least) < 1_200 << 20, "{}", peak(least));
+    assert!(peak(least) < peak(Policy { stream: false, ..least }) - (2 << 30));
+    assert!(peak(Policy { inputs: Place::Disk, ..least }) < peak(least) - (250 << 20));
+    assert!(peak(Policy { moments: Place::Disk, ..least }) < peak(least) - (40 << 20));
+}
+
+#[test]
+fn rows_add_up_in_every_moment() {
+    let config = xl();
+    let set = set(&config, "c_attn");
+    for stream in [false, true] {
+        let plan = plan(&job(&config, &set, 4), setting(Policy { stream, ..Policy::default() })).unwrap();
+        let (moment, peak) = plan.peak();
+        assert_eq!(plan.at(moment), peak);
+        for moment in moment::Moment::ALL {
+            assert!(plan.at(moment) <= peak);
+            assert_eq!(plan.at(moment), plan.rows.iter().map(|row| row.resident(moment)).sum::<u64>());
+        }
+        assert!(plan.rows.iter().all(|row| row.bytes > 0 && row.count > 0));
+    }
+}
+
+#[test]
+fn less_memory_is_slower_and_always_fits() {
+    let config = xl();
+    let set = set(&config, "c_attn");
+    let job = job(&config, &set, 8);
+    let rates = rates();
+    let mut last = 0.0;
+    for gib in [64u64, 32, 16, 8, 6, 4, 3, 2] {
+        let budget = gib << 30;
+        let choice = choose(&job, Wish::default(), Some(budget), &rates).unwrap();
+        assert!(choice.chosen.peak() <= budget, "{gib} GiB");
+        assert!(choice.chosen.seconds >= 0.97 * last, "{gib} GiB is faster than more memory");
+        assert_eq!(choice.chosen.plan.setting.optimizer, OptimizerKind::AdamW, "8 bits only where needed");
+        assert!(job.batch.is_multiple_of(choice.chosen.plan.setting.micro_batch));
+        last = choice.chosen.seconds;
+    }
+    let plenty = choose(&job, Wish::default(), None, &rates).unwrap().chosen.plan.setting.policy;
+    assert_eq!((plenty.recompute, plenty.stream), (Recompute::None, false));
+    assert_eq!((plenty.inputs, plenty.moments), (Place::Memory, Place::Memory));
+}
+
+#[test]
+fn a_wish_is_kept() {
+    let config = xl();
+    let set = set(&config, "c_attn");
+    let job = job(&config, &set, 8);
+    let wish = Wish {
+        micro_batch: Some(2),
+        recompute: Some(Recompute::Every(5)),
+        stream: Some(true),
+        optimizer: Some(OptimizerKind::AdamW8bit),
+        ..Wish::default()
+    };
+    let choice = choose(&job, wish, None, &rates()).unwrap();
+    let Setting { micro_batch, policy, optimizer } = choice.chosen.plan.setting;
+    assert_eq!((micro_batch, policy.recompute, policy.stream), (2, Recompute::Every(5), true));
+    assert_eq!(optimizer, OptimizerKind::AdamW8bit);
+    let options: Vec<&str> =
+        choice.alternatives.iter().filter_map(|other| other.option.split(' ').next()).collect();
+    assert!(options.contains(&"head-rows") && !options.contains(&"recompute"), "{options:?}");
+}
+
+#[test]
+fn nothing_fits_names_the_smallest() {
+    let config = xl();
+    let set = set(&config, "all-linear");
+    let job = job(&config, &set, 8);
+    let error = choose(&job, Wish::default(), Some(100 << 20), &rates()).unwrap_err();
+    assert_eq!(error.exit_code(), 2);
+    let text = error.to_string();
+    let named = text.split("--memory ").nth(2).and_then(|rest| rest.split("MiB").next()).unwrap();
+    let bytes = named.parse::<u64>().unwrap() << 20;
+    let fits = choose(&job, Wish::default(), Some(bytes), &rates()).unwrap();
+    assert!(text.contains(&fits.chosen.plan.setting.to_string()), "{text}\n{}", fits.chosen.plan.setting);
+    assert!(choose(&job, Wish::default(), Some(bytes - (1 << 20)), &rates()).is_err());
+}
+
+#[test]
+fn a_device_is_planned_without_one() {
+    let config = xl();
+    let set = set(&config, "c_attn");
+    let job = Job { target: Target::Cuda, ..job(&config, &set, 8) };
+    let choice = choose(&job, Wish::default(), Some(12 << 30), &rates()).unwrap();
+    assert!(choice.chosen.peak() <= 12 << 30);
+    assert_eq!(choice.chosen.plan.setting.policy.activations, DType::F16);
+    let device: u64 = choice.chosen.plan.rows.iter().filter(|row| row.home == Home::Device).map(|r| r.bytes).sum();
+    assert!(device >= 3 << 30, "{device}");
+}
+
+#[test]
+fn a_prefix_is_planned_too() {
+    let config = xl();
+    let spec = AdapterSpec { lora: None, prefix: Some(PrefixSpec { length: 20, projection: Some(64) }) };
+    let set = AdapterSet::new(&spec, &config.describe("xl", None)).unwrap();
+    let plan = plan(&job(&config, &set, 2), setting(Policy::default())).unwrap();
+    let names: Vec<&str> = plan.rows.iter().map(|row| row.name.as_str()).collect();
+    assert!(names.contains(&"projected") && names.contains(&"d hidden"), "{names:?}");
+}

@@ -1,0 +1,56 @@
+//! Samples in bounded memory: when there are too many, neighbours are merged two by two.
+
+use super::{Recording, Sample};
+
+/// Grows up to `capacity` samples, then halves its resolution; peaks are exact all the same.
+pub struct Timeline {
+    samples: Vec<Sample>,
+    capacity: usize,
+    /// How many pushed samples one kept sample stands for.
+    stride: usize,
+    /// The highest sample of the group that is not complete, and how many it stands for.
+    open: Option<(Sample, usize)>,
+    /// The highest sample of each moment.
+    moments: Vec<Sample>,
+}
+
+impl Timeline {
+    pub fn new(capacity: usize) -> Self {
+        Self { samples: Vec::new(), capacity: capacity.max(2), stride: 1, open: None, moments: Vec::new() }
+    }
+
+    pub fn push(&mut self, sample: Sample) {
+        match self.moments.iter_mut().find(|peak| peak.moment == sample.moment) {
+            Some(peak) => *peak = higher(*peak, sample),
+            None => self.moments.push(sample),
+        }
+        let (highest, count) =
+            self.open.take().map_or((sample, 1), |(open, count)| (higher(open, sample), count + 1));
+        if count < self.stride {
+            self.open = Some((highest, count));
+            return;
+        }
+        self.samples.push(highest);
+        if self.samples.len() >= self.capacity {
+            self.samples = merged(&self.samples, 2);
+            self.stride *= 2;
+        }
+    }
+
+    pub fn finish(mut self, high_water: Option<u64>) -> Recording {
+        self.samples.extend(self.open.map(|(sample, _)| sample));
+        let peak = self.moments.iter().copied().reduce(higher);
+        self.moments.sort_by_key(|sample| sample.moment);
+        Recording { samples: self.samples, peak, moments: self.moments, high_water }
+    }
+}
+
+/// The highest sample of every `group` neighbours.
+pub fn merged(samples: &[Sample], group: usize) -> Vec<Sample> {
+    samples.chunks(group.max(1)).filter_map(|group| group.iter().copied().reduce(higher)).collect()
+}
+
+/// The earlier one where both are as high.
+fn higher(a: Sample, b: Sample) -> Sample {
+    if b.height() > a.height() { b } else { a }
+}
