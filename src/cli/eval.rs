@@ -1,12 +1,14 @@
 //! `engraft eval`: loss and perplexity of a base, with an adapter or alone.
 
+use std::path::Path;
+
 use serde_json::json;
 
 use super::{
     args_other::EvalArgs, environment::Environment, open, signals, values::SplitName, write_json, write_out,
 };
 use crate::{
-    data::{Batch, DataOptions, Split},
+    data::{DataOptions, Split},
     error::{Error, Result},
     model::Limits,
     train::{self, DataSource, Evaluator},
@@ -41,6 +43,7 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         train_on_prompt: args.train_on_prompt,
         end_of_text: train::end_of_text(config, opened.tokenizer.as_ref())?,
         vocab: config.vocab,
+        spool: environment.cache().ok().map(Path::to_owned),
     };
     let source =
         if args.data.is_empty() { DataSource::Embedded } else { DataSource::Files(args.data.clone()) };
@@ -48,9 +51,7 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     let limits = Limits { rows: args.micro_batch.min(data.rows.len()), tokens: data.longest() };
     let adapter = adapter.as_ref().map(|loaded| (&loaded.set, loaded.values.as_slice()));
     let mut evaluator = Evaluator::new(opened.base.clone(), adapter, limits, args.head_rows)?;
-    let mut batches =
-        data.rows.chunks(args.micro_batch).map(|rows| Batch::new(&rows.iter().collect::<Vec<_>>()));
-    let found = evaluator.evaluate(&mut batches)?;
+    let found = evaluator.evaluate(&mut data.batches(args.micro_batch))?;
     let perplexity = found.perplexity();
     if args.json {
         let (loss, tokens, rows) = (found.loss, found.tokens, found.rows);

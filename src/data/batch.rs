@@ -3,8 +3,8 @@
 /// Marks a position without loss, in labels as in targets (the value PyTorch ignores).
 pub const NO_LOSS: i32 = -100;
 
-/// One row of a data set before batching; all vectors have the row's own length `t`.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// One row before batching, with numbers of its own; all vectors have the row's own length `t`.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Row {
     /// Token ids, `(t)`.
     pub ids: Vec<u32>,
@@ -13,6 +13,30 @@ pub struct Row {
     /// For every position the index of the first position of its document, `(t)`; all zero
     /// without packing. Attention sees `starts[i]..=i`; the position embedding is `i - starts[i]`.
     pub starts: Vec<u32>,
+}
+
+impl Row {
+    /// The same row, borrowed.
+    pub fn view(&self) -> RowRef<'_> {
+        RowRef { ids: &self.ids, targets: &self.targets, starts: &self.starts }
+    }
+}
+
+/// A [`Row`] whose numbers lie elsewhere; all slices have the row's own length `t`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RowRef<'a> {
+    /// Token ids, `(t)`.
+    pub ids: &'a [u32],
+    /// Shifted targets, `(t)`, as in [`Row`].
+    pub targets: &'a [i32],
+    /// For every position the first position of its document, `(t)`, as in [`Row`].
+    pub starts: &'a [u32],
+}
+
+impl<'a> From<&'a Row> for RowRef<'a> {
+    fn from(row: &'a Row) -> Self {
+        row.view()
+    }
 }
 
 /// `b` rows padded to one length `t`; every vector is `(b, t)` in row-major order.
@@ -36,9 +60,10 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Pads `rows` to the longest of them.
-    pub fn new(rows: &[&Row]) -> Self {
-        let seq_len = rows.iter().map(|row| row.ids.len()).max().unwrap_or(0);
+    /// Pads `rows`, each a [`RowRef`] or a `&Row`, to the longest of them.
+    pub fn new<'a, R: Into<RowRef<'a>> + Copy>(rows: &[R]) -> Self {
+        let rows = rows.iter().map(|&row| row.into());
+        let seq_len = rows.clone().map(|row| row.ids.len()).max().unwrap_or(0);
         let cells = rows.len() * seq_len;
         let mut batch = Self {
             rows: rows.len(),
@@ -59,11 +84,11 @@ impl Batch {
         self.targets.iter().filter(|&&target| target != NO_LOSS).count()
     }
 
-    fn push(&mut self, row: &Row) {
+    fn push(&mut self, row: RowRef) {
         let padding = self.seq_len - row.ids.len();
         self.ids.extend(row.ids.iter().copied().chain(std::iter::repeat_n(0, padding)));
         self.targets.extend(row.targets.iter().copied().chain(std::iter::repeat_n(NO_LOSS, padding)));
-        self.positions.extend((0u32..).zip(&row.starts).map(|(index, start)| index - start));
+        self.positions.extend((0u32..).zip(row.starts).map(|(index, start)| index - start));
         self.positions.extend(std::iter::repeat_n(0, padding));
         self.starts.extend(row.starts.iter().copied());
         // A padded query must see at least one key: its own.
@@ -80,6 +105,7 @@ mod tests {
         let packed = Row { ids: vec![5, 6, 7, 8], targets: vec![6, NO_LOSS, 8, 1], starts: vec![0, 0, 2, 2] };
         let short = Row { ids: vec![9], targets: vec![2], starts: vec![0] };
         let batch = Batch::new(&[&packed, &short]);
+        assert_eq!(batch, Batch::new(&[packed.view(), short.view()]));
         assert_eq!((batch.rows, batch.seq_len, batch.supervised()), (2, 4, 4));
         assert_eq!(batch.ids, [5, 6, 7, 8, 9, 0, 0, 0]);
         assert_eq!(batch.positions, [0, 1, 0, 1, 0, 0, 0, 0]);

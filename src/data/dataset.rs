@@ -1,19 +1,18 @@
-//! A split in memory: its rows, what was counted on the way, and a fingerprint.
+//! A split: its rows, what was counted on the way, and a fingerprint.
 
 use std::fmt;
-use std::fs;
+use std::fs::File;
 use std::path::PathBuf;
 
-use rayon::prelude::*;
 use serde::Serialize;
 
-use super::batch::{Batch, NO_LOSS, Row};
-use super::documents::Document;
+use super::batch::{Batch, NO_LOSS, RowRef};
 use super::options::DataOptions;
-use super::records::{self, Kind, Place};
-use super::rows::RowBuilder;
+use super::read::Reader;
+use super::records::Kind;
 use super::sampler::Sampler;
 use super::sources::{self, Split};
+use super::store::{Rows, bytes_of};
 use super::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
 
@@ -37,15 +36,6 @@ pub struct DataReport {
     pub truncated: usize,
     /// Windows left out because none of their positions has a target.
     pub dropped: usize,
-}
-
-impl DataReport {
-    fn of_rows(self, rows: &[Row]) -> Self {
-        let supervised =
-            rows.iter().map(|row| row.targets.iter().filter(|&&target| target != NO_LOSS).count()).sum();
-        let tokens = rows.iter().map(|row| row.ids.len()).sum();
-        Self { rows: rows.len(), tokens, supervised, ..self }
-    }
 }
 
 /// One line for people: `3 records, 2 rows, 40 tokens (12 supervised), 1 cut, 1 dropped`.
@@ -77,7 +67,7 @@ impl fmt::Display for DataReport {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Dataset {
     /// The rows in the order of the files.
-    pub rows: Vec<Row>,
+    pub rows: Rows,
     /// The counts.
     pub report: DataReport,
     /// BLAKE3 over all rows in order, in hex.
@@ -85,31 +75,49 @@ pub struct Dataset {
 }
 
 impl Dataset {
-    fn new(rows: Vec<Row>, report: DataReport) -> Self {
-        let fingerprint = fingerprint(&rows);
-        Self { report: report.of_rows(&rows), rows, fingerprint }
+    /// Counts and fingerprints `rows` in one pass.
+    pub(super) fn new(rows: Rows, report: DataReport) -> Self {
+        let mut report = DataReport { rows: rows.len(), tokens: 0, supervised: 0, ..report };
+        let mut fingerprint = Fingerprint::new(rows.len());
+        rows.for_each(|row| {
+            report.tokens += row.ids.len();
+            report.supervised += row.targets.iter().filter(|&&target| target != NO_LOSS).count();
+            fingerprint.add(row);
+        });
+        Self { rows, report, fingerprint: fingerprint.finish() }
     }
 
     /// Longest row, in positions: what a memory plan is for.
     pub fn longest(&self) -> usize {
-        self.rows.iter().map(|row| row.ids.len()).max().unwrap_or(0)
+        self.rows.longest()
+    }
+
+    /// Bytes the rows hold: on the heap, and mapped from a file, whose pages the system can drop and
+    /// read again. Both parts of a [`Dataset::split`] count the same mapping.
+    pub fn memory(&self) -> (usize, usize) {
+        self.rows.memory()
     }
 
     /// The rows at `indices` as one batch, padded to the longest of them; an index that is no row
     /// adds none.
     pub fn batch(&self, indices: &[usize]) -> Batch {
-        let rows: Vec<&Row> = indices.iter().filter_map(|&index| self.rows.get(index)).collect();
-        Batch::new(&rows)
+        let inside = indices.iter().filter(|&&index| index < self.rows.len());
+        Batch::new(&inside.map(|&index| self.rows.get(index)).collect::<Vec<_>>())
     }
 
     /// All rows once, in order, `size` a batch; the last batch may have fewer.
     pub fn batches(&self, size: usize) -> impl Iterator<Item = Batch> + '_ {
-        self.rows.chunks(size.max(1)).map(|rows| Batch::new(&rows.iter().collect::<Vec<_>>()))
+        let (len, size) = (self.rows.len(), size.max(1));
+        (0..len).step_by(size).map(move |first| {
+            let rows = first..len.min(first.saturating_add(size));
+            Batch::new(&rows.map(|index| self.rows.get(index)).collect::<Vec<_>>())
+        })
     }
 
     /// Splits off about `fraction` of the rows, at least one: (kept, held out). The choice depends
-    /// on `seed`, the order within both parts stays. Rows are split, not documents, because a text
-    /// file is one document. The counts of records, documents, cut and dropped stay those of all.
+    /// on `seed`, the order within both parts stays, and no number is copied. Rows are split, not
+    /// documents, because a text file is one document. The counts of records, documents, cut and
+    /// dropped stay those of all.
     ///
     /// # Errors
     /// A fraction that is not between 0 and 1, or a single row.
@@ -129,16 +137,16 @@ impl Dataset {
         let order = Sampler::new(len, seed ^ HOLD_OUT, true);
         let mut is_held = vec![false; len];
         order.rows(0, held).into_iter().for_each(|row| is_held[row] = true);
-        let mut flags = is_held.into_iter();
-        let (held, kept) = self.rows.into_iter().partition(|_| flags.next() == Some(true));
-        Ok((Self::new(kept, self.report), Self::new(held, self.report)))
+        let part = |held| self.rows.part((0..len).filter(|&row| is_held[row] == held));
+        Ok((Self::new(part(false), self.report), Self::new(part(true), self.report)))
     }
 }
 
 /// Loads the files that `sources` have for `split`, in order; see [`sources::files`].
 ///
 /// # Errors
-/// No such file, anything wrong in one of them, or no supervised token in all of them.
+/// No such file, anything wrong in one of them, no supervised token in all of them, or a folder that
+/// cannot take the rows ([`DataOptions::spool`]).
 pub fn load(
     sources: &[PathBuf],
     split: Split,
@@ -150,9 +158,9 @@ pub fn load(
     let mut names = Vec::new();
     for path in sources::files(sources, split)? {
         let kind = Kind::of(&path)?;
-        let bytes = fs::read(&path).map_err(|cause| Error::reading(&path, &cause))?;
+        let file = File::open(&path).map_err(|cause| Error::reading(&path, &cause))?;
         let name = path.display().to_string();
-        reader.read(&name, &bytes, kind)?;
+        reader.read(&name, file, kind)?;
         names.push(name);
     }
     reader.finish(&names.join(", "))
@@ -175,65 +183,36 @@ pub fn load_text(
     reader.finish(name)
 }
 
-struct Reader<'a> {
-    tokenizer: Option<&'a Tokenizer>,
-    options: &'a DataOptions,
-    builder: RowBuilder,
-    report: DataReport,
-}
-
-impl<'a> Reader<'a> {
-    fn new(tokenizer: Option<&'a Tokenizer>, options: &'a DataOptions) -> Self {
-        let builder = RowBuilder::new(options.seq_len, options.pack);
-        Self { tokenizer, options, builder, report: DataReport::default() }
-    }
-
-    fn read(&mut self, name: &str, bytes: &[u8], kind: Kind) -> Result<()> {
-        let options = self.options;
-        let records = records::read(name, bytes, kind, options.line_by_line, options.vocab)?;
-        self.report.records += records.len();
-        let tokenise = |(line, record): &(usize, records::Record)| {
-            let line = (records.len() > 1 || kind == Kind::Jsonl).then_some(*line);
-            Document::new(Place { name, line }, record, self.tokenizer, options)
-        };
-        // In parallel, but taken in order: the first error of the file is the one reported.
-        let documents: Vec<_> = records.par_iter().map(tokenise).collect();
-        for document in documents {
-            let document = document?;
-            self.report.truncated += usize::from(document.cut);
-            self.builder.push(&document);
-        }
-        Ok(())
-    }
-
-    fn finish(self, names: &str) -> Result<Dataset> {
-        let (rows, documents, dropped) = self.builder.finish();
-        if rows.is_empty() {
-            return Err(Error::input(format!(
-                "{names}: nothing is supervised in {} records; give completions, answers of the assistant, \
-                 or labels other than -100, within the first {} tokens",
-                self.report.records, self.options.seq_len
-            )));
-        }
-        Ok(Dataset::new(rows, DataReport { documents, dropped, ..self.report }))
-    }
-}
-
 /// BLAKE3 over the rows: their number, then for each its length, ids, targets and starts, all
 /// little-endian 32 bit except the number (64 bit).
-fn fingerprint(rows: &[Row]) -> String {
-    let mut hasher = blake3::Hasher::new();
-    hasher.update(&(rows.len() as u64).to_le_bytes());
-    let mut bytes = Vec::new();
-    for row in rows {
-        bytes.clear();
-        bytes.extend((row.ids.len() as u32).to_le_bytes());
-        bytes.extend(row.ids.iter().flat_map(|id| id.to_le_bytes()));
-        bytes.extend(row.targets.iter().flat_map(|target| target.to_le_bytes()));
-        bytes.extend(row.starts.iter().flat_map(|start| start.to_le_bytes()));
-        hasher.update(&bytes);
+struct Fingerprint {
+    hasher: blake3::Hasher,
+    /// Rows that wait to be hashed together: many blocks at a time are several times as fast as few.
+    bytes: Vec<u8>,
+}
+
+impl Fingerprint {
+    const TOGETHER: usize = 256 << 10;
+
+    fn new(rows: usize) -> Self {
+        Self { hasher: blake3::Hasher::new(), bytes: (rows as u64).to_le_bytes().to_vec() }
     }
-    hasher.finalize().to_hex().to_string()
+
+    fn add(&mut self, row: RowRef) {
+        self.bytes.extend((row.ids.len() as u32).to_le_bytes());
+        self.bytes.extend_from_slice(bytes_of(row.ids));
+        self.bytes.extend(row.targets.iter().flat_map(|target| target.to_le_bytes()));
+        self.bytes.extend_from_slice(bytes_of(row.starts));
+        if self.bytes.len() >= Self::TOGETHER {
+            self.hasher.update(&self.bytes);
+            self.bytes.clear();
+        }
+    }
+
+    fn finish(mut self) -> String {
+        self.hasher.update(&self.bytes);
+        self.hasher.finalize().to_hex().to_string()
+    }
 }
 
 #[cfg(test)]

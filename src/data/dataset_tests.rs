@@ -1,5 +1,7 @@
 //! Tests of loading: counts, fingerprints, splits, errors that only a whole file shows.
 
+use std::fs;
+
 use super::*;
 use crate::data::Batch;
 use crate::data::testing::{END, ids, options, tokenizer};
@@ -23,7 +25,7 @@ fn every_token_of_a_text_but_the_first_is_a_target_once() {
         for pack in [false, true] {
             let dataset = text("a.txt", content, &DataOptions { pack, ..options(seq_len) }).unwrap();
             assert_eq!(targets(&dataset), expected[1..], "seq_len {seq_len}");
-            let inputs: Vec<u32> = dataset.rows.iter().flat_map(|row| row.ids.clone()).collect();
+            let inputs: Vec<u32> = dataset.rows.iter().flat_map(|row| row.ids.to_vec()).collect();
             assert_eq!(inputs, expected[..expected.len() - 1]);
             assert!(dataset.rows.iter().all(|row| row.ids.len() <= seq_len));
             assert_eq!(dataset.report.rows, (expected.len() - 1).div_ceil(seq_len));
@@ -56,11 +58,11 @@ fn id_records_are_one_a_row_or_packed_and_get_no_end_of_text() {
         load_text("i.jsonl", content.as_bytes(), Kind::Jsonl, None, &DataOptions { pack, ..options(8) })
     };
     let rows = load(false).unwrap().rows;
-    assert_eq!((rows.len(), &rows[1].ids[..], &rows[1].targets[..]), (2, &[4, 5][..], &[5, NO_LOSS][..]));
+    assert_eq!((rows.len(), rows.get(1).ids, rows.get(1).targets), (2, &[4, 5][..], &[5, NO_LOSS][..]));
     let packed = load(true).unwrap().rows;
     assert_eq!(packed.len(), 1);
-    assert_eq!(packed[0].targets, [2, 3, NO_LOSS, 5, NO_LOSS], "3 never predicts 4");
-    let batch = Batch::new(&[&packed[0]]);
+    assert_eq!(packed.get(0).targets, [2, 3, NO_LOSS, 5, NO_LOSS], "3 never predicts 4");
+    let batch = Batch::new(&[packed.get(0)]);
     assert_eq!((&batch.positions[..], &batch.starts[..]), (&[0, 1, 2, 0, 1][..], &[0, 0, 0, 3, 3][..]));
 }
 
@@ -132,9 +134,9 @@ fn a_split_is_a_partition_that_keeps_order() {
     let all = text("a.txt", &content, &DataOptions { line_by_line: true, ..options(4) }).unwrap();
     let (kept, held) = all.clone().split(0.2, 5).unwrap();
     assert_eq!((kept.rows.len(), held.rows.len()), (21, 5));
-    let mut merged: Vec<_> = kept.rows.iter().chain(&held.rows).map(|row| row.ids[0]).collect();
+    let mut merged: Vec<_> = kept.rows.iter().chain(held.rows.iter()).map(|row| row.ids[0]).collect();
     for part in [&kept, &held] {
-        assert!(part.rows.is_sorted_by_key(|row| row.ids[0]));
+        assert!(part.rows.iter().is_sorted_by_key(|row| row.ids[0]));
         assert_eq!((part.report.rows, part.report.records), (part.rows.len(), 26));
         assert_eq!(part.report.supervised, 2 * part.rows.len());
     }

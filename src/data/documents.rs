@@ -2,9 +2,9 @@
 
 use super::batch::NO_LOSS;
 use super::options::DataOptions;
-use super::records::{Place, Record, Role};
+use super::records::{Record, Role};
 use super::tokenizer::Tokenizer;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Inputs with their targets, already shifted.
 ///
@@ -19,6 +19,19 @@ pub struct Document {
     pub cut: bool,
 }
 
+/// The tokenizer that text needs.
+///
+/// # Errors
+/// When there is none.
+pub(super) fn needed(tokenizer: Option<&Tokenizer>) -> Result<&Tokenizer> {
+    tokenizer.ok_or_else(|| {
+        Error::input(
+            "is text, and the base has no tokenizer; \
+             give records {\"input_ids\",\"labels\"} or put tokenizer.json into the base's folder",
+        )
+    })
+}
+
 /// A stretch of tokens, all with loss or all without.
 struct Span {
     ids: Vec<u32>,
@@ -30,23 +43,12 @@ impl Document {
     ///
     /// # Errors
     /// A record of text when there is no tokenizer, or text that it cannot encode.
-    pub fn new(
-        place: Place,
-        record: &Record,
-        tokenizer: Option<&Tokenizer>,
-        options: &DataOptions,
-    ) -> Result<Self> {
+    /// The message names no place, the caller does.
+    pub fn new(record: &Record, tokenizer: Option<&Tokenizer>, options: &DataOptions) -> Result<Self> {
         if let Record::Ids { ids, labels } = record {
             return Ok(Self::from_ids(ids, labels, options.seq_len));
         }
-        let tokenizer = tokenizer.ok_or_else(|| {
-            place.error(
-                "is text, and the base has no tokenizer; \
-                 give records {\"input_ids\",\"labels\"} or put tokenizer.json into the base's folder",
-            )
-        })?;
-        let spans = spans(record, tokenizer, options).map_err(|error| place.error(error))?;
-        let mut document = Self::from_spans(spans);
+        let mut document = Self::from_spans(spans(record, needed(tokenizer)?, options)?);
         if !matches!(record, Record::File(_)) {
             document.cut(options.seq_len);
         }
@@ -150,10 +152,8 @@ mod tests {
     use super::*;
     use crate::data::testing::{END, ids, options, tokenizer};
 
-    const PLACE: Place = Place { name: "d.jsonl", line: Some(7) };
-
     fn document(record: &Record, options: &DataOptions) -> Document {
-        Document::new(PLACE, record, Some(&tokenizer()), options).unwrap()
+        Document::new(record, Some(&tokenizer()), options).unwrap()
     }
 
     fn completion(prompt: &str, completion: &str) -> Record {
@@ -248,9 +248,8 @@ mod tests {
     #[test]
     fn text_needs_a_tokenizer_and_ids_do_not() {
         let ids = Record::Ids { ids: vec![1, 2], labels: vec![1, 2] };
-        assert!(Document::new(PLACE, &ids, None, &options(4)).is_ok());
-        let error =
-            Document::new(PLACE, &Record::Text("a".into()), None, &options(4)).unwrap_err().to_string();
-        assert!(error.starts_with("d.jsonl:7: is text, and the base has no tokenizer; "), "{error}");
+        assert!(Document::new(&ids, None, &options(4)).is_ok());
+        let error = Document::new(&Record::Text("a".into()), None, &options(4)).unwrap_err().to_string();
+        assert!(error.starts_with("is text, and the base has no tokenizer; "), "{error}");
     }
 }

@@ -2,26 +2,31 @@
 //!
 //! The way: [`sources`] names the files of a split, [`records`] reads them, [`documents`] turns a
 //! record into token ids and shifted targets, [`rows`] cuts and packs documents into rows,
-//! [`dataset`] holds the rows with their counts and fingerprint, [`sampler`] says which row comes
+//! [`store`] keeps them in a mapped file, [`dataset`] goes that way a bounded part at a time and
+//! holds the rows with their counts and fingerprint, [`sampler`] says which row comes
 //! next, [`batch`] pads rows for the model. Nothing here knows a device or an adapter.
 
 pub mod batch;
+mod chunks;
 pub mod dataset;
 pub mod documents;
 mod options;
+mod read;
 pub mod records;
 pub mod rows;
 pub mod sampler;
 pub mod sources;
+pub mod store;
 pub mod stream;
 pub mod tokenizer;
 
-pub use batch::{Batch, NO_LOSS, Row};
+pub use batch::{Batch, NO_LOSS, Row, RowRef};
 pub use dataset::{DataReport, Dataset, load, load_text};
 pub use options::DataOptions;
 pub use records::Kind;
 pub use sampler::Sampler;
 pub use sources::{Split, files, has_split};
+pub use store::Rows;
 pub use stream::DecodeStream;
 pub use tokenizer::Tokenizer;
 
@@ -47,6 +52,7 @@ pub(crate) mod testing {
             train_on_prompt: false,
             end_of_text: END,
             vocab: VOCAB,
+            spool: None,
         }
     }
 

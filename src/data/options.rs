@@ -1,5 +1,7 @@
 //! How records become rows, as plain values.
 
+use std::path::PathBuf;
+
 use super::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
 
@@ -19,6 +21,9 @@ pub struct DataOptions {
     pub end_of_text: u32,
     /// Tokens the base has embeddings for.
     pub vocab: usize,
+    /// Folder for the file that rows of more than 1 MiB go to; `None`: they stay in memory, whatever
+    /// their size.
+    pub spool: Option<PathBuf>,
 }
 
 impl DataOptions {

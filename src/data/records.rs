@@ -1,4 +1,4 @@
-//! Files to records: what a `.txt` or `.jsonl` says, checked, before any tokenizer sees it.
+//! Lines to records: what a `.txt` or `.jsonl` says, checked, before any tokenizer sees it.
 
 use std::{fmt, path::Path};
 
@@ -67,7 +67,7 @@ impl Role {
 /// One record, as its file has it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Record {
-    /// A text file or line; longer than a row, it fills several.
+    /// A line of a text file, or all of it; longer than a row, it fills several.
     File(String),
     /// `{"text"}`.
     Text(String),
@@ -112,50 +112,20 @@ impl fmt::Display for Place<'_> {
     }
 }
 
-/// Reads the records of one file with the line each stands in (1 for a whole text file). A
-/// byte-order mark is passed over, and so are blank lines where a line is a record.
+/// The lines of `text` that are not blank, with their numbers; the first line is number `first`.
+pub fn lines(text: &str, first: usize) -> impl Iterator<Item = (usize, &str)> {
+    (first..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty())
+}
+
+/// The record of one line.
 ///
 /// # Errors
-/// No record, bytes that are no UTF-8, and everything a line of JSON can have wrong, by line.
-pub fn read(
-    name: &str,
-    bytes: &[u8],
-    kind: Kind,
-    line_by_line: bool,
-    vocab: usize,
-) -> Result<Vec<(usize, Record)>> {
-    let text = utf8(name, bytes)?;
-    let records: Vec<_> = match kind {
-        Kind::Text if !line_by_line => Some(text)
-            .filter(|text| !text.is_empty())
-            .map(|text| (1, Record::File(text.to_owned())))
-            .into_iter()
-            .collect(),
-        Kind::Text => lines(text).map(|(line, text)| (line, Record::File(text.to_owned()))).collect(),
-        Kind::Jsonl => lines(text)
-            .map(|(line, text)| Ok((line, parse(Place { name, line: Some(line) }, text, vocab)?)))
-            .collect::<Result<_>>()?,
-    };
-    if records.is_empty() {
-        return Err(Place { name, line: None }.error("is empty; give a file with text or records"));
+/// Everything a line of JSON can have wrong; `vocab` is the size of the base's vocabulary.
+pub fn of_line(place: Place, line: &str, kind: Kind, vocab: usize) -> Result<Record> {
+    match kind {
+        Kind::Text => Ok(Record::File(line.to_owned())),
+        Kind::Jsonl => parse(place, line, vocab),
     }
-    Ok(records)
-}
-
-fn lines(text: &str) -> impl Iterator<Item = (usize, &str)> {
-    (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty())
-}
-
-fn utf8<'a>(name: &str, bytes: &'a [u8]) -> Result<&'a str> {
-    let text = std::str::from_utf8(bytes).map_err(|error| {
-        let at = error.valid_up_to();
-        let line = 1 + bytes[..at].iter().filter(|&&byte| byte == b'\n').count();
-        Place { name, line: Some(line) }.error(format!(
-            "is not UTF-8 (byte 0x{:02x} at offset {at}); convert the file to UTF-8",
-            bytes[at]
-        ))
-    })?;
-    Ok(text.strip_prefix('\u{feff}').unwrap_or(text))
 }
 
 fn parse(place: Place, line: &str, vocab: usize) -> Result<Record> {
@@ -275,7 +245,11 @@ mod tests {
     use super::*;
 
     fn jsonl(text: &str) -> Result<Vec<(usize, Record)>> {
-        read("d.jsonl", text.as_bytes(), Kind::Jsonl, false, 100)
+        let record = |(line, text)| {
+            let place = Place { name: "d.jsonl", line: Some(line) };
+            Ok((line, of_line(place, text, Kind::Jsonl, 100)?))
+        };
+        lines(text, 1).map(record).collect()
     }
 
     fn refused(line: &str) -> String {
@@ -295,12 +269,11 @@ mod tests {
     }
 
     #[test]
-    fn a_text_file_is_one_record_or_one_a_line() {
-        let text = b"\xef\xbb\xbfone\r\n\r\n  \n two\n";
-        let whole = read("a.txt", text, Kind::Text, false, 9).unwrap();
-        assert_eq!(whole, [(1, Record::File("one\r\n\r\n  \n two\n".into()))]);
-        let lines = read("a.txt", text, Kind::Text, true, 9).unwrap();
-        assert_eq!(lines, [(1, Record::File("one".into())), (4, Record::File(" two".into()))]);
+    fn blank_lines_are_counted_and_left_out() {
+        let found: Vec<_> = lines("one\r\n\r\n  \n two\n", 7).collect();
+        assert_eq!(found, [(7, "one"), (10, " two")]);
+        let place = Place { name: "a.txt", line: None };
+        assert_eq!(of_line(place, "{", Kind::Text, 9).unwrap(), Record::File("{".into()));
     }
 
     #[test]
@@ -322,25 +295,6 @@ mod tests {
             (5, Record::Ids { ids: vec![0, 99], labels: vec![-100, 99] }),
         ];
         assert_eq!(jsonl(text).unwrap(), expected);
-    }
-
-    #[test]
-    fn empty_files_are_refused() {
-        for (text, kind, by_line) in [
-            ("", Kind::Text, false),
-            ("\u{feff}", Kind::Text, false),
-            (" \n\n", Kind::Text, true),
-            ("\n", Kind::Jsonl, false),
-        ] {
-            let error = read("e", text.as_bytes(), kind, by_line, 9).unwrap_err().to_string();
-            assert_eq!(error, "e: is empty; give a file with text or records");
-        }
-    }
-
-    #[test]
-    fn bytes_that_are_no_utf8_are_placed() {
-        let error = read("b.txt", b"ok\nna\xefve\n", Kind::Text, false, 9).unwrap_err().to_string();
-        assert_eq!(error, "b.txt:2: is not UTF-8 (byte 0xef at offset 5); convert the file to UTF-8");
     }
 
     #[test]

@@ -1,7 +1,11 @@
 //! Documents to rows: windows that do not overlap, and packing.
 
+use std::path::Path;
+
 use super::batch::{NO_LOSS, Row};
 use super::documents::Document;
+use super::store::{Rows, Writer};
+use crate::error::Result;
 
 /// Builds rows of at most `seq_len` input positions, in the order of the documents.
 ///
@@ -10,61 +14,124 @@ use super::documents::Document;
 /// window is a row of its own. With packing the next window joins the open row if all of it fits,
 /// else it opens a new one (next-fit: the order stays, and a window is never split further, so that
 /// the packed loss is the loss of the same windows alone). A window without any target is left out.
+///
+/// No more than a window and a row are in memory; finished rows go to the store.
 #[derive(Debug)]
 pub struct RowBuilder {
     seq_len: usize,
     pack: bool,
-    rows: Vec<Row>,
+    /// The open window of the open document.
+    window: Pairs,
+    /// Windows of the open document so far, and those of them that stay.
+    windows: usize,
+    kept: usize,
+    row: Row,
+    store: Writer,
     documents: usize,
     dropped: usize,
 }
 
+/// Inputs and their targets, `(t)` each.
+#[derive(Debug, Default)]
+struct Pairs {
+    ids: Vec<u32>,
+    targets: Vec<i32>,
+}
+
 impl RowBuilder {
-    /// A builder of rows of `seq_len` positions, at least 1.
-    pub fn new(seq_len: usize, pack: bool) -> Self {
-        Self { seq_len: seq_len.max(1), pack, rows: Vec::new(), documents: 0, dropped: 0 }
+    /// A builder of rows of `seq_len` positions, at least 1. Rows of more than 1 MiB go to a file in
+    /// `spool`.
+    pub fn new(seq_len: usize, pack: bool, spool: Option<&Path>) -> Self {
+        Self {
+            seq_len: seq_len.max(1),
+            pack,
+            window: Pairs::default(),
+            windows: 0,
+            kept: 0,
+            row: Row::default(),
+            store: Writer::new(spool),
+            documents: 0,
+            dropped: 0,
+        }
     }
 
     /// Adds the windows of `document`; one without inputs counts as dropped.
-    pub fn push(&mut self, document: &Document) {
-        let before = self.dropped;
-        let inputs = document.ids.chunks(self.seq_len);
-        let windows = inputs.len().max(1);
-        for (ids, targets) in inputs.zip(document.targets.chunks(self.seq_len)) {
-            self.window(ids, targets);
+    ///
+    /// # Errors
+    /// When the folder of the rows takes no more.
+    pub fn push(&mut self, document: &Document) -> Result<()> {
+        self.extend(&document.ids, &document.targets)?;
+        self.end()
+    }
+
+    /// Adds the next inputs of the open document with their targets, `(t)` each, for any `t`.
+    ///
+    /// # Errors
+    /// As [`RowBuilder::push`].
+    pub fn extend(&mut self, mut ids: &[u32], mut targets: &[i32]) -> Result<()> {
+        while !ids.is_empty() {
+            let room = (self.seq_len - self.window.ids.len()).min(ids.len());
+            self.window.ids.extend_from_slice(&ids[..room]);
+            self.window.targets.extend_from_slice(&targets[..room]);
+            (ids, targets) = (&ids[room..], &targets[room..]);
+            if self.window.ids.len() == self.seq_len {
+                self.close_window()?;
+            }
         }
-        if document.ids.is_empty() {
-            self.dropped += 1;
+        Ok(())
+    }
+
+    /// Ends the open document.
+    ///
+    /// # Errors
+    /// As [`RowBuilder::push`].
+    pub fn end(&mut self) -> Result<()> {
+        if !self.window.ids.is_empty() || self.windows == 0 {
+            self.close_window()?;
         }
-        self.documents += usize::from(self.dropped - before < windows);
+        self.dropped += self.windows - self.kept;
+        self.documents += usize::from(self.kept > 0);
+        (self.windows, self.kept) = (0, 0);
+        Ok(())
     }
 
     /// The rows, the number of documents in them, and the number of windows left out.
-    pub fn finish(self) -> (Vec<Row>, usize, usize) {
-        (self.rows, self.documents, self.dropped)
+    ///
+    /// # Errors
+    /// As [`RowBuilder::push`].
+    pub fn finish(mut self) -> Result<(Rows, usize, usize)> {
+        self.close_row()?;
+        Ok((self.store.finish()?, self.documents, self.dropped))
     }
 
-    fn window(&mut self, ids: &[u32], targets: &[i32]) {
-        if targets.iter().all(|&target| target == NO_LOSS) {
-            self.dropped += 1;
-            return;
+    /// Puts the window into a row, unless nothing in it has a target.
+    fn close_window(&mut self) -> Result<()> {
+        self.windows += 1;
+        if self.window.targets.iter().any(|&target| target != NO_LOSS) {
+            self.kept += 1;
+            let fits = self.row.ids.len() + self.window.ids.len() <= self.seq_len;
+            if !self.pack || !fits {
+                self.close_row()?;
+            }
+            let start = self.row.ids.len() as u32;
+            self.row.ids.extend_from_slice(&self.window.ids);
+            self.row.targets.extend_from_slice(&self.window.targets);
+            self.row.starts.resize(self.row.ids.len(), start);
         }
-        let room = |row: &&mut Row| self.pack && row.ids.len() + ids.len() <= self.seq_len;
-        if let Some(row) = self.rows.last_mut().filter(room) {
-            append(row, ids, targets);
-        } else {
-            let mut row = Row { ids: Vec::new(), targets: Vec::new(), starts: Vec::new() };
-            append(&mut row, ids, targets);
-            self.rows.push(row);
-        }
+        self.window.ids.clear();
+        self.window.targets.clear();
+        Ok(())
     }
-}
 
-fn append(row: &mut Row, ids: &[u32], targets: &[i32]) {
-    let start = row.ids.len() as u32;
-    row.ids.extend_from_slice(ids);
-    row.targets.extend_from_slice(targets);
-    row.starts.resize(row.ids.len(), start);
+    fn close_row(&mut self) -> Result<()> {
+        if !self.row.ids.is_empty() {
+            self.store.push(self.row.view())?;
+        }
+        self.row.ids.clear();
+        self.row.targets.clear();
+        self.row.starts.clear();
+        Ok(())
+    }
 }
 
 #[cfg(test)]
@@ -79,9 +146,10 @@ mod tests {
     }
 
     fn build(documents: &[Document], seq_len: usize, pack: bool) -> (Vec<Row>, usize, usize) {
-        let mut builder = RowBuilder::new(seq_len, pack);
-        documents.iter().for_each(|document| builder.push(document));
-        builder.finish()
+        let mut builder = RowBuilder::new(seq_len, pack, None);
+        documents.iter().for_each(|document| builder.push(document).unwrap());
+        let (rows, documents, dropped) = builder.finish().unwrap();
+        (rows.iter().map(|found| row(found.ids, found.targets, found.starts)).collect(), documents, dropped)
     }
 
     fn row(ids: &[u32], targets: &[i32], starts: &[u32]) -> Row {

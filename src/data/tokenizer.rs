@@ -110,16 +110,29 @@ impl Tokenizer {
     /// # Errors
     /// Text that the tokenizer's model cannot take (a word-level vocabulary without unknown token).
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        let pieces = match &self.cuts {
-            Some(cuts) if text.len() > PIECE_BYTES => cuts.pieces(text, PIECE_BYTES),
-            _ => return self.encode_piece(text),
-        };
-        let parts: Vec<_> = pieces.par_iter().map(|piece| self.encode_piece(piece)).collect();
-        let mut ids = Vec::with_capacity(text.len() / 3);
-        for part in parts {
-            ids.extend(part?);
+        match self.pieces(text, true)[..] {
+            [piece] => self.encode_piece(piece),
+            ref pieces => Ok(self.encode_pieces(pieces)?.concat()),
         }
-        Ok(ids)
+    }
+
+    /// `text` in pieces of about 64 KiB whose ids, one after the other, are those of the whole. Unless
+    /// the text has `ended`, its rest behind the last sure cut is left out; with more text behind it
+    /// the pieces stay the same.
+    pub(super) fn pieces<'a>(&self, text: &'a str, ended: bool) -> Vec<&'a str> {
+        match &self.cuts {
+            Some(cuts) => cuts.pieces(text, PIECE_BYTES, ended),
+            None => Vec::from_iter(ended.then_some(text)),
+        }
+    }
+
+    /// The ids of each of `pieces`, encoded side by side.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode`], for the first piece that fails.
+    pub(super) fn encode_pieces(&self, pieces: &[&str]) -> Result<Vec<Vec<u32>>> {
+        let encoded: Vec<_> = pieces.par_iter().map(|piece| self.encode_piece(piece)).collect();
+        encoded.into_iter().collect()
     }
 
     fn encode_piece(&self, text: &str) -> Result<Vec<u32>> {
@@ -234,8 +247,9 @@ impl Cuts {
         (gpt2 && plain && inner.get_normalizer().is_none()).then_some(Self { added: first })
     }
 
-    /// `text` in pieces of at least `bytes` bytes, but for the last.
-    fn pieces<'a>(&self, text: &'a str, bytes: usize) -> Vec<&'a str> {
+    /// `text` in pieces of at least `bytes` bytes, but for the last; without the last one unless the
+    /// text has `ended`.
+    fn pieces<'a>(&self, text: &'a str, bytes: usize, ended: bool) -> Vec<&'a str> {
         let mut pieces = Vec::new();
         let mut rest = text;
         while let Some(cut) = self.first(rest, bytes.max(1)) {
@@ -243,7 +257,7 @@ impl Cuts {
             pieces.push(piece);
             rest = tail;
         }
-        pieces.push(rest);
+        pieces.extend(ended.then_some(rest));
         pieces
     }
 
@@ -366,11 +380,11 @@ mod tests {
     fn cuts_stand_in_front_of_newlines_beside_a_non_space() {
         let cuts = tokenizer().cuts.unwrap();
         assert_eq!(cuts.added, ['<']);
-        assert_eq!(cuts.pieces("ab\ncd\n\nef", 1), ["ab", "\ncd", "\n", "\nef"]);
-        assert_eq!(cuts.pieces("ab \n cd \nef", 1), ["ab \n cd ", "\nef"], "a space on both sides");
-        assert_eq!(cuts.pieces("ab \n<", 1), ["ab \n<"], "perhaps an added token");
-        assert_eq!(cuts.pieces("\n\na\n", 1), ["\n", "\na", "\n"]);
-        assert_eq!(cuts.pieces("", 1), [""]);
+        assert_eq!(cuts.pieces("ab\ncd\n\nef", 1, true), ["ab", "\ncd", "\n", "\nef"]);
+        assert_eq!(cuts.pieces("ab \n cd \nef", 1, true), ["ab \n cd ", "\nef"], "a space on both sides");
+        assert_eq!(cuts.pieces("ab \n<", 1, true), ["ab \n<"], "perhaps an added token");
+        assert_eq!(cuts.pieces("\n\na\n", 1, true), ["\n", "\na", "\n"]);
+        assert_eq!(cuts.pieces("", 1, true), [""]);
     }
 
     #[test]
@@ -383,7 +397,7 @@ mod tests {
         for code in 0..11usize.pow(4) {
             let text =
                 [code % 11, code / 11 % 11, code / 121 % 11, code / 1331].map(|part| parts[part]).concat();
-            let pieces = cuts.pieces(&text, 1);
+            let pieces = cuts.pieces(&text, 1, true);
             let cut: Vec<u32> =
                 pieces.iter().flat_map(|piece| tokenizer.encode_piece(piece).unwrap()).collect();
             assert_eq!(cut, tokenizer.encode_piece(&text).unwrap(), "{text:?}");
@@ -391,10 +405,23 @@ mod tests {
     }
 
     #[test]
+    fn pieces_of_a_beginning_are_those_of_the_whole() {
+        let cuts = tokenizer().cuts.unwrap();
+        let text = "ab\n\n<\ncd \n\n é\n\nf\n<|endoftext|>\n\n\n日\n";
+        let whole = cuts.pieces(text, 2, true);
+        for (end, _) in text.char_indices() {
+            let begun = cuts.pieces(&text[..end], 2, false);
+            assert!(begun.len() < whole.len());
+            assert_eq!(begun, whole[..begun.len()], "{end} bytes");
+        }
+        assert_eq!(cuts.pieces(text, 2, false), whole[..whole.len() - 1]);
+    }
+
+    #[test]
     fn long_text_goes_through_pieces() {
         let tokenizer = tokenizer();
         let text = "hello the\n\n end\n".repeat(10_000);
-        assert!(tokenizer.cuts.as_ref().unwrap().pieces(&text, PIECE_BYTES).len() > 1);
+        assert!(tokenizer.pieces(&text, true).len() > 1);
         assert_eq!(tokenizer.encode(&text).unwrap(), tokenizer.encode_piece(&text).unwrap());
     }
 

@@ -1,6 +1,6 @@
 //! From options to a run that can begin: adapter, rows, lengths.
 
-use std::sync::Arc;
+use std::{path::Path, sync::Arc};
 
 use engraft_adapters::{AdapterSet, AdapterSpec};
 
@@ -35,7 +35,8 @@ pub(super) struct Prepared {
     pub hints: Vec<String>,
 }
 
-/// Loads what `options` name. A run that goes on from `past` takes its adapter from there.
+/// Loads what `options` name. A run that goes on from `past` takes its adapter from there. Rows too
+/// many for memory go to a nameless file in `spool`.
 ///
 /// # Errors
 /// Whatever is wrong with the data, the adapter, or their lengths on this base.
@@ -44,11 +45,12 @@ pub(super) fn prepare(
     base: &Arc<Base>,
     tokenizer: Option<&Tokenizer>,
     past: Option<&Save>,
+    spool: &Path,
 ) -> Result<Prepared> {
     let chosen = choose(options, base, past)?;
     let prefix = chosen.set.prefix.as_ref().map_or(0, |prefix| prefix.length);
     let seq_len = row_limit(options.seq_len, prefix, base.config.positions)?;
-    let (train, eval) = load_rows(options, base, tokenizer, seq_len)?;
+    let (train, eval) = load_rows(options, base, tokenizer, seq_len, spool)?;
     let values = match chosen.values {
         Some(values) => values,
         None => {
@@ -103,6 +105,7 @@ fn load_rows(
     base: &Base,
     tokenizer: Option<&Tokenizer>,
     seq_len: usize,
+    spool: &Path,
 ) -> Result<(Dataset, Option<Dataset>)> {
     let data_options = DataOptions {
         seq_len,
@@ -111,6 +114,7 @@ fn load_rows(
         train_on_prompt: options.train_on_prompt,
         end_of_text: end_of_text(&base.config, tokenizer)?,
         vocab: base.config.vocab,
+        spool: Some(spool.to_owned()),
     };
     let load = |source: &DataSource, split| load_split(source, split, tokenizer, &data_options);
     let train = load(&options.data, Split::Train)?;
@@ -191,7 +195,9 @@ fn prefix_text(start: &PrefixStart, tokenizer: Option<&Tokenizer>, train: &Datas
         (PrefixStart::Text(Some(_)), None) => Err(Error::input(
             "--prefix-text: the base has no tokenizer to read it with; leave the option out to start from the data",
         )),
-        (PrefixStart::Text(None), _) => Ok(train.rows.first().map(|row| row.ids.clone()).unwrap_or_default()),
+        (PrefixStart::Text(None), _) => {
+            Ok(train.rows.iter().next().map(|row| row.ids.to_vec()).unwrap_or_default())
+        }
         (PrefixStart::Random | PrefixStart::Zero, _) => Ok(Vec::new()),
     }
 }

@@ -17,7 +17,7 @@ use super::{
     resume, save,
 };
 use crate::{
-    data::{Batch, Dataset, NO_LOSS, Row, Tokenizer},
+    data::{Batch, Dataset, NO_LOSS, RowRef, Tokenizer},
     error::{Error, Report, Result},
     kernels::arena::{Arenas, TableRow},
     model::Base,
@@ -37,7 +37,7 @@ pub struct Finished {
 const PROMPT: usize = 16;
 
 /// What stands in front of the first supervised token; of a text, its first tokens.
-fn beginning(row: &Row) -> Vec<u32> {
+fn beginning(row: RowRef) -> Vec<u32> {
     let unsupervised = row.targets.iter().take_while(|&&target| target == NO_LOSS).count();
     let len = if unsupervised == 0 { PROMPT } else { unsupervised + 1 };
     row.ids.iter().copied().take(len).collect()
@@ -57,7 +57,7 @@ pub fn run(
 ) -> Result<Finished> {
     let past = if options.resume { save::newest(&folder.saves())? } else { None };
     let (past, damaged) = past.map_or((None, Vec::new()), |(past, damaged)| (Some(past), damaged));
-    let prepared = prepare(options, base, tokenizer, past.as_ref())?;
+    let prepared = prepare(options, base, tokenizer, past.as_ref(), folder.path())?;
     let longer = match &past {
         None => None,
         Some(past) => {
@@ -175,23 +175,16 @@ impl Run<'_> {
 
     /// The rows of the step after `done` steps, cut into micro-batches.
     fn micro_batches(&self, done: u64) -> Vec<Batch> {
-        let rows = &self.prepared.train.rows;
-        let batch = self.options.batch;
+        let (train, batch) = (&self.prepared.train, self.options.batch);
         let drawn = self.prepared.sampler.rows(done * batch as u64, batch);
-        drawn
-            .chunks(self.options.micro_batch)
-            .map(|chunk| Batch::new(&chunk.iter().map(|&row| &rows[row]).collect::<Vec<_>>()))
-            .collect()
+        drawn.chunks(self.options.micro_batch).map(|chunk| train.batch(chunk)).collect()
     }
 
     /// Loss over the held-out rows, if there are any.
     fn evaluate(&self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<()> {
         let Some(eval) = &self.prepared.eval else { return Ok(()) };
-        let mut batches = eval
-            .rows
-            .chunks(self.options.micro_batch)
-            .map(|chunk| Batch::new(&chunk.iter().collect::<Vec<_>>()))
-            .take_while(|_| !self.interrupt.load(Ordering::Relaxed));
+        let mut batches =
+            eval.batches(self.options.micro_batch).take_while(|_| !self.interrupt.load(Ordering::Relaxed));
         let found = trainer.evaluate(&mut batches);
         // A part of the rows says nothing about all of them.
         self.stop_if_interrupted(trainer)?;
@@ -240,7 +233,7 @@ impl Run<'_> {
             events::Done { step: trainer.steps_done(), adapter: adapter.clone(), peak_bytes, tokens_per_s };
         reporter.event(&Event::Done(&done))?;
         let rows = self.prepared.eval.as_ref().unwrap_or(&self.prepared.train);
-        Ok(Finished { adapter, prompt: rows.rows.first().map(beginning).unwrap_or_default() })
+        Ok(Finished { adapter, prompt: rows.rows.iter().next().map(beginning).unwrap_or_default() })
     }
 
     fn start(&self, trainer: &Trainer) -> events::Start {

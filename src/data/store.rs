@@ -1,0 +1,382 @@
+//! Rows at rest: flat 32-bit numbers, in memory while they are few, else in a file that is mapped.
+
+use std::{
+    fmt,
+    fs::{self, File},
+    io::{self, Write},
+    ops::Range,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use memmap2::Mmap;
+
+use super::batch::RowRef;
+use crate::error::{Error, Result};
+
+/// Words that wait in memory before they go to the file; data of fewer words get no file. 1 MiB.
+const WAITING: usize = 256 << 10;
+
+/// Words read in one pass before their pages are given back: 8 MiB.
+const BEHIND: usize = 2 << 20;
+
+// The file holds little-endian numbers and is read as they lie.
+const _: () = assert!(cfg!(target_endian = "little"), "rows are mapped as little-endian numbers");
+
+/// The numbers of all rows as 32-bit words.
+///
+/// For each row of length `t` its ids, targets and starts, `3 t` words; behind the last row the
+/// index: for each row, and for the end, the word where it begins, as two words, the low one first.
+struct Store {
+    words: Words,
+    rows: usize,
+}
+
+enum Words {
+    Heap(Vec<u32>),
+    /// A file without a name: it goes with the process, however that ends.
+    Mapped(Mmap),
+}
+
+impl Store {
+    fn words(&self) -> &[u32] {
+        match &self.words {
+            Words::Heap(words) => words,
+            // SAFETY: every four bytes are a u32; a mapping begins on a page, so nothing is left over
+            // in front, and behind it only if the file were no whole number of words.
+            Words::Mapped(map) => unsafe { map.align_to::<u32>() }.1,
+        }
+    }
+
+    /// The words of row `index`.
+    fn range(&self, index: usize) -> Range<usize> {
+        let words = self.words();
+        let entries = words[words.len() - 2 * (self.rows + 1)..].as_chunks::<2>().0;
+        let at = |[low, high]: [u32; 2]| (u64::from(high) << 32 | u64::from(low)) as usize;
+        at(entries[index])..at(entries[index + 1])
+    }
+
+    fn row(&self, index: usize) -> RowRef<'_> {
+        let words = &self.words()[self.range(index)];
+        let (ids, rest) = words.split_at(words.len() / 3);
+        let (targets, starts) = rest.split_at(ids.len());
+        RowRef { ids, targets: signed(targets), starts }
+    }
+
+    /// Lets go of the pages of `words`: they stay in the system's cache of the file and are mapped
+    /// again when read. Without it a pass over the rows would hold the whole file.
+    fn release(&self, words: Range<usize>) {
+        #[cfg(unix)]
+        if let Words::Mapped(map) = &self.words {
+            // SAFETY: the mapping is of a file, shared and read-only, so that pages given back are
+            // read again with the same bytes.
+            let advised = unsafe {
+                map.unchecked_advise_range(
+                    memmap2::UncheckedAdvice::DontNeed,
+                    4 * words.start,
+                    4 * words.len(),
+                )
+            };
+            // Refused advice costs memory, nothing else.
+            drop(advised);
+        }
+        #[cfg(not(unix))]
+        drop(words);
+    }
+}
+
+/// Two's complement, as [`Writer::push`] wrote it.
+fn signed(words: &[u32]) -> &[i32] {
+    // SAFETY: u32 and i32 have the same size and alignment, and every bit pattern is valid for both.
+    unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), words.len()) }
+}
+
+/// The bytes of `words` as they lie, little-endian.
+pub(super) fn bytes_of(words: &[u32]) -> &[u8] {
+    // SAFETY: a u32 is four bytes without padding, and a byte needs no alignment.
+    unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), size_of_val(words)) }
+}
+
+/// The rows of a data set, in the order of the files, or a part of them; never changed once made.
+///
+/// A clone and a part share the numbers.
+#[derive(Clone)]
+pub struct Rows {
+    store: Arc<Store>,
+    /// Rows of the store, ascending; `None`: all.
+    part: Option<Arc<[u32]>>,
+    longest: usize,
+}
+
+impl Rows {
+    fn new(store: Arc<Store>, part: Option<Arc<[u32]>>) -> Self {
+        let mut rows = Self { store, part, longest: 0 };
+        rows.longest = rows.iter().map(|row| row.ids.len()).max().unwrap_or(0);
+        rows
+    }
+
+    /// Number of rows.
+    pub fn len(&self) -> usize {
+        self.part.as_ref().map_or(self.store.rows, |part| part.len())
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Row `index`; like a slice it panics unless `index < len()`.
+    pub fn get(&self, index: usize) -> RowRef<'_> {
+        self.store.row(self.place(index))
+    }
+
+    /// All rows in order.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = RowRef<'_>> + '_ {
+        (0..self.len()).map(|index| self.get(index))
+    }
+
+    /// Positions of the longest row.
+    pub fn longest(&self) -> usize {
+        self.longest
+    }
+
+    /// Calls `visit` with every row in order, holding few of the pages it has read.
+    pub(super) fn for_each(&self, mut visit: impl FnMut(RowRef)) {
+        let mut behind = 0..0;
+        for index in 0..self.len() {
+            let range = self.store.range(self.place(index));
+            visit(self.get(index));
+            behind.end = range.end;
+            if behind.len() >= BEHIND {
+                self.store.release(behind.clone());
+                behind.start = behind.end;
+            }
+        }
+        // Rows that are left, and the index.
+        self.store.release(0..self.store.words().len());
+    }
+
+    /// The rows at `indices` (ascending), with the same numbers.
+    pub(super) fn part(&self, indices: impl Iterator<Item = usize>) -> Self {
+        let part = indices.map(|index| self.place(index) as u32).collect();
+        Self::new(self.store.clone(), Some(part))
+    }
+
+    /// Bytes these rows hold: on the heap, and mapped from a file. Parts of the same rows share
+    /// either, so that only their lists of rows (4 bytes a row) add up.
+    pub fn memory(&self) -> (usize, usize) {
+        let list = self.part.as_ref().map_or(0, |part| size_of_val(&part[..]));
+        match &self.store.words {
+            Words::Heap(words) => (list + words.capacity() * size_of::<u32>(), 0),
+            Words::Mapped(map) => (list, map.len()),
+        }
+    }
+
+    /// Row `index` in the store.
+    fn place(&self, index: usize) -> usize {
+        self.part.as_ref().map_or(index, |part| part[index] as usize)
+    }
+}
+
+impl PartialEq for Rows {
+    fn eq(&self, other: &Self) -> bool {
+        self.len() == other.len() && self.iter().eq(other.iter())
+    }
+}
+
+impl Eq for Rows {}
+
+impl fmt::Debug for Rows {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (heap, mapped) = self.memory();
+        write!(f, "Rows({} rows, {heap} bytes on the heap, {mapped} mapped)", self.len())
+    }
+}
+
+/// Takes rows one by one.
+#[derive(Debug)]
+pub(super) struct Writer {
+    /// Folder for a file; `None`: everything stays in memory.
+    folder: Option<PathBuf>,
+    file: Option<File>,
+    /// Words not yet in the file.
+    waiting: Vec<u32>,
+    /// Positions of each row: 4 bytes a row are in memory until the index is written.
+    lengths: Vec<u32>,
+}
+
+impl Writer {
+    pub(super) fn new(folder: Option<&Path>) -> Self {
+        Self { folder: folder.map(Path::to_owned), file: None, waiting: Vec::new(), lengths: Vec::new() }
+    }
+
+    /// Adds a row; all three slices have its length.
+    ///
+    /// # Errors
+    /// When the folder takes no more.
+    pub(super) fn push(&mut self, row: RowRef) -> Result<()> {
+        self.lengths.push(row.ids.len() as u32);
+        self.waiting.extend_from_slice(row.ids);
+        self.waiting.extend(row.targets.iter().map(|&target| target as u32));
+        self.waiting.extend_from_slice(row.starts);
+        self.relieve()
+    }
+
+    /// The rows.
+    ///
+    /// # Errors
+    /// When the folder takes no more, or the file cannot be mapped.
+    pub(super) fn finish(mut self) -> Result<Rows> {
+        let rows = self.lengths.len();
+        let mut begin = 0u64;
+        for length in std::mem::take(&mut self.lengths).into_iter().chain([0]) {
+            self.waiting.extend([begin as u32, (begin >> 32) as u32]);
+            begin += 3 * u64::from(length);
+            self.relieve()?;
+        }
+        let words = match self.file.take() {
+            None => {
+                self.waiting.shrink_to_fit();
+                Words::Heap(self.waiting)
+            }
+            Some(mut file) => Words::Mapped(self.map(&mut file).map_err(|cause| self.refused(&cause))?),
+        };
+        Ok(Rows::new(Arc::new(Store { words, rows }), None))
+    }
+
+    /// Moves what waits into the file once it is enough.
+    fn relieve(&mut self) -> Result<()> {
+        let Some(folder) = self.folder.as_deref().filter(|_| self.waiting.len() >= WAITING) else {
+            return Ok(());
+        };
+        if self.file.is_none() {
+            let made = fs::create_dir_all(folder).and_then(|()| tempfile::tempfile_in(folder));
+            self.file = Some(made.map_err(|cause| self.refused(&cause))?);
+        }
+        let written = self.file.as_mut().map_or(Ok(()), |file| file.write_all(bytes_of(&self.waiting)));
+        written.map_err(|cause| self.refused(&cause))?;
+        self.waiting.clear();
+        Ok(())
+    }
+
+    /// Writes the rest and maps the file. It was written, not mapped for writing: a full disk is an
+    /// error of `write`, where a page that finds no room on it would be a signal.
+    fn map(&self, file: &mut File) -> io::Result<Mmap> {
+        file.write_all(bytes_of(&self.waiting))?;
+        // SAFETY: the file has no name, and no other process or part of this one holds it: nobody
+        // writes to it or shortens it from here on.
+        unsafe { Mmap::map(&*file) }
+    }
+
+    fn refused(&self, cause: &io::Error) -> Error {
+        let folder = self.folder.as_deref().unwrap_or(Path::new("")).display();
+        Error::failed(format!(
+            "{folder}: cannot take the file of tokenised rows: {cause}; free space there or choose another folder"
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::batch::Row;
+
+    /// Rows of 1 to 50 positions whose numbers tell them apart.
+    fn row(index: u32) -> Row {
+        let length = index * 7 % 50 + 1;
+        let ids: Vec<u32> = (0..length).map(|position| 1000 * index + position).collect();
+        let targets = ids.iter().map(|&id| if id % 3 == 0 { -100 } else { id as i32 }).collect();
+        Row { ids, targets, starts: (0..length).map(|position| position / 2).collect() }
+    }
+
+    fn stored(folder: Option<&Path>, count: u32) -> Result<Rows> {
+        let mut writer = Writer::new(folder);
+        (0..count).try_for_each(|index| writer.push(row(index).view()))?;
+        writer.finish()
+    }
+
+    #[test]
+    fn few_rows_stay_on_the_heap_and_many_are_mapped() {
+        let folder = tempfile::tempdir().unwrap();
+        let few = stored(Some(folder.path()), 100).unwrap();
+        let many = stored(Some(folder.path()), 5000).unwrap();
+        let heap = stored(None, 5000).unwrap();
+        let words = |count| (0..count).map(|index| 3 * row(index).ids.len() + 2).sum::<usize>() + 2;
+        assert_eq!(few.memory(), (4 * words(100), 0));
+        assert_eq!(many.memory(), (0, 4 * words(5000)));
+        assert_eq!(heap.memory(), (4 * words(5000), 0));
+        assert!(words(5000) > WAITING && many == heap);
+        assert_eq!((few.longest(), many.len(), few.is_empty()), (50, 5000, false));
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "the file has no name");
+        for (index, found) in many.iter().enumerate() {
+            assert_eq!(found, row(index as u32).view(), "row {index}");
+        }
+    }
+
+    #[test]
+    fn an_index_longer_than_the_buffer_is_written_too() {
+        let folder = tempfile::tempdir().unwrap();
+        let count = WAITING as u32;
+        let mut writer = Writer::new(Some(folder.path()));
+        for index in 0..count {
+            writer.push(RowRef { ids: &[index], targets: &[-100], starts: &[0] }).unwrap();
+        }
+        let rows = writer.finish().unwrap();
+        assert_eq!(rows.memory(), (0, 4 * (5 * count as usize + 2)));
+        assert!(rows.iter().zip(0..count).all(|(row, index)| row.ids == [index] && row.targets == [-100]));
+    }
+
+    #[test]
+    fn parts_share_the_numbers() {
+        let folder = tempfile::tempdir().unwrap();
+        let all = stored(Some(folder.path()), 5000).unwrap();
+        let odd = all.part((0..5000).filter(|index| index % 2 == 1));
+        let fifth = odd.part((0..2500).filter(|index| index % 5 == 0));
+        assert_eq!(odd.memory(), (4 * 2500, all.memory().1));
+        assert_eq!((fifth.len(), fifth.get(3)), (500, row(31).view()));
+        drop(all);
+        assert_eq!(odd.get(2499), row(4999).view());
+        assert_ne!(odd, fifth);
+    }
+
+    #[test]
+    fn pages_given_back_are_read_again() {
+        let folder = tempfile::tempdir().unwrap();
+        // More than one release: 3 x 300,000 x 25 words.
+        let rows = stored(Some(folder.path()), 100_000).unwrap();
+        for _ in 0..2 {
+            let mut index = 0;
+            rows.for_each(|found| {
+                assert_eq!(found, row(index).view());
+                index += 1;
+            });
+            assert_eq!(index, 100_000);
+        }
+    }
+
+    #[test]
+    fn a_folder_that_takes_nothing_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        fs::write(&file, "x").unwrap();
+        let error = stored(Some(&file), 5000).unwrap_err();
+        assert_eq!(error.exit_code(), 1);
+        let start = format!("{}: cannot take the file of tokenised rows: ", file.display());
+        assert!(error.to_string().starts_with(&start), "{error}");
+        assert!(stored(Some(&file), 100).is_ok(), "few rows need no file");
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_full_disk_is_an_error() {
+        for rows in [5000, 4000] {
+            let mut writer = Writer::new(Some(Path::new("/full")));
+            writer.file = Some(File::options().write(true).open("/dev/full").unwrap());
+            let pushed = (0..rows).try_for_each(|index| writer.push(row(index).view()));
+            let error = pushed.and_then(|()| writer.finish().map(drop)).unwrap_err();
+            assert_eq!(error.exit_code(), 1);
+            assert!(error.to_string().starts_with("/full: cannot take the file"), "{error}");
+            assert!(error.to_string().contains("No space left on device"), "{error}");
+        }
+    }
+}
