@@ -11,7 +11,7 @@ use engraft::{
     error::{Error, Result},
     kernels::arena::Arenas,
     model::{Base, BaseSource, Policy, Recompute},
-    optim::AdamWOptions,
+    optim::{AdamWOptions, OptimizerKind},
     train::{Trainer, TrainerOptions},
 };
 use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, rng};
@@ -41,6 +41,7 @@ fn main() -> Result<()> {
         rows,
         seq_len,
         policy: Policy { recompute, stream: given("stream"), ..Policy::default() },
+        optimizer: OptimizerKind::AdamW,
         adamw: AdamWOptions::default(),
         clip: 1.0,
         label_smoothing: 0.0,

@@ -93,6 +93,12 @@ impl Report {
     pub fn new(message: impl Into<String>) -> Self {
         Self { message: message.into(), hints: Vec::new() }
     }
+
+    /// The report with one more hint.
+    pub fn with_hint(mut self, hint: impl Into<String>) -> Self {
+        self.hints.push(hint.into());
+        self
+    }
 }
 
 impl fmt::Display for Error {

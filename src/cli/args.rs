@@ -147,7 +147,7 @@ pub struct TrainArgs {
     /// Part of the target probability that is spread over the vocabulary [default: 0]
     #[arg(long, value_name = "E", help_heading = "Optimization")]
     pub label_smoothing: Option<f64>,
-    /// Optimizer [default: adamw]
+    /// adamw, or adamw8bit: moments in a quarter of the memory [default: adamw]
     #[arg(long, value_name = "NAME", help_heading = "Optimization")]
     pub optimizer: Option<Optimizer>,
     /// Seed of everything random [default: 0]

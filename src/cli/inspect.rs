@@ -98,7 +98,8 @@ fn run_folder(path: &Path) -> Result<Value> {
     if let Some((save, damaged)) = newest {
         found["save"] = json!({
             "step": save.info.step, "steps": save.info.steps, "base_fingerprint": save.info.base,
-            "data_fingerprint": save.info.data, "machine": save.info.machine, "values": save.state.values.len(),
+            "data_fingerprint": save.info.data, "machine": save.info.machine, "values": save.values(),
+            "optimizer": save.info.optimizer,
         });
         found["damaged"] = json!(damaged);
     }

@@ -5,13 +5,12 @@ use std::{collections::BTreeMap, path::PathBuf};
 use super::{
     args::TrainArgs,
     config_file, layers,
-    values::{Method, Pattern, PrefixInit, ScheduleName, Warmup as TypedWarmup},
+    values::{Method, Optimizer, Pattern, PrefixInit, ScheduleName, Warmup as TypedWarmup},
 };
 use crate::{
     error::{Error, Result},
     model::{Policy, Recompute},
-    optim::AdamWOptions,
-    optim::schedule::Schedule,
+    optim::{AdamWOptions, OptimizerKind, schedule::Schedule},
     train::{self, AdapterOptions, DataSource, Kinds, Length, Machine, PrefixStart, RunOptions},
 };
 
@@ -88,6 +87,10 @@ pub fn run_options(args: &TrainArgs, machine: Machine) -> Result<RunOptions> {
             Some(ScheduleName::Linear) | None => Schedule::Linear,
         },
         warmup: warmup(args)?,
+        optimizer: match args.optimizer {
+            Some(Optimizer::Adamw8bit) => OptimizerKind::AdamW8bit,
+            Some(Optimizer::Adamw) | None => OptimizerKind::AdamW,
+        },
         adamw: AdamWOptions {
             weight_decay: not_negative("weight-decay", args.weight_decay.unwrap_or_default(), "0.01")?,
             ..AdamWOptions::default()

@@ -77,6 +77,9 @@ pub enum ScheduleName {
 pub enum Optimizer {
     /// AdamW with FP32 moments.
     Adamw,
+    /// AdamW with 8-bit moments.
+    #[value(name = "adamw8bit")]
+    Adamw8bit,
 }
 
 /// `--device`.

@@ -227,6 +227,11 @@ impl Arenas {
         Ok(built)
     }
 
+    /// Whether they hold memory.
+    pub fn are_real(&self) -> bool {
+        self.real
+    }
+
     /// The buffers cut so far.
     pub fn rows(&self) -> &[TableRow] {
         &self.rows

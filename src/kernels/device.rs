@@ -25,6 +25,8 @@ pub enum DType {
     U32,
     /// Targets, with -100 for "no loss".
     I32,
+    /// Codes of 8-bit moments.
+    U8,
 }
 
 impl DType {
@@ -33,6 +35,7 @@ impl DType {
         match self {
             Self::F32 | Self::U32 | Self::I32 => 4,
             Self::F16 => 2,
+            Self::U8 => 1,
         }
     }
 }
@@ -62,6 +65,9 @@ impl Element for u32 {
 }
 impl Element for i32 {
     const DTYPE: DType = DType::I32;
+}
+impl Element for u8 {
+    const DTYPE: DType = DType::U8;
 }
 
 /// Bytes that outlive every view on them: a mapped file, or data compiled into the program.
@@ -187,9 +193,15 @@ impl Buffer {
 
     /// Its pages; `None` while planning.
     pub fn region(&self) -> Option<Region> {
+        self.part(0..self.len)
+    }
+
+    /// The pages of some of its elements.
+    pub fn part(&self, elements: std::ops::Range<usize>) -> Option<Region> {
         let chunk = self.chunk.as_ref()?;
         let start = self.head.as_ptr() as usize - chunk.bytes().as_ptr() as usize;
-        Some(Region::of_chunk(Arc::clone(chunk), start, self.len * self.dtype.size()))
+        let size = self.dtype.size();
+        Some(Region::of_chunk(Arc::clone(chunk), start + elements.start * size, elements.len() * size))
     }
 
     /// Number of elements.
@@ -279,6 +291,19 @@ impl<'a> View<'a> {
         assert_eq!(self.dtype, T::DTYPE, "a kernel was handed a buffer of another type");
         // SAFETY: head is aligned and valid for len elements of T for 'a, by construction.
         unsafe { std::slice::from_raw_parts(self.head.cast::<T>(), self.len) }
+    }
+
+    /// Type of the elements.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The elements' bytes on the host, as the host orders them.
+    pub fn bytes(self) -> &'a [u8] {
+        match self.device {
+            // SAFETY: len elements of the type are valid for 'a, and plain numbers have no padding.
+            Device::Cpu => unsafe { std::slice::from_raw_parts(self.head, self.len * self.dtype.size()) },
+        }
     }
 
     /// Copies the elements to the host.
@@ -372,6 +397,19 @@ impl<'a> ViewMut<'a> {
     pub fn upload<T: Element>(self, values: &[T]) {
         match self.device {
             Device::Cpu => self.host::<T>()[..values.len()].copy_from_slice(values),
+        }
+    }
+
+    /// Copies `bytes`, as the host orders them and of any alignment, to all elements.
+    ///
+    /// # Panics
+    /// When there are not as many bytes as the elements have.
+    pub fn upload_bytes(self, bytes: &[u8]) {
+        assert_eq!(bytes.len(), self.len * self.dtype.size(), "bytes do not fit the view");
+        match self.device {
+            // SAFETY: the elements are valid, exclusively borrowed and of that many bytes; any bits are
+            // a number of every type.
+            Device::Cpu => unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.head, bytes.len()) },
         }
     }
 

@@ -6,6 +6,7 @@
 
 pub mod activation;
 pub mod adamw;
+pub mod adamw8;
 pub mod adapted_linear;
 pub mod arena;
 pub mod attention;

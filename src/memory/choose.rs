@@ -200,7 +200,8 @@ fn recomputes(layers: usize) -> Vec<Recompute> {
 
 /// All divisors, the largest first; of very many only those that about halve.
 fn divisors(batch: usize) -> Vec<usize> {
-    let all: Vec<usize> = (1..=batch.max(1)).rev().filter(|rows| batch.max(1).is_multiple_of(*rows)).collect();
+    let all: Vec<usize> =
+        (1..=batch.max(1)).rev().filter(|rows| batch.max(1).is_multiple_of(*rows)).collect();
     let mut kept: Vec<usize> = Vec::new();
     for rows in all {
         if rows == 1 || kept.last().is_none_or(|last| rows * 3 <= last * 2) {
@@ -262,7 +263,8 @@ fn nothing_fits(job: &Job, budget: Option<u64>, smallest: Option<Plan>) -> Repor
         job.seq_len,
         size_up(bytes)
     ));
-    report.with_hint(format!("--memory {} would fit: {}", size_up(bytes), least.setting))
+    report
+        .with_hint(format!("--memory {} would fit: {}", size_up(bytes), least.setting))
         .with_hint("a smaller --seq-len or --rank makes it smaller still")
 }
 

@@ -306,10 +306,7 @@ fn base(job: &Job, policy: Policy) -> Vec<Row> {
         })
         .collect();
     let small = parts.total() - rows.iter().map(|row| row.bytes).sum::<u64>();
-    rows.push(Row {
-        resident: held(small),
-        ..plain("base", "biases and norms", small, home, lifetime)
-    });
+    rows.push(Row { resident: held(small), ..plain("base", "biases and norms", small, home, lifetime) });
     if streamed {
         let resident = match job.target {
             Target::Cpu { .. } => parts.streamed(),
@@ -423,8 +420,14 @@ fn around(job: &Job, setting: Setting) -> Vec<Row> {
     let step = cells * (16 + 12) + micro * 16;
     let home = Home::Host;
     let mut rows = vec![
-        Row { resident: always(job.program), ..plain("program", "code, runtime, tokenizer", job.program, home, "run") },
-        Row { resident: always(job.rows_on_heap), ..plain("data", "tokenised rows", job.rows_on_heap, home, "run") },
+        Row {
+            resident: always(job.program),
+            ..plain("program", "code, runtime, tokenizer", job.program, home, "run")
+        },
+        Row {
+            resident: always(job.rows_on_heap),
+            ..plain("data", "tokenised rows", job.rows_on_heap, home, "run")
+        },
         Row { resident: from_the_first_pass(step), ..plain("data", "rows of a step", step, home, "step") },
     ];
     match job.target {

@@ -171,7 +171,8 @@ fn a_device_is_planned_without_one() {
     let choice = choose(&job, Wish::default(), Some(12 << 30), &rates()).unwrap();
     assert!(choice.chosen.peak() <= 12 << 30);
     assert_eq!(choice.chosen.plan.setting.policy.activations, DType::F16);
-    let device: u64 = choice.chosen.plan.rows.iter().filter(|row| row.home == Home::Device).map(|r| r.bytes).sum();
+    let device: u64 =
+        choice.chosen.plan.rows.iter().filter(|row| row.home == Home::Device).map(|r| r.bytes).sum();
     assert!(device >= 3 << 30, "{device}");
 }
 

@@ -8,17 +8,12 @@ use super::{
     calibrate::{Rates, attention_flops},
     plan::{BaseBytes, Job, Setting, Target},
 };
-use crate::{
-    kernels::arena::Place,
-    model::Keep,
-    optim::OptimizerKind,
-};
+use crate::{kernels::arena::Place, model::Keep, optim::OptimizerKind};
 
 /// Thin products of a delta reach about this part of the speed of a frozen one.
 const THIN: f64 = 0.3;
-/// An update of 8-bit states does the work of this many FP32 ones: both moments are found in a table
-/// and quantised again.
-const EIGHT_BIT: f64 = 6.0;
+/// An update of 8-bit states takes this many times that of FP32 ones (docs/BENCHMARKS.md).
+const EIGHT_BIT: f64 = 1.35;
 /// Writing a page of a file through a mapping costs about this many times reading it.
 const WRITING: f64 = 3.0;
 
@@ -36,8 +31,12 @@ fn micro_batch(job: &Job, setting: Setting, rates: &Rates) -> f64 {
     let block = Block::new(job, n, setting.micro_batch, rates);
     let mut total = config.layers as f64 * block.forward();
     total += (config.layers - lowest) as f64 * block.backward();
-    total += (lowest..config.layers).map(|layer| block.again(setting.policy.recompute.keeps(layer))).sum::<f64>();
-    total + deltas(job, n, rates) + head(job, n, setting.policy.head_rows, rates) + moved(job, setting, n, rates)
+    total +=
+        (lowest..config.layers).map(|layer| block.again(setting.policy.recompute.keeps(layer))).sum::<f64>();
+    total
+        + deltas(job, n, rates)
+        + head(job, n, setting.policy.head_rows, rates)
+        + moved(job, setting, n, rates)
 }
 
 /// The lowest layer with anything trainable.
@@ -85,7 +84,13 @@ impl Block {
     }
 
     fn forward(&self) -> f64 {
-        self.c_attn + self.attention.0 + self.attn_proj + self.mlp() + self.activation.0 + self.mlp_proj + self.norm.0
+        self.c_attn
+            + self.attention.0
+            + self.attn_proj
+            + self.mlp()
+            + self.activation.0
+            + self.mlp_proj
+            + self.norm.0
     }
 
     fn mlp(&self) -> f64 {

@@ -13,6 +13,7 @@ mod flow;
 mod held;
 mod policy;
 mod prefix;
+pub mod sizes;
 mod stack;
 pub mod weights;
 mod wiring;

@@ -1,6 +1,10 @@
 //! From gradients to new values: AdamW over the flat store, clipping, learning-rate schedules.
 
-mod adamw;
+mod moments;
+mod optimizer;
 pub mod schedule;
+mod windows;
 
-pub use adamw::{AdamW, AdamWOptions};
+pub use moments::{Moments, OptimizerKind, Stored};
+pub use optimizer::{AdamWOptions, Optimizer};
+pub use windows::{Window, windows};

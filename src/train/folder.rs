@@ -56,8 +56,11 @@ impl RunFolder {
         if !self.resume {
             self.refuse_contents()?;
         }
-        [self.path.clone(), self.saves()]
+        // Tensor files of an adapter are replaced by a neighbour of their own.
+        let adapter = self.adapter();
+        [self.path.clone(), self.saves(), adapter.join("lora"), adapter.join("prefix"), adapter]
             .iter()
+            .filter(|folder| folder.is_dir())
             .try_for_each(|folder| clean(folder).map_err(|cause| Error::writing(folder, &cause)))
     }
 
@@ -186,7 +189,12 @@ mod tests {
         assert!(RunFolder::look(&path, true).unwrap_err().to_string().contains("another process"));
         drop((first, late));
         assert!(RunFolder::look(&path, false).unwrap_err().to_string().contains("--resume"));
+        // What a run left that was killed while it replaced its adapter's tensors.
+        let unfinished = path.join("adapter/prefix/.engraft-x.tmp");
+        fs::create_dir_all(path.join("adapter/prefix")).unwrap();
+        fs::write(&unfinished, "x").unwrap();
         RunFolder::look(&path, true).unwrap().claim().unwrap();
+        assert!(!unfinished.exists());
     }
 
     #[test]

@@ -20,4 +20,4 @@ pub use memory::base_bytes;
 pub use options::{DataSource, Length, Machine, RunOptions, Warmup};
 pub use prepare::{end_of_text, load_split, row_limit};
 pub use run::{Finished, run};
-pub use trainer::{Evaluation, StepReport, Trainer, TrainerOptions, TrainerState};
+pub use trainer::{Evaluation, StepReport, Trainer, TrainerOptions};

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, path::PathBuf};
 use super::{AdapterOptions, PrefixStart};
 use crate::{
     model::Policy,
-    optim::{AdamWOptions, schedule::Schedule},
+    optim::{AdamWOptions, OptimizerKind, schedule::Schedule},
 };
 
 /// Everything a run needs besides the base and its tokenizer.
@@ -47,6 +47,8 @@ pub struct RunOptions {
     pub schedule: Schedule,
     /// Length of the warm-up.
     pub warmup: Warmup,
+    /// How the moments are held.
+    pub optimizer: OptimizerKind,
     /// Betas, eps and decay.
     pub adamw: AdamWOptions,
     /// Largest global gradient norm; 0 for any.

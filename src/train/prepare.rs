@@ -21,7 +21,7 @@ const SEQ_LEN: usize = 256;
 /// A run before its first step.
 pub(super) struct Prepared {
     pub set: AdapterSet,
-    /// Values at step 0; a save's values take their place.
+    /// Values at step 0, until the trainer takes them; a save's values take their place.
     pub values: Vec<f32>,
     pub train: Dataset,
     pub eval: Option<Dataset>,
@@ -87,7 +87,9 @@ fn choose(options: &RunOptions, base: &Base, past: Option<&Save>) -> Result<Chos
     match (past, &options.init_adapter) {
         (Some(save), _) => {
             let set = fresh(&save.info.spec)?;
-            Ok(Chosen { set, values: Some(save.state.values.clone()), hints: Vec::new() })
+            // Untouched zeros until the trainer reads the save.
+            let values = Some(vec![0.0; set.layout.len]);
+            Ok(Chosen { set, values, hints: Vec::new() })
         }
         (None, Some(dir)) => {
             let loaded = adapter::load(dir, &options.adapter, &description, options.allow_base_mismatch)?;
@@ -223,6 +225,7 @@ fn describe(
         machine: options.machine.clone(),
         spec: set.spec.clone(),
         tensors: set.layout.tensors.iter().map(|slot| format!("{} {:?}", slot.name, slot.shape)).collect(),
+        optimizer: options.optimizer.name().to_owned(),
     }
 }
 

@@ -57,7 +57,7 @@ pub fn run(
 ) -> Result<Finished> {
     let past = if options.resume { save::newest(&folder.saves())? } else { None };
     let (past, damaged) = past.map_or((None, Vec::new()), |(past, damaged)| (Some(past), damaged));
-    let prepared = prepare(options, base, tokenizer, past.as_ref(), folder.path())?;
+    let mut prepared = prepare(options, base, tokenizer, past.as_ref(), folder.path())?;
     let longer = match &past {
         None => None,
         Some(past) => {
@@ -66,9 +66,10 @@ pub fn run(
             resume::changed_length(&past.info, &prepared.info, options.schedule, options.lr, warmup)?
         }
     };
-    let mut trainer = build_trainer(options, base, &prepared)?;
+    let mut trainer = build_trainer(options, base, &mut prepared)?;
     if let Some(past) = past {
-        trainer.restore(resume::state(past)?)?;
+        resume::check_finite(&past)?;
+        trainer.restore(past.info.step, &past.tensors())?;
     }
     folder.claim()?;
     folder.write_config(&options.config_text)?;
@@ -80,24 +81,20 @@ pub fn run(
     run.train(&mut trainer, reporter)
 }
 
-fn build_trainer(options: &RunOptions, base: &Arc<Base>, prepared: &Prepared) -> Result<Trainer> {
+fn build_trainer(options: &RunOptions, base: &Arc<Base>, prepared: &mut Prepared) -> Result<Trainer> {
     let longest = prepared.train.longest().max(prepared.eval.as_ref().map_or(0, Dataset::longest));
     let trainer_options = TrainerOptions {
         rows: options.micro_batch,
         seq_len: longest,
         policy: options.policy,
+        optimizer: options.optimizer,
         adamw: options.adamw,
         clip: options.clip,
         label_smoothing: options.label_smoothing,
         seed: options.seed,
     };
-    Trainer::new(
-        base.clone(),
-        prepared.set.clone(),
-        prepared.values.clone(),
-        trainer_options,
-        Arenas::real(None),
-    )
+    let values = std::mem::take(&mut prepared.values);
+    Trainer::new(base.clone(), prepared.set.clone(), values, trainer_options, Arenas::real(None))
 }
 
 /// What stays the same while a run runs.
@@ -118,7 +115,9 @@ impl Run<'_> {
             reporter.event(&Event::Note(&format!(
                 "the run is finished after {steps} steps; a larger --steps goes on"
             )))?;
-            // The process that made the last step may have been killed before it wrote the adapter.
+            // The process that made the last step may have been killed before it wrote the adapter, or
+            // removed older saves.
+            save::prune(&self.folder.saves(), begun_at, self.options.keep)?;
             self.write_adapter(trainer)?;
             return self.finish(trainer, 0.0, reporter);
         }
@@ -212,17 +211,16 @@ impl Run<'_> {
     }
 
     fn write_save(&self, trainer: &Trainer) -> Result<PathBuf> {
-        let state = trainer.state();
-        let info = save::SaveInfo { step: state.step, ..self.prepared.info.clone() };
-        let path = save::write(&self.folder.saves(), &info, &state)?;
-        save::prune(&self.folder.saves(), state.step, self.options.keep)?;
+        let info = save::SaveInfo { step: trainer.steps_done(), ..self.prepared.info.clone() };
+        let path = save::write(&self.folder.saves(), &info, &trainer.tensors())?;
+        save::prune(&self.folder.saves(), info.step, self.options.keep)?;
         Ok(path)
     }
 
     fn write_adapter(&self, trainer: &Trainer) -> Result<()> {
         let projected = trainer.projected();
         let (values, description) = (trainer.values(), self.base.description());
-        Ok(peft::save(&self.folder.adapter(), trainer.set(), &values, projected.as_deref(), &description)?)
+        Ok(peft::save(&self.folder.adapter(), trainer.set(), values, projected.as_deref(), &description)?)
     }
 
     fn finish(&self, trainer: &Trainer, tokens_per_s: f64, reporter: &mut dyn Reporter) -> Result<Finished> {

@@ -1,30 +1,39 @@
 //! Saves: all a run needs to go on exactly, one file each.
 //!
-//! `saves/step-XXXXXXXX.safetensors` holds the tensors `values`, `first_moment` and `second_moment`,
-//! F32 `[n]` in the order of the adapter's layout, and two metadata strings: `engraft_save`, a
-//! [`SaveInfo`] as JSON, and `blake3`, the checksum of that string followed by the three tensors.
+//! `saves/step-XXXXXXXX.safetensors` holds `values`, F32 `[n]` in the order of the adapter's layout, then
+//! the optimizer's tensors, `[count]` each, and two metadata strings: `engraft_save`, a [`SaveInfo`] as
+//! JSON, and `blake3`, a checksum of all of it. It is written from the trainer's buffers and read
+//! through a mapping: neither side holds a copy.
 
 use std::{
     collections::BTreeMap,
-    fs,
+    fs::{self, File},
     io::{self, Write},
+    ops::Range,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use engraft_adapters::{AdapterSpec, atomic};
-use safetensors::SafeTensors;
+use memmap2::Mmap;
+use safetensors::{Dtype, SafeTensors};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::{Machine, TrainerState};
-use crate::error::{Error, Result};
+use super::Machine;
+use crate::{
+    error::{Error, Result},
+    kernels::device::{Bytes, DType, View},
+    optim::Stored,
+};
 
 /// Version of the file format; another one is refused.
-pub const FORMAT: u32 = 1;
+pub const FORMAT: u32 = 2;
+/// The tensor of the flat store; the others are the optimizer's.
+pub const VALUES: &str = "values";
 
 const INFO: &str = "engraft_save";
 const CHECKSUM: &str = "blake3";
-const TENSORS: [&str; 3] = ["values", "first_moment", "second_moment"];
 const EXTENSION: &str = "safetensors";
 
 /// What a save says about itself and about the run it belongs to.
@@ -48,111 +57,166 @@ pub struct SaveInfo {
     pub spec: AdapterSpec,
     /// Names of the trainable tensors in the order of the layout.
     pub tensors: Vec<String>,
+    /// Name of the optimizer, on which the other tensors of the file depend.
+    pub optimizer: String,
 }
 
-/// A save in memory.
-#[derive(Debug)]
+/// A verified save: its description, and where its tensors lie in the file.
 pub struct Save {
     /// Where and of what.
     pub info: SaveInfo,
-    /// Values and moments.
-    pub state: TrainerState,
+    source: Arc<dyn Bytes>,
+    tensors: Vec<Place>,
 }
 
-/// Writes a save into `folder`; it is there in full, on the disk, or not at all.
+/// A tensor's bytes in its file.
+struct Place {
+    name: String,
+    dtype: DType,
+    bytes: Range<usize>,
+}
+
+impl Save {
+    /// The tensors in the order of the file.
+    pub fn tensors(&self) -> Vec<Stored<'_>> {
+        self.tensors
+            .iter()
+            .map(|Place { name, dtype, bytes }| Stored {
+                name,
+                dtype: *dtype,
+                bytes: &self.source.bytes()[bytes.clone()],
+            })
+            .collect()
+    }
+
+    /// How many trainable values it holds.
+    pub fn values(&self) -> usize {
+        self.tensors.first().map_or(0, |values| values.bytes.len() / DType::F32.size())
+    }
+}
+
+impl std::fmt::Debug for Save {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Save({:?})", self.info)
+    }
+}
+
+/// Writes a save into `folder`; it is there in full, on the disk, or not at all. `tensors` are the values
+/// and what the optimizer keeps, in this order.
 ///
 /// # Errors
 /// [`Error::Failed`] when it cannot be written; saves written before stay.
-pub fn write(folder: &Path, info: &SaveInfo, state: &TrainerState) -> Result<PathBuf> {
+pub fn write(folder: &Path, info: &SaveInfo, tensors: &[(&str, View)]) -> Result<PathBuf> {
     let path = folder.join(file_name(info.step));
-    atomic::write_with(&path, |file| stream(file, info, state)).map_err(|error| {
+    atomic::write_with(&path, |file| stream(file, info, tensors)).map_err(|error| {
         Error::from(error).hint("what was saved before is still good; --resume goes on from there")
     })?;
     Ok(path)
 }
 
-fn stream(file: &mut dyn Write, info: &SaveInfo, state: &TrainerState) -> io::Result<()> {
+fn stream(file: &mut dyn Write, info: &SaveInfo, tensors: &[(&str, View)]) -> io::Result<()> {
     let info = serde_json::to_string(info)?;
-    let tensors = [&state.values, &state.first_moment, &state.second_moment];
-    let mut hasher = blake3::Hasher::new();
-    hasher.update(info.as_bytes());
-    for values in tensors {
-        pieces(values).for_each(|piece| {
-            hasher.update(&piece);
-        });
-    }
-    file.write_all(&header(&info, &hasher.finalize().to_hex(), tensors.map(Vec::len)))?;
-    tensors.iter().flat_map(|values| pieces(values)).try_for_each(|piece| file.write_all(&piece))
+    let stored =
+        || tensors.iter().map(|(name, view)| Stored { name, dtype: view.dtype(), bytes: view.bytes() });
+    file.write_all(&header(&info, &checksum(&info, stored()), stored())?)?;
+    stored().try_for_each(|tensor| file.write_all(tensor.bytes))
 }
 
-/// The little-endian bytes of `values`, 64 Ki values at a time.
-fn pieces(values: &[f32]) -> impl Iterator<Item = Vec<u8>> {
-    values.chunks(1 << 16).map(|chunk| chunk.iter().flat_map(|value| value.to_le_bytes()).collect())
+/// BLAKE3 over the description, and for each tensor a line `NAME TYPE BYTES` and its bytes.
+fn checksum<'a>(info: &str, tensors: impl Iterator<Item = Stored<'a>>) -> String {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(info.as_bytes());
+    for Stored { name, dtype, bytes } in tensors {
+        hasher.update(format!("\n{name} {dtype:?} {}\n", bytes.len()).as_bytes());
+        hasher.update(bytes);
+    }
+    hasher.finalize().to_hex().to_string()
 }
 
 /// The length and the JSON object a safetensors file begins with.
-fn header(info: &str, checksum: &str, lengths: [usize; 3]) -> Vec<u8> {
+fn header<'a>(info: &str, checksum: &str, tensors: impl Iterator<Item = Stored<'a>>) -> io::Result<Vec<u8>> {
     let mut object = json!({ "__metadata__": { INFO: info, CHECKSUM: checksum } });
     let mut start = 0;
-    for (name, length) in TENSORS.into_iter().zip(lengths) {
-        let end = start + 4 * length;
-        object[name] = json!({ "dtype": "F32", "shape": [length], "data_offsets": [start, end] });
+    for Stored { name, dtype, bytes } in tensors {
+        let known = TYPES.iter().find(|(own, _)| *own == dtype).ok_or(io::ErrorKind::InvalidInput)?;
+        let (end, count) = (start + bytes.len(), bytes.len() / dtype.size());
+        object[name] = json!({ "dtype": known.1, "shape": [count], "data_offsets": [start, end] });
         start = end;
     }
     let mut text = object.to_string().into_bytes();
     // The tensors begin at a multiple of 8, as the format wishes.
     text.resize(text.len().next_multiple_of(8), b' ');
-    [&(text.len() as u64).to_le_bytes(), text.as_slice()].concat()
+    Ok([&(text.len() as u64).to_le_bytes(), text.as_slice()].concat())
 }
 
-/// Reads and verifies the save at `path`.
+/// Types that saves have, and their names in the file.
+const TYPES: [(DType, Dtype); 2] = [(DType::F32, Dtype::F32), (DType::U8, Dtype::U8)];
+
+/// Maps and verifies the save at `path`.
 ///
 /// # Errors
 /// When it cannot be read, is damaged, or has another format.
 pub fn read(path: &Path) -> Result<Save> {
-    let bytes = fs::read(path).map_err(|cause| Error::reading(path, &cause))?;
+    let unreadable = |cause: io::Error| Error::reading(path, &cause);
+    let file = File::open(path).map_err(unreadable)?;
+    // SAFETY: saves are written once and renamed into place, and the run folder is locked by this
+    // process; a file cut short by others while mapped would end the program, not corrupt it.
+    let mapped = unsafe { Mmap::map(&file) }.map_err(unreadable)?;
     let in_place = |save: Save| match step_of(path) == Some(save.info.step) {
         true => Ok(save),
         false => Err(format!("it is of step {}, which is not what its name says", save.info.step)),
     };
-    parse(&bytes)
+    parse(Arc::new(mapped))
         .and_then(in_place)
         .map_err(|rule| Error::input(format!("{}: is no usable save: {rule}; remove it", path.display())))
 }
 
-/// The save in `bytes`, or the rule they break.
-fn parse(bytes: &[u8]) -> Result<Save, String> {
+/// The save in `source`, or the rule it breaks.
+fn parse(source: Arc<dyn Bytes>) -> Result<Save, String> {
+    let bytes = source.bytes();
     let damaged = |cause: safetensors::SafeTensorError| format!("it is damaged ({cause})");
     let (_, metadata) = SafeTensors::read_metadata(bytes).map_err(damaged)?;
     let strings = metadata.metadata().as_ref().ok_or("it has no metadata")?;
     let text = strings.get(INFO).ok_or("it has no description of its run")?;
-    let file = SafeTensors::deserialize(bytes).map_err(damaged)?;
-    let mut hasher = blake3::Hasher::new();
-    hasher.update(text.as_bytes());
-    let mut tensors = Vec::new();
-    for name in TENSORS {
-        let tensor = file.tensor(name).map_err(damaged)?;
-        hasher.update(tensor.data());
-        tensors.push(floats(tensor.data()));
-    }
-    if strings.get(CHECKSUM).map(String::as_str) != Some(hasher.finalize().to_hex().as_str()) {
+    let info = describe(text)?;
+    let tensors = places(bytes)?;
+    let save = Save { info, source: source.clone(), tensors };
+    if strings.get(CHECKSUM) != Some(&checksum(text, save.tensors().into_iter())) {
         return Err("its checksum does not fit its contents".to_owned());
     }
-    let info: SaveInfo =
-        serde_json::from_str(text).map_err(|cause| format!("its description is unknown ({cause})"))?;
-    if info.format != FORMAT {
-        return Err(format!("its format is {}, this program reads {FORMAT}", info.format));
+    match save.tensors.first() {
+        Some(first) if first.name == VALUES && first.dtype == DType::F32 => Ok(save),
+        _ => Err(format!("it does not begin with {VALUES}")),
     }
-    let [values, first_moment, second_moment] = <[Vec<f32>; 3]>::try_from(tensors).unwrap_or_default();
-    if first_moment.len() != values.len() || second_moment.len() != values.len() {
-        return Err("its moments are not as many as its values".to_owned());
-    }
-    let state = TrainerState { step: info.step, values, first_moment, second_moment };
-    Ok(Save { info, state })
 }
 
-fn floats(bytes: &[u8]) -> Vec<f32> {
-    bytes.as_chunks::<4>().0.iter().map(|four| f32::from_le_bytes(*four)).collect()
+/// The description, whose format decides whether the rest can be understood.
+fn describe(text: &str) -> Result<SaveInfo, String> {
+    #[derive(Deserialize)]
+    struct Format {
+        format: u32,
+    }
+    let unknown = |cause: serde_json::Error| format!("its description is unknown ({cause})");
+    let Format { format } = serde_json::from_str(text).map_err(unknown)?;
+    if format != FORMAT {
+        return Err(format!("its format is {format}, this program reads {FORMAT}"));
+    }
+    serde_json::from_str(text).map_err(unknown)
+}
+
+/// Where the tensors lie, in the order of their bytes.
+fn places(bytes: &[u8]) -> Result<Vec<Place>, String> {
+    let file = SafeTensors::deserialize(bytes).map_err(|cause| format!("it is damaged ({cause})"))?;
+    let mut places = Vec::new();
+    for (name, tensor) in file.tensors() {
+        let known = TYPES.iter().find(|(_, theirs)| *theirs == tensor.dtype());
+        let (dtype, _) = known.ok_or_else(|| format!("{name} has the unknown type {:?}", tensor.dtype()))?;
+        let start = tensor.data().as_ptr() as usize - bytes.as_ptr() as usize;
+        places.push((start, Place { name, dtype: *dtype, bytes: start..start + tensor.data().len() }));
+    }
+    // Empty tensors share their offset with the next one.
+    places.sort_by_key(|(start, place)| (*start, place.bytes.end));
+    Ok(places.into_iter().map(|(_, place)| place).collect())
 }
 
 /// The newest good save in `folder`, with a sentence for each newer one that is damaged.

@@ -2,18 +2,20 @@
 
 use std::sync::Arc;
 
-use engraft_adapters::AdapterSet;
+use engraft_adapters::{AdapterSet, TensorSlot};
 
 use crate::{
     data::Batch,
     error::{Error, Result},
     kernels::{
         arena::{Arenas, Place, TableRow},
-        device::{Buffer, DType::F32},
+        device::{Buffer, DType::F32, View},
     },
     model::{Base, Config, Gradients, Limits, LossSum, Pass, Policy, Prompt, Stack, Trained, Wiring},
-    optim::{AdamW, AdamWOptions},
+    optim::{AdamWOptions, Optimizer, OptimizerKind, Stored},
 };
+
+use super::save::VALUES;
 
 /// What a [`Trainer`] is made for.
 #[derive(Debug, Clone, Copy)]
@@ -24,6 +26,8 @@ pub struct TrainerOptions {
     pub seq_len: usize,
     /// What is kept and what is computed again.
     pub policy: Policy,
+    /// How the moments are held.
+    pub optimizer: OptimizerKind,
     /// Betas, eps and decay.
     pub adamw: AdamWOptions,
     /// Largest global gradient norm; 0 for any.
@@ -71,40 +75,30 @@ impl Evaluation {
     }
 }
 
-/// Everything that changes in training: what a resume file must hold.
-#[derive(Debug, Clone, PartialEq)]
-pub struct TrainerState {
-    /// Optimizer steps done.
-    pub step: u64,
-    /// The flat store.
-    pub values: Vec<f32>,
-    /// AdamW's first moment.
-    pub first_moment: Vec<f32>,
-    /// AdamW's second moment.
-    pub second_moment: Vec<f32>,
-}
-
 /// What is trained, with its gradient and the optimizer's memory.
 struct Trainables {
     prompt: Option<Prompt>,
     store: Buffer,
     gradient: Buffer,
-    optimizer: AdamW,
+    optimizer: Optimizer,
 }
 
 impl Trainables {
     fn cut(
         config: &Config,
         wiring: &Wiring,
-        len: usize,
+        set: &AdapterSet,
         options: TrainerOptions,
         arenas: &mut Arenas,
     ) -> Result<Self> {
+        let len = set.layout.len;
         let prompt = Prompt::new(wiring, config, true, arenas)?;
         let (store, gradient) = arenas.build("trainables", Place::Memory, |arena| {
             Ok((arena.take("values", F32, &[len])?, arena.take("gradient", F32, &[len])?))
         })?;
-        let optimizer = AdamW::new(len, options.adamw, options.policy.moments, arenas)?;
+        let segments: Vec<usize> = set.layout.tensors.iter().map(TensorSlot::len).collect();
+        let TrainerOptions { optimizer, adamw, policy, .. } = options;
+        let optimizer = Optimizer::new(optimizer, &segments, adamw, policy.moments, arenas)?;
         Ok(Self { prompt, store, gradient, optimizer })
     }
 }
@@ -116,7 +110,7 @@ pub struct Trainer {
     values: Buffer,
     gradient: Buffer,
     prompt: Option<Prompt>,
-    optimizer: AdamW,
+    optimizer: Optimizer,
     options: TrainerOptions,
     dropout: f64,
     table: Vec<TableRow>,
@@ -143,7 +137,7 @@ impl Trainer {
             )));
         }
         let Trainables { prompt, mut store, gradient, optimizer } =
-            Trainables::cut(&base.config, &wiring, len, options, &mut arenas)?;
+            Trainables::cut(&base.config, &wiring, &set, options, &mut arenas)?;
         store.view_mut().upload(&values);
         drop(values);
         let stack = Stack::new(base, wiring, options.limits(), options.policy, true, &mut arenas)?;
@@ -162,7 +156,7 @@ impl Trainer {
     pub fn plan(config: &Config, set: &AdapterSet, options: TrainerOptions) -> Result<Vec<TableRow>> {
         let wiring = Wiring::new(&[(set, 1.0)], config.layers)?;
         let mut arenas = Arenas::planning();
-        Trainables::cut(config, &wiring, set.layout.len, options, &mut arenas)?;
+        Trainables::cut(config, &wiring, set, options, &mut arenas)?;
         Stack::plan(config, &wiring, options.limits(), options.policy, true, &mut arenas)?;
         Ok(arenas.into_rows())
     }
@@ -250,27 +244,32 @@ impl Trainer {
         self.optimizer.step()
     }
 
-    /// Everything that a resume file must hold.
-    pub fn state(&self) -> TrainerState {
-        let (first_moment, second_moment) = self.optimizer.moments();
-        TrainerState { step: self.steps_done(), values: self.values(), first_moment, second_moment }
+    /// Everything that changes in training besides the count of steps: the values, then what the
+    /// optimizer keeps, by name. Views of the buffers, for a resume file.
+    pub fn tensors(&self) -> Vec<(&'static str, View<'_>)> {
+        let mut tensors = vec![(VALUES, self.values.view())];
+        tensors.extend(self.optimizer.tensors());
+        tensors
     }
 
-    /// Goes on from a saved state.
+    /// Goes on from the [`Trainer::tensors`] saved after `step` steps.
     ///
     /// # Errors
-    /// When the state belongs to another number of trainables.
-    pub fn restore(&mut self, state: TrainerState) -> Result<()> {
+    /// When they belong to another number of trainables or another optimizer; nothing is changed then.
+    pub fn restore(&mut self, step: u64, tensors: &[Stored]) -> Result<()> {
         let len = self.set.layout.len;
-        let TrainerState { step, values, first_moment, second_moment } = state;
-        if [&values, &first_moment, &second_moment].iter().any(|part| part.len() != len) {
+        let Some((values, moments)) = tensors.split_first().filter(|(values, _)| values.name == VALUES)
+        else {
+            return Err(Error::input(format!("the save does not begin with {VALUES}; use another save")));
+        };
+        if values.dtype != F32 || values.bytes.len() != len * F32.size() {
             return Err(Error::input(format!(
                 "the save holds {} trainables where this adapter has {len}; resume with the options it was made with",
-                values.len()
+                values.bytes.len() / F32.size()
             )));
         }
-        self.values.view_mut().upload(&values);
-        self.optimizer.restore(step, &first_moment, &second_moment);
+        self.optimizer.restore(step, moments)?;
+        self.values.view_mut().upload_bytes(values.bytes);
         self.refresh();
         Ok(())
     }
@@ -281,8 +280,8 @@ impl Trainer {
     }
 
     /// The flat store.
-    pub fn values(&self) -> Vec<f32> {
-        self.values.view().to_vec()
+    pub fn values(&self) -> &[f32] {
+        self.values.view().host()
     }
 
     /// The gradient that the last step or [`Trainer::accumulate`] left, in the layout of the store.

@@ -11,7 +11,7 @@ use engraft::{
     kernels::arena::Arenas,
     kernels::device::Frozen,
     model::{Activation, Base, BlockWeights, Linear, Norm, Policy, Recompute},
-    optim::AdamWOptions,
+    optim::{AdamWOptions, OptimizerKind},
     train::{Trainer, TrainerOptions},
 };
 use engraft_adapters::{Lora, PrefixValues, rng};
@@ -234,6 +234,7 @@ fn check(base: &Arc<Base>, case: &Case, smoothing: f64, recompute: Recompute, wo
         rows: 3,
         seq_len: SEQ_LEN,
         policy,
+        optimizer: OptimizerKind::AdamW,
         adamw: AdamWOptions::default(),
         clip: 0.0,
         label_smoothing: smoothing,

@@ -60,13 +60,9 @@ fn unknown_options_and_those_that_do_not_exist_yet() {
     ] {
         refused(option, &["unexpected argument", option.split(' ').next().unwrap()]);
     }
-    for option in [
-        "--optimizer adamw8bit",
-        "--precision bf16",
-        "--device cuda",
-        "--recompute auto",
-        "--micro-batch auto",
-    ] {
+    for option in
+        ["--optimizer lion", "--precision bf16", "--device cuda", "--recompute auto", "--micro-batch auto"]
+    {
         let (name, value) = option.split_once(' ').unwrap();
         refused(option, &["invalid value", name, value]);
     }

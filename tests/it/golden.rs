@@ -14,7 +14,7 @@ use engraft::{
     kernels::arena::Arenas,
     kernels::device::Buffer,
     model::{Base, BaseSource, Decoder, Limits, Policy, Recompute, Stack, Trained, Wiring},
-    optim::AdamWOptions,
+    optim::{AdamWOptions, OptimizerKind},
     train::{Trainer, TrainerOptions},
 };
 use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, PrefixSpec, peft};
@@ -139,6 +139,7 @@ fn options(policy: Policy, expected: &Expected) -> TrainerOptions {
         rows: BATCH,
         seq_len: expected.1[1],
         policy,
+        optimizer: OptimizerKind::AdamW,
         adamw,
         clip: 1.0,
         label_smoothing: 0.0,
@@ -319,7 +320,7 @@ fn separate_q_and_v_match_peft() {
     }
     // Written for PEFT, it is the fused file again, with zeros where PEFT's has them.
     let folder = tempfile::tempdir().unwrap();
-    peft::save(&folder.path().join("a"), &set, &trained, None, &base.description()).unwrap();
+    peft::save(&folder.path().join("a"), &set, trained, None, &base.description()).unwrap();
     let file = folder.path().join("a/adapter_model.safetensors");
     let written = candle_core::safetensors::load(file, &Device::Cpu).unwrap();
     for (name, tensor) in written {

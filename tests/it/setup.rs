@@ -4,7 +4,11 @@ use std::{path::Path, sync::Arc};
 
 use engraft::{
     data::{Batch, NO_LOSS, Row},
+    error::Result,
+    kernels::device::{DType, View},
     model::{Base, BaseSource},
+    optim::Stored,
+    train::Trainer,
 };
 use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, PrefixSpec, rng};
 use half::f16;
@@ -139,6 +143,35 @@ pub fn values(set: &AdapterSet) -> Vec<f32> {
         }
     }
     values
+}
+
+/// A copy of everything that changes in training.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TrainerState {
+    pub step: u64,
+    pub values: Vec<f32>,
+    /// What the optimizer keeps: name, type, bytes.
+    pub moments: Vec<(&'static str, DType, Vec<u8>)>,
+}
+
+impl TrainerState {
+    pub fn first_moment(&self) -> Vec<f32> {
+        let (_, _, bytes) = self.moments.iter().find(|(name, ..)| *name == "first_moment").unwrap();
+        bytes.as_chunks::<4>().0.iter().map(|four| f32::from_le_bytes(*four)).collect()
+    }
+}
+
+pub fn state(trainer: &Trainer) -> TrainerState {
+    let moments = trainer.tensors().into_iter().skip(1);
+    let moments = moments.map(|(name, view)| (name, view.dtype(), view.bytes().to_vec())).collect();
+    TrainerState { step: trainer.steps_done(), values: trainer.values().to_vec(), moments }
+}
+
+pub fn restore(trainer: &mut Trainer, state: &TrainerState) -> Result<()> {
+    let values: View = state.values[..].into();
+    let mut stored = vec![Stored { name: "values", dtype: values.dtype(), bytes: values.bytes() }];
+    stored.extend(state.moments.iter().map(|(name, dtype, bytes)| Stored { name, dtype: *dtype, bytes }));
+    trainer.restore(state.step, &stored)
 }
 
 /// Random tokens; a number of the first ones (a prompt) and every fifth are not supervised.

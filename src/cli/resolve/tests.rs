@@ -92,6 +92,7 @@ fn only_what_changes_results_is_part_of_the_identity() {
         "no-shuffle = true",
         "no-pack = true",
         "clip = 0.0",
+        "optimizer = 'adamw8bit'",
     ] {
         assert_ne!(resolve(changed).unwrap().identity, plain, "{changed}");
     }

@@ -17,17 +17,50 @@ pub fn square_sum(gradient: &[f32]) -> f64 {
     parts.iter().sum()
 }
 
+/// What all elements of an update share, in FP32.
+#[derive(Clone, Copy)]
+pub struct Factors {
+    betas: (f32, f32),
+    complements: (f32, f32),
+    step_size: f32,
+    root: f32,
+    keep: f32,
+    factor: f32,
+    epsilon: f32,
+}
+
+impl Factors {
+    pub fn new(u: Update) -> Self {
+        // beta^t in f64 and by powf: an integer power would stop at 2^31 steps.
+        let correction = |beta: f64| 1.0 - beta.powf(u.step as f64);
+        Self {
+            betas: (u.betas.0 as f32, u.betas.1 as f32),
+            complements: ((1.0 - u.betas.0) as f32, (1.0 - u.betas.1) as f32),
+            step_size: (u.lr / correction(u.betas.0)) as f32,
+            root: (1.0 / correction(u.betas.1).sqrt()) as f32,
+            keep: (1.0 - u.lr * u.weight_decay) as f32,
+            factor: u.factor as f32,
+            epsilon: u.epsilon as f32,
+        }
+    }
+
+    /// Updates slices of one length; to be called inside [`vectorised`].
+    #[inline(always)]
+    pub fn apply(self, w: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32]) {
+        let Self { betas: (b1, b2), complements: (c1, c2), .. } = self;
+        for (((w, g), m), v) in w.iter_mut().zip(g).zip(m).zip(v) {
+            let g = g * self.factor;
+            *m = b1 * *m + c1 * g;
+            *v = b2 * *v + c2 * g * g;
+            *w = *w * self.keep - self.step_size * *m / (v.sqrt() * self.root + self.epsilon);
+        }
+    }
+}
+
 pub fn update(values: &mut [f32], gradient: &[f32], first: &mut [f32], second: &mut [f32], u: Update) {
     let len = values.len();
     assert!(gradient.len() == len && first.len() == len && second.len() == len, "adamw shapes");
-    let (b1, b2) = (u.betas.0 as f32, u.betas.1 as f32);
-    let (c1, c2) = ((1.0 - u.betas.0) as f32, (1.0 - u.betas.1) as f32);
-    // beta^t in f64 and by powf: an integer power would stop at 2^31 steps.
-    let correction = |beta: f64| 1.0 - beta.powf(u.step as f64);
-    let step_size = (u.lr / correction(u.betas.0)) as f32;
-    let root = (1.0 / correction(u.betas.1).sqrt()) as f32;
-    let keep = (1.0 - u.lr * u.weight_decay) as f32;
-    let (factor, epsilon) = (u.factor as f32, u.epsilon as f32);
+    let factors = Factors::new(u);
     let (values, first, second) = (Shared::new(values), Shared::new(first), Shared::new(second));
     each(len.div_ceil(PIECE), |task| {
         let start = task * PIECE;
@@ -37,14 +70,7 @@ pub fn update(values: &mut [f32], gradient: &[f32], first: &mut [f32], second: &
             unsafe { (values.range(start, count), first.range(start, count), second.range(start, count)) };
         vectorised(
             #[inline(always)]
-            || {
-                for (((w, g), m), v) in w.iter_mut().zip(&gradient[start..]).zip(m).zip(v) {
-                    let g = g * factor;
-                    *m = b1 * *m + c1 * g;
-                    *v = b2 * *v + c2 * g * g;
-                    *w = *w * keep - step_size * *m / (v.sqrt() * root + epsilon);
-                }
-            },
+            || factors.apply(w, &gradient[start..], m, v),
         );
     });
 }

@@ -6,7 +6,7 @@
 
 use super::device::{Device, View, ViewMut};
 
-mod cpu;
+pub(super) mod cpu;
 pub mod reference;
 #[cfg(test)]
 mod tests;

@@ -1,0 +1,84 @@
+//! Training with 8-bit moments: it ends as with FP32 ones, stops and goes on exactly, saves less.
+
+use std::fs;
+
+use serde_json::Value;
+
+use crate::{
+    cli_support::{Sandbox, files_below},
+    setup::within,
+};
+
+/// Tensors of 8192 and 24576 trainables: all of them 8-bit.
+const LARGE: &str = "--rank 64 --lora-dropout 0.1 --warmup 2";
+
+/// Bounds of docs/NUMERICS.md on the loss of 60 steps, as a part of the first loss.
+const CURVE: f64 = 2e-2;
+const FINAL: f64 = 1e-2;
+
+fn losses(events: &[Value]) -> Vec<f64> {
+    events.iter().map(|step| step["loss"].as_f64().unwrap()).collect()
+}
+
+#[test]
+fn training_ends_as_with_fp32_moments() {
+    let sandbox = Sandbox::new();
+    let run = |optimizer: &str| {
+        let line = format!(
+            "train --rank 64 --seq-len 64 --batch 8 --steps 60 --lr 0.003 --threads 1 --json --optimizer {optimizer} \
+             --output {optimizer}"
+        );
+        let finished = sandbox.engraft(&line).succeeds();
+        let held_out = losses(&finished.events_of("eval"));
+        (losses(&finished.events_of("step")), *held_out.last().unwrap(), held_out[0])
+    };
+    let (wide, wide_end, start) = run("adamw");
+    let (coded, coded_end, _) = run("adamw8bit");
+    assert!(wide_end < 0.9 * start, "FP32 has not learnt: {start} to {wide_end}");
+    assert_ne!(wide, coded, "nothing was rounded");
+    let apart = wide.iter().zip(&coded).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+    within(apart / wide[0], CURVE, "8-bit moments: losses of 60 steps");
+    within((wide_end - coded_end).abs() / start, FINAL, "8-bit moments: held-out loss at the end");
+}
+
+#[test]
+fn a_run_with_8_bit_moments_goes_on_bit_for_bit() {
+    let whole = Sandbox::new();
+    let options = format!("{LARGE} --optimizer adamw8bit --schedule constant");
+    whole.train(&format!("{options} --steps 6")).succeeds();
+    let parts = Sandbox::new();
+    parts.train(&format!("{options} --steps 2")).succeeds();
+    for steps in [3, 6] {
+        let again = parts.engraft(&format!("train --resume --output run --steps {steps} --json")).succeeds();
+        assert!(!again.events_of("step").is_empty());
+    }
+    let adapter = |sandbox: &Sandbox| files_below(&sandbox.path("run/adapter"));
+    assert!(adapter(&whole) == adapter(&parts));
+    let save = |sandbox: &Sandbox| fs::read(sandbox.path("run/saves/step-00000006.safetensors")).unwrap();
+    let tensors = |bytes: &[u8]| {
+        let (_, metadata) = safetensors::SafeTensors::read_metadata(bytes).unwrap();
+        metadata.tensors().into_iter().map(|(name, info)| (name, info.dtype)).collect::<Vec<_>>()
+    };
+    let (one, other) = (save(&whole), save(&parts));
+    // Values, and codes and scales of two moments: no tensor is small.
+    assert_eq!(tensors(&one).len(), 5);
+    let tail = |bytes: &[u8]| bytes[bytes.len() - bytes.len() / 2..].to_vec();
+    assert!(tail(&one) == tail(&other), "values and moments are the same bytes");
+}
+
+#[test]
+fn another_optimizer_does_not_go_on_and_saves_less() {
+    let sandbox = Sandbox::new();
+    let size = |optimizer: &str| {
+        let sandbox = Sandbox::new();
+        sandbox.train(&format!("{LARGE} --steps 1 --optimizer {optimizer}")).succeeds();
+        fs::metadata(sandbox.path("run/saves/step-00000001.safetensors")).unwrap().len()
+    };
+    let (wide, coded) = (size("adamw"), size("adamw8bit"));
+    // 12 bytes a trainable against 4 + 2.03, besides a description of a few KB.
+    assert!(coded as f64 <= 0.53 * wide as f64, "{coded} of {wide} bytes");
+    sandbox.train(&format!("{LARGE} --steps 2 --optimizer adamw8bit")).succeeds();
+    sandbox
+        .engraft("train --resume --output run --steps 4 --optimizer adamw --json")
+        .refused(&["--optimizer is \"adamw\" (the run has \"adamw8bit\")"]);
+}
