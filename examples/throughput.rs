@@ -47,7 +47,7 @@ fn main() -> Result<()> {
         label_smoothing: 0.0,
         seed: 0,
     };
-    let mut trainer = Trainer::new(base, set, values, options, Arenas::real(None))?;
+    let mut trainer = Trainer::new(base, set, &values, options, Arenas::real(None))?;
     for step in 0..steps as u64 {
         let row = |row: usize| {
             let key = rng::key(&[step, row as u64]);

@@ -9,8 +9,8 @@ use engraft_adapters::Targets;
 use serde::{Deserialize, Serialize};
 
 use super::values::{
-    DeviceName, LayerList, Method, Optimizer, Pattern, Precision, PrefixInit, RecomputeName, ScheduleName,
-    Warmup,
+    DeviceName, LayerList, MemoryName, Method, Optimizer, Pattern, Precision, PrefixInit, RecomputeName,
+    RowsName, ScheduleName, Switch, Warmup,
 };
 
 /// Options of `train` as typed, or as read from a TOML file whose keys are the options' names.
@@ -120,9 +120,9 @@ pub struct TrainArgs {
     /// Rows per optimizer step [default: 8]
     #[arg(long, value_name = "N", help_heading = "Optimization")]
     pub batch: Option<usize>,
-    /// Rows at a time, a divisor of --batch; gradients are accumulated [default: --batch]
-    #[arg(long, value_name = "N", help_heading = "Optimization")]
-    pub micro_batch: Option<usize>,
+    /// Rows at a time, a divisor of --batch, or auto; gradients are accumulated [default: auto]
+    #[arg(long, value_name = "N|auto", help_heading = "Optimization")]
+    pub micro_batch: Option<RowsName>,
     /// Optimizer steps
     #[arg(long, value_name = "N", help_heading = "Optimization")]
     pub steps: Option<u64>,
@@ -147,7 +147,7 @@ pub struct TrainArgs {
     /// Part of the target probability that is spread over the vocabulary [default: 0]
     #[arg(long, value_name = "E", help_heading = "Optimization")]
     pub label_smoothing: Option<f64>,
-    /// adamw, or adamw8bit: moments in a quarter of the memory [default: adamw]
+    /// adamw, adamw8bit (moments in a quarter of the memory), or auto: 8 bits where nothing else fits [default: auto]
     #[arg(long, value_name = "NAME", help_heading = "Optimization")]
     pub optimizer: Option<Optimizer>,
     /// Seed of everything random [default: 0]
@@ -160,12 +160,27 @@ pub struct TrainArgs {
     /// Arithmetic of activations [default: f32]
     #[arg(long, value_name = "TYPE", help_heading = "Device and memory")]
     pub precision: Option<Precision>,
-    /// Blocks computed again in the backward pass: none, all, every:K [default: none]
+    /// What the run may take, the whole process included: a size such as 4GiB, or auto for what is free [default: auto]
+    #[arg(long, value_name = "SIZE|auto", help_heading = "Device and memory")]
+    pub memory: Option<MemoryName>,
+    /// What blocks compute again in the backward pass: none, mlp, linear, every:K, all, or auto [default: auto]
     #[arg(long, value_name = "WHAT", help_heading = "Device and memory")]
     pub recompute: Option<RecomputeName>,
-    /// Rows of logits held at a time by the head [default: 512]
-    #[arg(long, value_name = "N", help_heading = "Device and memory")]
-    pub head_rows: Option<usize>,
+    /// Rows of logits held at a time by the head, or auto [default: auto]
+    #[arg(long, value_name = "N|auto", help_heading = "Device and memory")]
+    pub head_rows: Option<RowsName>,
+    /// Bring the layers of the base from its file as they are needed [default: auto]
+    #[arg(long, value_name = "WHEN", help_heading = "Device and memory")]
+    pub stream_base: Option<Switch>,
+    /// Keep the inputs of blocks in a file of the run folder between forward and backward [default: auto]
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "on", value_name = "WHEN", help_heading = "Device and memory")]
+    pub offload_inputs: Option<Switch>,
+    /// Keep the optimizer's moments in a file of the run folder [default: auto]
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "on", value_name = "WHEN", help_heading = "Device and memory")]
+    pub offload_optimizer: Option<Switch>,
+    /// Record memory over time in this JSON file, with a picture beside it
+    #[arg(long, value_name = "FILE", help_heading = "Device and memory")]
+    pub memory_trace: Option<PathBuf>,
 
     /// Run folder; the adapter is in its folder adapter [default: runs/BASE-METHOD, then -2, -3 ..]
     #[arg(long, value_name = "DIR", help_heading = "Run folder")]

@@ -24,6 +24,9 @@ pub enum Verb {
     /// Train an adapter; with no option at all, a LoRA on the embedded base and data
     #[command(args_override_self = true, allow_negative_numbers = true)]
     Train(Box<TrainArgs>),
+    /// Tell what a training run would take of memory and time; trains nothing, needs no weights
+    #[command(args_override_self = true, allow_negative_numbers = true)]
+    Plan(Box<TrainArgs>),
     /// Loss and perplexity of a base with an adapter, or alone
     #[command(args_override_self = true, allow_negative_numbers = true)]
     Eval(EvalArgs),

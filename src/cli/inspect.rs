@@ -8,8 +8,9 @@ use serde_json::{Value, json};
 use super::{args_other::InspectArgs, environment::Environment, write_json, write_out};
 use crate::{
     error::{Error, Result},
+    memory::plan::BaseBytes,
     model::{Base, BaseSource},
-    train::{base_bytes, folder, save},
+    train::{folder, save},
 };
 
 /// Runs `engraft inspect`.
@@ -81,8 +82,8 @@ fn base(path: &Path) -> Result<Value> {
         "width": description.width,
         "positions": description.positions,
         "vocab": description.vocab,
-        "parameters": base_bytes(&base.weights) / 2,
-        "fp16_bytes": base_bytes(&base.weights),
+        "parameters": BaseBytes::of(&base.config).total() / 2,
+        "fp16_bytes": BaseBytes::of(&base.config).total(),
         "fingerprint": description.fingerprint,
         "sites": sites.collect::<Vec<_>>(),
     }))

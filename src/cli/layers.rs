@@ -8,12 +8,13 @@ use super::{
     args::TrainArgs,
     config_file,
     values::{
-        DeviceName, LayerList, Method, Optimizer, Precision, PrefixInit, RecomputeName, ScheduleName, Warmup,
+        DeviceName, LayerList, MemoryName, Method, Optimizer, Precision, PrefixInit, RecomputeName, RowsName,
+        ScheduleName, Switch, Warmup,
     },
 };
 use crate::{
     error::{Error, Result},
-    model::{Policy, Recompute},
+    memory::budget::Limit,
     optim::AdamWOptions,
 };
 use engraft_adapters::{LoraSpec, PrefixSpec};
@@ -26,7 +27,7 @@ pub const LORA_KEYS: [&str; 8] =
 /// Options of a prefix.
 pub const PREFIX_KEYS: [&str; 4] = ["prefix-len", "prefix-init", "prefix-text", "prefix-projection"];
 /// Not written to a run folder: they belong to one call, not to the run.
-const OF_THE_CALL: [&str; 5] = ["output", "resume", "json", "threads", "offline"];
+const OF_THE_CALL: [&str; 6] = ["output", "resume", "json", "threads", "offline", "memory-trace"];
 
 /// Joins layers of options, the first one winning.
 ///
@@ -106,12 +107,17 @@ pub fn with_defaults(mut args: TrainArgs) -> TrainArgs {
     args.weight_decay.get_or_insert(AdamWOptions::default().weight_decay);
     args.clip.get_or_insert(1.0);
     args.label_smoothing.get_or_insert(0.0);
-    args.optimizer.get_or_insert(Optimizer::Adamw);
+    args.optimizer.get_or_insert(Optimizer::Auto);
     args.seed.get_or_insert(0);
     args.device.get_or_insert(DeviceName::Auto);
     args.precision.get_or_insert(Precision::F32);
-    args.recompute.get_or_insert(RecomputeName(Recompute::None));
-    args.head_rows.get_or_insert(Policy::HEAD_ROWS);
+    args.micro_batch.get_or_insert(RowsName::AUTO);
+    args.memory.get_or_insert(MemoryName(Limit::Auto));
+    args.recompute.get_or_insert(RecomputeName(None));
+    args.head_rows.get_or_insert(RowsName::AUTO);
+    args.stream_base.get_or_insert(Switch::Auto);
+    args.offload_inputs.get_or_insert(Switch::Auto);
+    args.offload_optimizer.get_or_insert(Switch::Auto);
     args.save_every.get_or_insert(100);
     args.keep.get_or_insert(2);
     args.eval_every.get_or_insert(0);

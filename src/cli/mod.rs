@@ -13,10 +13,12 @@ mod generate;
 mod inspect;
 mod layers;
 mod open;
+mod plan;
 mod report;
 mod resolve;
 mod sample;
 mod signals;
+mod table;
 mod train;
 mod values;
 
@@ -36,6 +38,7 @@ pub fn engraft() -> ExitCode {
     exit(parse::<Engraft>().and_then(|typed| match typed.map(|program| program.verb) {
         None => Ok(()),
         Some(Verb::Train(args)) => train::run(*args),
+        Some(Verb::Plan(args)) => plan::run(*args),
         Some(Verb::Eval(args)) => eval::run(&args),
         Some(Verb::Inspect(args)) => inspect::run(&args),
     }))

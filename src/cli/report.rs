@@ -9,10 +9,11 @@ use std::{
 use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
 use serde_json::json;
 
-use super::{write_json, write_note, write_out};
+use super::{table, write_json, write_note, write_out};
 use crate::{
     error::Result,
     hub::Progress,
+    memory::choose::{Choice, size},
     train::{
         Event, Reporter,
         events::{Done, Eval, Start, Step},
@@ -26,6 +27,7 @@ impl Reporter for JsonReporter {
     fn event(&mut self, event: &Event<'_>) -> Result<()> {
         match event {
             Event::Start(_) | Event::Saved(_) => Ok(()),
+            Event::Plan(choice) => write_json(&table::event(choice)),
             Event::Note(note) => {
                 write_note(&format!("hint: {note}"));
                 Ok(())
@@ -40,7 +42,10 @@ impl Reporter for JsonReporter {
             })),
             Event::Done(done) => write_json(&json!({
                 "event": "done", "step": done.step, "adapter": done.adapter.display().to_string(),
-                "peak_bytes": done.peak_bytes, "tokens_per_s": done.tokens_per_s,
+                "peak_bytes": done.peak_bytes, "measured_bytes": done.measured_bytes,
+                "counted_bytes": done.counted.map(|both| both.counted),
+                "planned_counted_bytes": done.counted.map(|both| both.planned),
+                "tokens_per_s": done.tokens_per_s,
             })),
         }
     }
@@ -98,12 +103,19 @@ impl HumanReporter {
             self.note("hint: there is no held-out data; --eval-data or --eval-fraction gives an evaluation");
         }
         if let Some(bar) = &self.bar {
+            bar.set_position(start.done);
+            bar.set_length(start.steps);
+        }
+    }
+
+    /// The plan, and from here on the bar.
+    fn plan(&self, choice: &Choice) {
+        self.note(&format!("memory   the plan\n{}", table::short(choice)));
+        if let Some(bar) = &self.bar {
             let style = "{bar:32} {pos}/{len}  {msg}  {eta} left";
             bar.set_style(
                 ProgressStyle::with_template(style).unwrap_or_else(|_| ProgressStyle::default_bar()),
             );
-            bar.set_length(start.steps);
-            bar.set_position(start.done);
             bar.reset_eta();
             bar.enable_steady_tick(Duration::from_millis(250));
         }
@@ -145,7 +157,15 @@ impl HumanReporter {
             0.0 => String::new(),
             speed => format!(", {speed:.0} tokens/s"),
         };
-        write_out(&format!("trained {} steps{speed}, {} of memory\n", done.step, HumanBytes(done.peak_bytes)))
+        let measured = match done.measured_bytes {
+            None => String::new(),
+            Some(bytes) => format!(", {} measured", size(bytes)),
+        };
+        write_out(&format!(
+            "trained {} steps{speed}; peak memory {} planned{measured}\n",
+            done.step,
+            size(done.peak_bytes)
+        ))
     }
 }
 
@@ -153,6 +173,7 @@ impl Reporter for HumanReporter {
     fn event(&mut self, event: &Event<'_>) -> Result<()> {
         match event {
             Event::Start(start) => self.start(start),
+            Event::Plan(choice) => self.plan(choice),
             Event::Note(note) => self.note(&format!("hint: {note}")),
             Event::Step(step) => self.step(step),
             Event::Saved(_) => {}

@@ -5,18 +5,28 @@ use std::{collections::BTreeMap, path::PathBuf};
 use super::{
     args::TrainArgs,
     config_file, layers,
-    values::{Method, Optimizer, Pattern, PrefixInit, ScheduleName, Warmup as TypedWarmup},
+    values::{Method, Optimizer, Pattern, PrefixInit, RowsName, ScheduleName, Switch, Warmup as TypedWarmup},
 };
 use crate::{
     error::{Error, Result},
-    model::{Policy, Recompute},
+    kernels::arena::Place,
+    memory::{budget::Limit, choose::Wish, machine},
     optim::{AdamWOptions, OptimizerKind, schedule::Schedule},
     train::{self, AdapterOptions, DataSource, Kinds, Length, Machine, PrefixStart, RunOptions},
 };
 
 /// Options that change how a run is made or shown, never its adapter. The base and the data are
-/// compared by fingerprint, the length and the machine by rules of their own.
-const FREE: [&str; 19] = [
+/// compared by fingerprint, the length and the machine by rules of their own, and what a memory plan may
+/// choose by what it chose.
+const FREE: [&str; 27] = [
+    "memory",
+    "memory-trace",
+    "stream-base",
+    "offload-inputs",
+    "offload-optimizer",
+    "micro-batch",
+    "head-rows",
+    "optimizer",
     "threads",
     "json",
     "log-every",
@@ -41,18 +51,20 @@ const FREE: [&str; 19] = [
 /// More rows per step than anybody waits for.
 const LARGEST_BATCH: usize = 1_000_000;
 
-/// The run that `args`, joined and with defaults, ask for.
+/// The run that `args`, joined and with defaults, ask for; `cache` keeps what is measured of the machine.
 ///
 /// # Errors
 /// The first option with a value that makes no sense, or options that exclude each other.
-pub fn run_options(args: &TrainArgs, machine: Machine) -> Result<RunOptions> {
+pub fn run_options(args: &TrainArgs, machine: Machine, cache: Option<PathBuf>) -> Result<RunOptions> {
     refuse_combinations(args)?;
     let batch = at_least_one("batch", args.batch)?;
     if batch > LARGEST_BATCH {
         return Err(Error::input(format!("--batch {batch}: is too large; give at most {LARGEST_BATCH}")));
     }
-    let micro_batch = args.micro_batch.map_or(Ok(batch), |rows| at_least_one("micro-batch", Some(rows)))?;
-    if !batch.is_multiple_of(micro_batch) {
+    let micro_batch = fixed_rows("micro-batch", args.micro_batch)?;
+    if let Some(micro_batch) = micro_batch
+        && !batch.is_multiple_of(micro_batch)
+    {
         return Err(Error::input(format!(
             "--micro-batch {micro_batch}: does not divide --batch {batch}; give a divisor such as {}",
             divisor_up_to(batch, micro_batch)
@@ -78,7 +90,6 @@ pub fn run_options(args: &TrainArgs, machine: Machine) -> Result<RunOptions> {
         train_on_prompt: args.train_on_prompt.unwrap_or(false),
         shuffle: !args.no_shuffle.unwrap_or(false),
         batch,
-        micro_batch,
         length: length(args)?,
         lr: positive("lr", args.lr.unwrap_or_default(), "5e-4")?,
         schedule: match args.schedule {
@@ -87,21 +98,17 @@ pub fn run_options(args: &TrainArgs, machine: Machine) -> Result<RunOptions> {
             Some(ScheduleName::Linear) | None => Schedule::Linear,
         },
         warmup: warmup(args)?,
-        optimizer: match args.optimizer {
-            Some(Optimizer::Adamw8bit) => OptimizerKind::AdamW8bit,
-            Some(Optimizer::Adamw) | None => OptimizerKind::AdamW,
-        },
         adamw: AdamWOptions {
             weight_decay: not_negative("weight-decay", args.weight_decay.unwrap_or_default(), "0.01")?,
             ..AdamWOptions::default()
         },
         clip: not_negative("clip", args.clip.unwrap_or_default(), "1, or 0 for no clipping")?,
         label_smoothing: below_one("label-smoothing", args.label_smoothing.unwrap_or_default())?,
-        policy: Policy {
-            recompute: args.recompute.map_or(Recompute::None, |recompute| recompute.0),
-            head_rows: at_least_one("head-rows", args.head_rows)?,
-            ..Policy::default()
-        },
+        wish: wish(args, micro_batch)?,
+        memory: args.memory.map_or(Limit::Auto, |memory| memory.0),
+        memory_trace: args.memory_trace.clone(),
+        cache,
+        free_memory: machine::available,
         seed: args.seed.unwrap_or_default(),
         save_every: args.save_every.unwrap_or_default(),
         keep: at_least_one("keep", args.keep)?,
@@ -110,6 +117,31 @@ pub fn run_options(args: &TrainArgs, machine: Machine) -> Result<RunOptions> {
         identity: identity(&absolute)?,
         config_text: layers::written(&absolute)?,
         machine,
+    })
+}
+
+/// A number of rows, unless it is left to the plan.
+fn fixed_rows(option: &str, rows: Option<RowsName>) -> Result<Option<usize>> {
+    rows.and_then(RowsName::fixed).map(|rows| at_least_one(option, Some(rows))).transpose()
+}
+
+/// What of the memory plan is fixed.
+fn wish(args: &TrainArgs, micro_batch: Option<usize>) -> Result<Wish> {
+    let place = |switch: Option<Switch>| {
+        switch.and_then(Switch::fixed).map(|on| if on { Place::Disk } else { Place::Memory })
+    };
+    Ok(Wish {
+        micro_batch,
+        recompute: args.recompute.and_then(|recompute| recompute.0),
+        head_rows: fixed_rows("head-rows", args.head_rows)?,
+        stream: args.stream_base.and_then(Switch::fixed),
+        inputs: place(args.offload_inputs),
+        moments: place(args.offload_optimizer),
+        optimizer: match args.optimizer {
+            Some(Optimizer::Adamw8bit) => Some(OptimizerKind::AdamW8bit),
+            Some(Optimizer::Adamw) => Some(OptimizerKind::AdamW),
+            Some(Optimizer::Auto) | None => None,
+        },
     })
 }
 
@@ -213,13 +245,11 @@ fn warmup(args: &TrainArgs) -> Result<train::Warmup> {
     }
 }
 
-/// The options that results depend on, as they are written.
+/// The options that results depend on, as they are written; those that a memory plan may choose come
+/// with it.
 fn identity(args: &TrainArgs) -> Result<BTreeMap<String, String>> {
     let mut table = config_file::table(args)?;
     table.retain(|key, value| !FREE.contains(&key) && *value != toml::Value::Boolean(false));
-    // Written or left to the default, the rows at a time are the same.
-    let micro_batch = args.micro_batch.or(args.batch).unwrap_or_default();
-    table.insert("micro-batch".to_owned(), toml::Value::Integer(micro_batch as i64));
     Ok(table.into_iter().map(|(key, value)| (key, value.to_string())).collect())
 }
 

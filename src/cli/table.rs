@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use crate::{
     kernels::{arena::Place, device::DType},
     memory::{
-        choose::{Alternative, Choice, size},
+        choose::{Alternative, Choice, Predicted, size},
         moment::Moment,
         plan::{Home, Plan, Row},
     },
@@ -14,7 +14,8 @@ use crate::{
 /// The whole table: every buffer or group of like buffers, the moments, the choice and its alternatives.
 pub fn whole(choice: &Choice) -> String {
     let plan = &choice.chosen.plan;
-    let mut lines = vec![["role", "what", "shape", "type", "count", "bytes", "place", "needed for"].map(str::to_owned)];
+    let mut lines =
+        vec![["role", "what", "shape", "type", "count", "bytes", "place", "needed for"].map(str::to_owned)];
     lines.extend(plan.rows.iter().map(|row| {
         [
             row.role.to_owned(),
@@ -28,7 +29,7 @@ pub fn whole(choice: &Choice) -> String {
         ]
     }));
     let moments = plan.moments().map(|(moment, bytes)| format!("{moment} {}", size(bytes))).join(", ");
-    format!("{}\n\nmoments: {moments}\n{}", aligned(&lines, &[4, 5]), summary(choice, usize::MAX))
+    format!("{}\n\nmoments: {moments}\n{}\n", aligned(&lines, &[4, 5]), summary(choice, usize::MAX))
 }
 
 /// One line for each role, the choice, and the most telling alternatives.
@@ -55,7 +56,7 @@ fn summary(choice: &Choice, most: usize) -> String {
     let (moment, peak) = plan.peak();
     let of = choice.budget.map_or(String::new(), |budget| format!(" of {}", size(budget)));
     let mut lines = vec![
-        format!("peak     {}{of} ({moment}); about {} a step", size(peak), duration(choice.chosen.seconds)),
+        format!("peak     {}{of} ({moment}){}", size(peak), time(&choice.chosen)),
         format!("chosen   {}", plan.setting),
     ];
     lines.extend(telling(&choice.alternatives, most).map(|other| format!("         {}", sentence(other))));
@@ -66,7 +67,8 @@ fn summary(choice: &Choice, most: usize) -> String {
 fn telling(alternatives: &[Alternative], most: usize) -> impl Iterator<Item = &Alternative> {
     let mut list: Vec<&Alternative> = alternatives.iter().collect();
     if most < list.len() {
-        let weight = |other: &Alternative| -(other.time.ln().abs() + other.bytes.unsigned_abs() as f64 / 1e10);
+        let weight =
+            |other: &Alternative| -(other.time.ln().abs() + other.bytes.unsigned_abs() as f64 / 1e10);
         list.sort_by(|a, b| weight(a).total_cmp(&weight(b)));
     }
     list.into_iter().take(most)
@@ -82,6 +84,11 @@ fn sentence(other: &Alternative) -> String {
     };
     let fits = if other.fits { "" } else { ", does not fit" };
     format!("{}: {sign}{}, {time}{fits}", other.option, size(other.bytes.unsigned_abs()))
+}
+
+/// What a step takes, where the speeds are those of this machine.
+fn time(chosen: &Predicted) -> String {
+    if chosen.measured { format!("; about {} a step", duration(chosen.seconds)) } else { String::new() }
 }
 
 /// Seconds for people.
@@ -111,8 +118,9 @@ fn type_name(dtype: DType) -> &'static str {
 
 /// Columns side by side; those of `right` flush right.
 fn aligned<const N: usize>(lines: &[[String; N]], right: &[usize]) -> String {
-    let width: [usize; N] =
-        std::array::from_fn(|column| lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0));
+    let width: [usize; N] = std::array::from_fn(|column| {
+        lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0)
+    });
     let cell = |line: &[String; N], column: usize| match right.contains(&column) {
         true => format!("{:>width$}", line[column], width = width[column]),
         false => format!("{:<width$}", line[column], width = width[column]),
@@ -133,7 +141,7 @@ pub fn event(choice: &Choice) -> Value {
         "peak_bytes": peak,
         "peak_moment": moment.name(),
         "budget_bytes": choice.budget,
-        "seconds_per_step": choice.chosen.seconds,
+        "seconds_per_step": choice.chosen.measured.then_some(choice.chosen.seconds),
         "policy": policy(plan),
         "moments": plan.moments().map(|(moment, bytes)| (moment.name(), bytes)).into_iter()
             .collect::<std::collections::BTreeMap<_, _>>(),

@@ -10,7 +10,7 @@ use super::{
     layers, open,
     report::{HumanReporter, JsonReporter},
     resolve, sample, signals,
-    values::Method,
+    values::{DeviceName, Method},
 };
 use crate::{
     embedded,
@@ -31,7 +31,10 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         Some(output) => output.clone(),
         None => resolve::default_output(&args),
     };
-    let options = resolve::run_options(&args, machine())?;
+    refuse_cuda(&args)?;
+    let environment = Environment::read()?;
+    let cache = environment.cache().ok().map(Path::to_owned);
+    let options = resolve::run_options(&args, machine(), cache)?;
     open::threads(args.threads)?;
     // Locked before the base is loaded: a second process is told at once.
     let folder = RunFolder::look(&output, options.resume)?;
@@ -41,7 +44,7 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         offline: args.offline.unwrap_or(false),
         allow_base_mismatch: options.allow_base_mismatch,
     };
-    let opened = open::base(&named, &Environment::read()?)?;
+    let opened = open::base(&named, &environment)?;
     let json = args.json.unwrap_or(false);
     let mut reporter: Box<dyn Reporter> = if json {
         Box::new(JsonReporter)
@@ -53,6 +56,16 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     if json { Ok(()) } else { sample::show(&finished, &opened, args.base.as_deref()) }
 }
 
+/// Only plans know the device so far.
+fn refuse_cuda(args: &TrainArgs) -> Result<()> {
+    if args.device == Some(DeviceName::Cuda) {
+        return Err(Error::input(
+            "--device cuda: this build trains on CPUs alone; give --device cpu, or ask `engraft plan` what CUDA would take",
+        ));
+    }
+    Ok(())
+}
+
 /// What to tell somebody whose data is no match for the embedded base.
 fn own_data_on_embedded_base(args: &TrainArgs) -> Option<&'static str> {
     (args.base.is_none() && args.data.is_some()).then_some(
@@ -61,7 +74,7 @@ fn own_data_on_embedded_base(args: &TrainArgs) -> Option<&'static str> {
 }
 
 /// Command line over `--config` over the run folder's config over the embedded defaults over the defaults.
-fn joined(typed: TrainArgs) -> Result<TrainArgs> {
+pub(super) fn joined(typed: TrainArgs) -> Result<TrainArgs> {
     let mut layers = vec![typed];
     if let Some(path) = layers[0].config.clone() {
         layers.push(config_file::read(&path)?);
@@ -90,6 +103,6 @@ fn of_run_folder(output: &Path) -> Result<Option<TrainArgs>> {
 }
 
 /// What results depend on besides the options.
-fn machine() -> Machine {
+pub(super) fn machine() -> Machine {
     Machine { device: "cpu".to_owned(), precision: "f32".to_owned(), dispatch: dispatch_level().to_owned() }
 }

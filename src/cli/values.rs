@@ -7,7 +7,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::model::Recompute;
+use crate::{memory::budget::Limit, model::Recompute};
 
 /// `--method`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
@@ -71,10 +71,129 @@ pub enum ScheduleName {
     Cosine,
 }
 
+/// A switch that can be left to the memory plan.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Switch {
+    /// As the plan needs it.
+    Auto,
+    /// Always.
+    On,
+    /// Never.
+    Off,
+}
+
+impl Switch {
+    /// What is fixed.
+    pub fn fixed(self) -> Option<bool> {
+        match self {
+            Self::Auto => None,
+            Self::On => Some(true),
+            Self::Off => Some(false),
+        }
+    }
+}
+
+/// A number of rows that can be left to the memory plan.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum RowsName {
+    /// That many.
+    Rows(usize),
+    /// As the plan needs it.
+    Auto(AutoName),
+}
+
+/// The word `auto`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum AutoName {
+    /// `auto`
+    Auto,
+}
+
+impl RowsName {
+    /// Left to the plan.
+    pub const AUTO: Self = Self::Auto(AutoName::Auto);
+
+    /// What is fixed.
+    pub fn fixed(self) -> Option<usize> {
+        match self {
+            Self::Rows(rows) => Some(rows),
+            Self::Auto(_) => None,
+        }
+    }
+}
+
+impl FromStr for RowsName {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::AUTO),
+            _ => text.parse().map(Self::Rows).map_err(|_| "give a number of rows, or auto".to_owned()),
+        }
+    }
+}
+
+/// `--memory`: `auto`, or a size such as `4GiB`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct MemoryName(pub Limit);
+
+/// Units of sizes, the longer names first.
+const UNITS: [(&str, u64); 10] = [
+    ("KiB", 1 << 10),
+    ("MiB", 1 << 20),
+    ("GiB", 1 << 30),
+    ("TiB", 1 << 40),
+    ("KB", 1_000),
+    ("MB", 1_000_000),
+    ("GB", 1_000_000_000),
+    ("K", 1 << 10),
+    ("M", 1 << 20),
+    ("G", 1 << 30),
+];
+
+impl FromStr for MemoryName {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "auto" {
+            return Ok(Self(Limit::Auto));
+        }
+        let (number, unit) = UNITS
+            .into_iter()
+            .find_map(|(name, unit)| Some((text.strip_suffix(name)?, unit)))
+            .unwrap_or((text, 1));
+        let bytes = number.trim().parse::<f64>().map(|number| number * unit as f64);
+        match bytes {
+            Ok(bytes) if bytes >= 1.0 && bytes < 1e18 => Ok(Self(Limit::Bytes(bytes as u64))),
+            _ => Err("give auto, or a size such as 4GiB or 1500MiB".to_owned()),
+        }
+    }
+}
+
+impl TryFrom<String> for MemoryName {
+    type Error = String;
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<MemoryName> for String {
+    fn from(name: MemoryName) -> Self {
+        let Limit::Bytes(bytes) = name.0 else { return "auto".to_owned() };
+        let whole = [("GiB", 1u64 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
+        let unit = whole.into_iter().find(|(_, unit)| bytes.is_multiple_of(*unit));
+        unit.map_or(bytes.to_string(), |(name, unit)| format!("{}{name}", bytes / unit))
+    }
+}
+
 /// `--optimizer`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Optimizer {
+    /// AdamW with FP32 moments, with 8-bit ones where nothing else fits.
+    Auto,
     /// AdamW with FP32 moments.
     Adamw,
     /// AdamW with 8-bit moments.
@@ -90,6 +209,8 @@ pub enum DeviceName {
     Auto,
     /// The host's cores.
     Cpu,
+    /// A CUDA device; so far `plan` alone knows it.
+    Cuda,
 }
 
 /// `--precision`.
@@ -213,23 +334,24 @@ impl From<Pattern> for String {
     }
 }
 
-/// `--recompute`: `none`, `mlp`, `linear`, `every:K` or `all`.
+/// `--recompute`: `auto`, `none`, `mlp`, `linear`, `every:K` or `all`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub struct RecomputeName(pub Recompute);
+pub struct RecomputeName(pub Option<Recompute>);
 
 impl FromStr for RecomputeName {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
         let every = || text.strip_prefix("every:")?.parse().ok().filter(|&every: &usize| every > 0);
         match text {
-            "none" => Ok(Self(Recompute::None)),
-            "mlp" => Ok(Self(Recompute::Mlp)),
-            "linear" => Ok(Self(Recompute::Linear)),
-            "all" => Ok(Self(Recompute::All)),
+            "auto" => Ok(Self(None)),
+            "none" => Ok(Self(Some(Recompute::None))),
+            "mlp" => Ok(Self(Some(Recompute::Mlp))),
+            "linear" => Ok(Self(Some(Recompute::Linear))),
+            "all" => Ok(Self(Some(Recompute::All))),
             _ => every()
-                .map(|every| Self(Recompute::Every(every)))
-                .ok_or_else(|| "give none, mlp, linear, every:K with K at least 1, or all".to_owned()),
+                .map(|every| Self(Some(Recompute::Every(every))))
+                .ok_or_else(|| "give auto, none, mlp, linear, every:K with K at least 1, or all".to_owned()),
         }
     }
 }
@@ -243,7 +365,7 @@ impl TryFrom<String> for RecomputeName {
 
 impl From<RecomputeName> for String {
     fn from(name: RecomputeName) -> Self {
-        name.0.to_string()
+        name.0.map_or_else(|| "auto".to_owned(), |recompute| recompute.to_string())
     }
 }
 

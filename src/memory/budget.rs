@@ -49,5 +49,5 @@ pub fn wanted(plan: &Plan) -> u64 {
     plan.peak().1.saturating_sub(held.map(|row| row.bytes).sum())
 }
 
-/// Less free memory than this, and the system soon kills somebody.
-pub const LOW: u64 = 32 << 20;
+/// With less free memory than this the next page that somebody touches may be the last.
+pub const LOW: u64 = 1 << 20;

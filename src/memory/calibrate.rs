@@ -130,11 +130,53 @@ struct Stored {
 }
 
 impl Rates {
+    /// Of a server's CPU with AVX-512 and two threads. What results depend on is chosen by these, so that
+    /// the same command makes the same choice on every machine with room for it.
+    pub const NOMINAL: Self = Self {
+        product_forward: Product {
+            few: Point { rows: 128, flops: 1.2e11 },
+            many: Point { rows: 1024, flops: 1.5e11 },
+        },
+        product_backward: Product {
+            few: Point { rows: 128, flops: 1.1e11 },
+            many: Point { rows: 1024, flops: 1.5e11 },
+        },
+        attention: Both { forward: 4e10, backward: 5e10 },
+        head: 1.25e11,
+        layernorm: Both { forward: 5e9, backward: 5e9 },
+        activation: Both { forward: 3.5e9, backward: 5e9 },
+        adamw: 1.4e9,
+        reading: 3e10,
+    };
+
+    /// Of a recent data-centre GPU, for comparing plans of a device that is not here; not measured.
+    pub const NOMINAL_GPU: Self = Self {
+        product_forward: Product {
+            few: Point { rows: 128, flops: 5e13 },
+            many: Point { rows: 4096, flops: 3e14 },
+        },
+        product_backward: Product {
+            few: Point { rows: 128, flops: 5e13 },
+            many: Point { rows: 4096, flops: 3e14 },
+        },
+        attention: Both { forward: 1.5e14, backward: 1.5e14 },
+        head: 3e14,
+        layernorm: Both { forward: 2e12, backward: 2e12 },
+        activation: Both { forward: 2e12, backward: 2e12 },
+        adamw: 5e10,
+        reading: 2e10,
+    };
+
     /// The rates in the cache if they are this machine's, or else newly measured ones, which are then cached.
     ///
     /// A cache that is damaged, cannot be written or is not there is no error: rates are measured again.
     pub fn load_or_measure(cache: Option<&Path>) -> Rates {
         Self::load_or(cache, &Key::here(), || Self::measure(cache))
+    }
+
+    /// The rates in the cache, if they are this machine's.
+    pub fn cached(cache: Option<&Path>) -> Option<Rates> {
+        load(&cache?.join(FILE), &Key::here())
     }
 
     /// Measures, whatever is cached; `folder` is where a temporary file may be made.

@@ -38,11 +38,25 @@ pub struct Predicted {
     pub plan: Plan,
     /// Seconds a step, on a machine of the rates it was predicted with.
     pub seconds: f64,
+    /// Whether those are rates of this machine.
+    pub measured: bool,
+}
+
+impl Choice {
+    /// Whether `wish` was left nothing to trade: what speeds decide is as it would be with any memory.
+    pub fn trades_nothing(&self, wish: Wish) -> bool {
+        let Setting { policy, optimizer, .. } = self.chosen.plan.setting;
+        policy.recompute == wish.recompute.unwrap_or_default()
+            && policy.stream == wish.stream.unwrap_or_default()
+            && policy.inputs == wish.inputs.unwrap_or_default()
+            && policy.moments == wish.moments.unwrap_or_default()
+            && optimizer == wish.optimizer.unwrap_or_default()
+    }
 }
 
 impl Predicted {
     fn of(job: &Job, setting: Setting, rates: &Rates) -> Result<Self> {
-        Ok(Self { plan: plan(job, setting)?, seconds: seconds(job, setting, rates) })
+        Ok(Self { plan: plan(job, setting)?, seconds: seconds(job, setting, rates), measured: true })
     }
 
     /// Peak bytes.
@@ -95,52 +109,43 @@ pub fn choose(job: &Job, wish: Wish, budget: Option<u64>, rates: &Rates) -> Resu
     settings.sort_by(|a, b| a.1.total_cmp(&b.1));
     let fits = |plan: &Plan| budget.is_none_or(|budget| plan.peak().1 <= budget);
     let mut smallest: Option<Plan> = None;
-    let mut found: Option<(Plan, f64)> = None;
-    for &(setting, time) in &settings {
+    let mut found: Option<Plan> = None;
+    for &(setting, _) in &settings {
         let plan = plan(job, setting)?;
         if fits(&plan) {
-            found = Some((plan, time));
+            found = Some(plan);
             break;
         }
         if smallest.as_ref().is_none_or(|least| plan.peak().1 < least.peak().1) {
             smallest = Some(plan);
         }
     }
-    let Some((mut best, time)) = found else {
+    let Some(best) = found else {
         return Err(Error::Input(nothing_fits(job, budget, smallest)));
     };
-    // As fast with fewer rows at a time is less memory for the same work.
-    let frugal = |setting: &Setting| {
-        let size = (best.setting.micro_batch, best.setting.policy.head_rows);
-        let same = Setting {
-            micro_batch: size.0,
-            policy: Policy { head_rows: size.1, ..setting.policy },
-            ..*setting
-        };
-        same == best.setting
-    };
-    let near: Vec<Setting> = settings
-        .iter()
-        .filter(|(setting, other)| *other <= time * AS_FAST && frugal(setting))
-        .map(|(setting, _)| *setting)
-        .collect();
-    for setting in near {
-        let plan = plan(job, setting)?;
-        if plan.peak().1 < best.peak().1 {
-            best = plan;
-        }
-    }
-    let chosen = Predicted { seconds: seconds(job, best.setting, rates), plan: best };
+    let best = same_everywhere(job, &settings, best, budget)?;
+    let chosen = Predicted { seconds: seconds(job, best.setting, rates), plan: best, measured: true };
     let alternatives = alternatives(job, wish, budget, &chosen, rates)?;
     Ok(Choice { chosen, budget, alternatives })
 }
 
-/// The next smaller plan than `chosen` that `wish` leaves: the fastest with at most `bytes`.
-///
-/// # Errors
-/// As [`choose`].
-pub fn smaller(job: &Job, wish: Wish, bytes: u64, rates: &Rates) -> Result<Choice> {
-    choose(job, wish, Some(bytes), rates)
+/// `best` with the rows at a time, and rows of logits, that are as fast as any by nominal speeds and take
+/// the least memory. Rounding depends on these two: they must not follow the noise of a measurement.
+fn same_everywhere(job: &Job, settings: &[(Setting, f64)], best: Plan, budget: Option<u64>) -> Result<Plan> {
+    let alike = |setting: Setting| {
+        let policy = Policy { head_rows: best.setting.policy.head_rows, ..setting.policy };
+        Setting { micro_batch: best.setting.micro_batch, policy, ..setting } == best.setting
+    };
+    let mut family = Vec::new();
+    for &(setting, _) in settings.iter().filter(|(setting, _)| alike(*setting)) {
+        let plan = plan(job, setting)?;
+        if budget.is_none_or(|budget| plan.peak().1 <= budget) {
+            family.push((seconds(job, setting, &Rates::NOMINAL), plan));
+        }
+    }
+    let fastest = family.iter().map(|(time, _)| *time).fold(f64::INFINITY, f64::min);
+    let near = family.into_iter().filter(|(time, _)| *time <= fastest * AS_FAST);
+    Ok(near.map(|(_, plan)| plan).min_by_key(|plan| plan.peak().1).unwrap_or(best))
 }
 
 fn risky(setting: Setting) -> f64 {

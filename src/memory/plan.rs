@@ -170,6 +170,13 @@ impl Plan {
         moments.into_iter().rev().max_by_key(|(_, bytes)| *bytes).unwrap_or((Moment::Loading, 0))
     }
 
+    /// Most bytes that pass through the allocator or an arena: all but what the process had before, the
+    /// pages of the base and what lies in files.
+    pub fn counted(&self) -> u64 {
+        let counts = |row: &&Row| row.home == Home::Host && !matches!(row.role, "base" | "program");
+        self.rows.iter().filter(counts).map(|row| row.bytes).sum()
+    }
+
     /// Bytes of each moment.
     pub fn moments(&self) -> [(Moment, u64); MOMENTS] {
         Moment::ALL.map(|moment| (moment, self.at(moment)))

@@ -41,25 +41,6 @@ fn setting(policy: Policy) -> Setting {
     Setting { micro_batch: 1, policy, optimizer: OptimizerKind::AdamW }
 }
 
-/// Of some CPU; only ratios matter here.
-fn rates() -> Rates {
-    let product = |few, many| calibrate::Product {
-        few: calibrate::Point { rows: 128, flops: few },
-        many: calibrate::Point { rows: 1024, flops: many },
-    };
-    let both = |forward, backward| calibrate::Both { forward, backward };
-    Rates {
-        product_forward: product(1.2e11, 1.5e11),
-        product_backward: product(1.1e11, 1.5e11),
-        attention: both(4e10, 5e10),
-        head: 1.2e11,
-        layernorm: both(5e9, 5e9),
-        activation: both(3.5e9, 5e9),
-        adamw: 1.4e9,
-        reading: 3e10,
-    }
-}
-
 #[test]
 fn the_base_counts_every_parameter() {
     // 1,557,611,200 parameters in GPT-2 XL.
@@ -111,7 +92,7 @@ fn less_memory_is_slower_and_always_fits() {
     let config = xl();
     let set = set(&config, "c_attn");
     let job = job(&config, &set, 8);
-    let rates = rates();
+    let rates = Rates::NOMINAL;
     let mut last = 0.0;
     for gib in [64u64, 32, 16, 8, 6, 4, 3, 2] {
         let budget = gib << 30;
@@ -139,7 +120,7 @@ fn a_wish_is_kept() {
         optimizer: Some(OptimizerKind::AdamW8bit),
         ..Wish::default()
     };
-    let choice = choose(&job, wish, None, &rates()).unwrap();
+    let choice = choose(&job, wish, None, &Rates::NOMINAL).unwrap();
     let Setting { micro_batch, policy, optimizer } = choice.chosen.plan.setting;
     assert_eq!((micro_batch, policy.recompute, policy.stream), (2, Recompute::Every(5), true));
     assert_eq!(optimizer, OptimizerKind::AdamW8bit);
@@ -153,14 +134,14 @@ fn nothing_fits_names_the_smallest() {
     let config = xl();
     let set = set(&config, "all-linear");
     let job = job(&config, &set, 8);
-    let error = choose(&job, Wish::default(), Some(100 << 20), &rates()).unwrap_err();
+    let error = choose(&job, Wish::default(), Some(100 << 20), &Rates::NOMINAL).unwrap_err();
     assert_eq!(error.exit_code(), 2);
     let text = error.to_string();
     let named = text.split("--memory ").nth(2).and_then(|rest| rest.split("MiB").next()).unwrap();
     let bytes = named.parse::<u64>().unwrap() << 20;
-    let fits = choose(&job, Wish::default(), Some(bytes), &rates()).unwrap();
+    let fits = choose(&job, Wish::default(), Some(bytes), &Rates::NOMINAL).unwrap();
     assert!(text.contains(&fits.chosen.plan.setting.to_string()), "{text}\n{}", fits.chosen.plan.setting);
-    assert!(choose(&job, Wish::default(), Some(bytes - (1 << 20)), &rates()).is_err());
+    assert!(choose(&job, Wish::default(), Some(bytes - (1 << 20)), &Rates::NOMINAL).is_err());
 }
 
 #[test]
@@ -168,7 +149,7 @@ fn a_device_is_planned_without_one() {
     let config = xl();
     let set = set(&config, "c_attn");
     let job = Job { target: Target::Cuda, ..job(&config, &set, 8) };
-    let choice = choose(&job, Wish::default(), Some(12 << 30), &rates()).unwrap();
+    let choice = choose(&job, Wish::default(), Some(12 << 30), &Rates::NOMINAL).unwrap();
     assert!(choice.chosen.peak() <= 12 << 30);
     assert_eq!(choice.chosen.plan.setting.policy.activations, DType::F16);
     let device: u64 =

@@ -22,6 +22,8 @@ use super::{
     block::{Block, rows},
     buffers::{BlockBuffers, Sizes, Work},
     cache::Cache,
+    flow::{Flow, Input, Stage},
+    policy::Policy,
     prefix::Prompt,
     stack::{check_length, head_matrix},
     wiring::Wiring,
@@ -47,6 +49,7 @@ pub struct Decoder {
     ids: Buffer,
     positions: Buffer,
     starts: Buffer,
+    flow: Flow,
 }
 
 impl Decoder {
@@ -105,7 +108,17 @@ impl Decoder {
             ids,
             positions,
             starts,
+            flow: Flow::new(Policy::default())?,
         })
+    }
+
+    /// Whether layers of the base are in memory one after another only.
+    ///
+    /// # Errors
+    /// When no thread can be had.
+    pub(super) fn stream(&mut self, stream: bool) -> Result<()> {
+        self.flow = Flow::new(Policy { stream, ..Policy::default() })?;
+        Ok(())
     }
 
     /// Tokens read so far.
@@ -182,10 +195,13 @@ impl Decoder {
         self.positions.view_mut().upload(&positions);
         let (id_view, position_view) = (rows!(self.ids, n, 1), rows!(self.positions, n, 1));
         let x = rows!(mut self.x[0], n, c);
+        self.flow.enter(weights, Stage::Embed, Some(Stage::Block(0)), Input::default());
         embed::forward(id_view, position_view, weights.wte.view(), weights.wpe.view(), x, c);
         let mut buffers =
             self.block.take().ok_or_else(|| Error::failed("generation failed before; start again"))?;
         for layer in 0..config.layers {
+            let next = (layer + 1 < config.layers).then(|| Stage::Block(layer + 1));
+            self.flow.enter(weights, Stage::Block(layer), next, Input::default());
             let block = Block {
                 config,
                 layer,
@@ -205,6 +221,7 @@ impl Decoder {
             buffers = state.discard();
         }
         self.block = Some(buffers);
+        self.flow.leave(weights, None);
         Ok(())
     }
 

@@ -144,13 +144,15 @@ fn pair<'a>(grads: ViewMut<'a>, first: (usize, usize), second: (usize, usize)) -
     (head.slice(first.0, first.1), tail.slice(0, second.1))
 }
 
-/// Keys and values `(p, 2 l c)` of the base reading `ids`, p of them: a prefix made of real text.
+/// Keys and values `(p, 2 l c)` of the base reading `ids`, p of them: a prefix made of real text. With
+/// `stream`, layers of the base are in memory one after another only.
 ///
 /// # Errors
 /// When an id is outside the vocabulary or there are more ids than positions.
-pub fn prefix_from_text(base: &Arc<Base>, ids: &[u32]) -> Result<Vec<f32>> {
+pub fn prefix_from_text(base: &Arc<Base>, ids: &[u32], stream: bool) -> Result<Vec<f32>> {
     let config = &base.config;
     let mut decoder = Decoder::new(Arc::clone(base), Wiring::none(config.layers), Vec::new(), 1, ids.len())?;
+    decoder.stream(stream)?;
     decoder.feed(ids)?;
     let (c, row) = (config.width, 2 * config.layers * config.width);
     let mut values = vec![0f32; ids.len() * row];

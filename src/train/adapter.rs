@@ -201,6 +201,7 @@ pub fn initial_values(
     seed: u64,
     start: &PrefixStart,
     text: &[u32],
+    stream: bool,
 ) -> Result<Vec<f32>> {
     let mut values = set.init(seed);
     let Some(prefix) = &set.prefix else { return Ok(values) };
@@ -218,7 +219,7 @@ pub fn initial_values(
         PrefixStart::Text(_) => {
             // A short text is read again and again.
             let ids: Vec<u32> = text.iter().copied().cycle().take(prefix.length).collect();
-            place.copy_from_slice(&prefix_from_text(base, &ids)?);
+            place.copy_from_slice(&prefix_from_text(base, &ids, stream)?);
         }
     }
     Ok(values)

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::{data::DataReport, error::Result};
+use crate::{data::DataReport, error::Result, memory::choose::Choice};
 
 /// Receives events; an error it returns ends the run.
 pub trait Reporter {
@@ -18,6 +18,8 @@ pub trait Reporter {
 pub enum Event<'a> {
     /// Everything is loaded and the run begins.
     Start(&'a Start),
+    /// How memory will be used.
+    Plan(&'a Choice),
     /// Something the user should know, without effect on the exit code.
     Note(&'a str),
     /// An optimizer step is done.
@@ -94,6 +96,15 @@ impl Eval {
     }
 }
 
+/// Bytes of heap and arenas at their peak.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Counted {
+    /// Planned.
+    pub planned: u64,
+    /// Counted.
+    pub counted: u64,
+}
+
 /// A finished run.
 #[derive(Debug)]
 pub struct Done {
@@ -101,8 +112,13 @@ pub struct Done {
     pub step: u64,
     /// Folder of the adapter.
     pub adapter: PathBuf,
-    /// Planned buffers and the base.
+    /// Planned peak of memory.
     pub peak_bytes: u64,
+    /// Measured peak of the process's resident memory; `None` where the system does not tell.
+    pub measured_bytes: Option<u64>,
+    /// Heap and arenas together at their peak, by the allocator's count, and what the plan says of them;
+    /// `None` in a program that does not count.
+    pub counted: Option<Counted>,
     /// Input tokens over seconds of this process's steps; 0 when it made none.
     pub tokens_per_s: f64,
 }

@@ -4,8 +4,8 @@ use std::{collections::BTreeMap, path::PathBuf};
 
 use super::{AdapterOptions, PrefixStart};
 use crate::{
-    model::Policy,
-    optim::{AdamWOptions, OptimizerKind, schedule::Schedule},
+    memory::{budget::Limit, choose::Wish},
+    optim::{AdamWOptions, schedule::Schedule},
 };
 
 /// Everything a run needs besides the base and its tokenizer.
@@ -37,8 +37,6 @@ pub struct RunOptions {
     pub shuffle: bool,
     /// Rows per optimizer step.
     pub batch: usize,
-    /// Rows at a time; divides `batch`.
-    pub micro_batch: usize,
     /// When the run ends.
     pub length: Length,
     /// Highest learning rate.
@@ -47,16 +45,22 @@ pub struct RunOptions {
     pub schedule: Schedule,
     /// Length of the warm-up.
     pub warmup: Warmup,
-    /// How the moments are held.
-    pub optimizer: OptimizerKind,
     /// Betas, eps and decay.
     pub adamw: AdamWOptions,
     /// Largest global gradient norm; 0 for any.
     pub clip: f64,
     /// Part of the target probability spread over the vocabulary.
     pub label_smoothing: f64,
-    /// Recompute and size of the head's chunk.
-    pub policy: Policy,
+    /// What of the memory plan is fixed; a fixed micro-batch divides `batch`.
+    pub wish: Wish,
+    /// What the plan must fit into.
+    pub memory: Limit,
+    /// Where memory over time is recorded.
+    pub memory_trace: Option<PathBuf>,
+    /// Bytes of memory that are free, as the system says; asked before the first step and between steps.
+    pub free_memory: fn() -> Option<u64>,
+    /// Folder that keeps the speeds measured of this machine.
+    pub cache: Option<PathBuf>,
     /// Seed of everything random.
     pub seed: u64,
     /// Steps between saves; 0: only at the end.

@@ -5,13 +5,14 @@ use std::{path::Path, sync::Arc};
 use engraft_adapters::{AdapterSet, AdapterSpec};
 
 use super::{
-    AdapterOptions, DataSource, Length, PrefixStart, RunOptions, adapter,
+    AdapterOptions, DataSource, Length, PrefixStart, RunOptions, adapter, fit,
     save::{FORMAT, Save, SaveInfo},
 };
 use crate::{
     data::{self, DataOptions, Dataset, Kind, Sampler, Split, Tokenizer},
     embedded,
     error::{Error, Result},
+    memory::plan::Setting,
     model::{Base, Config},
 };
 
@@ -21,8 +22,8 @@ const SEQ_LEN: usize = 256;
 /// A run before its first step.
 pub(super) struct Prepared {
     pub set: AdapterSet,
-    /// Values at step 0, until the trainer takes them; a save's values take their place.
-    pub values: Vec<f32>,
+    /// Values of an adapter to start from.
+    loaded: Option<Vec<f32>>,
     pub train: Dataset,
     pub eval: Option<Dataset>,
     pub sampler: Sampler,
@@ -30,9 +31,32 @@ pub(super) struct Prepared {
     pub steps: u64,
     pub warmup: u64,
     pub seq_len: usize,
-    /// What saves of this run say, at step 0.
-    pub info: SaveInfo,
     pub hints: Vec<String>,
+}
+
+impl Prepared {
+    /// Tokens of the longest row.
+    pub fn longest(&self) -> usize {
+        self.train.longest().max(self.eval.as_ref().map_or(0, Dataset::longest))
+    }
+
+    /// Values at step 0; with `stream`, layers of the base are in memory one after another only.
+    ///
+    /// # Errors
+    /// When a prefix cannot be read from text.
+    pub fn values(
+        &mut self,
+        options: &RunOptions,
+        base: &Arc<Base>,
+        tokenizer: Option<&Tokenizer>,
+        stream: bool,
+    ) -> Result<Vec<f32>> {
+        if let Some(values) = self.loaded.take() {
+            return Ok(values);
+        }
+        let text = prefix_text(&options.prefix_start, tokenizer, &self.train)?;
+        adapter::initial_values(&self.set, base, options.seed, &options.prefix_start, &text, stream)
+    }
 }
 
 /// Loads what `options` name. A run that goes on from `past` takes its adapter from there. Rows too
@@ -47,31 +71,24 @@ pub(super) fn prepare(
     past: Option<&Save>,
     spool: &Path,
 ) -> Result<Prepared> {
-    let chosen = choose(options, base, past)?;
+    let mut chosen = choose(options, base, past)?;
     let prefix = chosen.set.prefix.as_ref().map_or(0, |prefix| prefix.length);
     let seq_len = row_limit(options.seq_len, prefix, base.config.positions)?;
     let (train, eval) = load_rows(options, base, tokenizer, seq_len, spool)?;
-    let values = match chosen.values {
-        Some(values) => values,
-        None => {
-            let text = prefix_text(&options.prefix_start, tokenizer, &train)?;
-            adapter::initial_values(&chosen.set, base, options.seed, &options.prefix_start, &text)?
-        }
-    };
     let sampler = Sampler::new(train.rows.len(), options.seed, options.shuffle);
     let steps = match options.length {
         Length::Steps(steps) => steps,
         Length::Epochs(epochs) => sampler.steps(epochs, options.batch),
     };
-    let info = describe(options, base, &chosen.set, &train, steps, seq_len);
     let warmup = options.warmup.steps(steps);
-    let mut hints = chosen.hints;
+    let mut hints = std::mem::take(&mut chosen.hints);
     if warmup >= steps {
         hints.push(format!(
             "--warmup {warmup}: the rate rises through all {steps} steps and never falls; lower it"
         ));
     }
-    Ok(Prepared { set: chosen.set, values, train, eval, sampler, steps, warmup, seq_len, info, hints })
+    let Chosen { set, values: loaded, .. } = chosen;
+    Ok(Prepared { set, loaded, train, eval, sampler, steps, warmup, seq_len, hints })
 }
 
 /// The adapter, and its values unless they are to be made.
@@ -128,12 +145,19 @@ fn load_rows(
         let (train, held_out) = train.split(fraction, options.seed)?;
         return Ok((train, Some(held_out)));
     }
-    let brings_its_own = match &options.data {
-        DataSource::Embedded => true,
-        DataSource::Files(paths) => data::has_split(paths, Split::Valid)?,
-    };
-    let eval = brings_its_own.then(|| load(&options.data, Split::Valid)).transpose()?;
+    let eval = brings_valid(&options.data)?.then(|| load(&options.data, Split::Valid)).transpose()?;
     Ok((train, eval))
+}
+
+/// Whether data bring held-out rows of their own.
+///
+/// # Errors
+/// When a folder cannot be read.
+pub fn brings_valid(source: &DataSource) -> Result<bool> {
+    match source {
+        DataSource::Embedded => Ok(true),
+        DataSource::Files(paths) => data::has_split(paths, Split::Valid),
+    }
 }
 
 /// The rows of a split.
@@ -204,28 +228,24 @@ fn prefix_text(start: &PrefixStart, tokenizer: Option<&Tokenizer>, train: &Datas
     }
 }
 
-fn describe(
-    options: &RunOptions,
-    base: &Base,
-    set: &AdapterSet,
-    train: &Dataset,
-    steps: u64,
-    seq_len: usize,
-) -> SaveInfo {
+/// What saves of a run say, at step 0.
+pub(super) fn describe(options: &RunOptions, base: &Base, prepared: &Prepared, setting: Setting) -> SaveInfo {
+    let Prepared { set, train, steps, seq_len, .. } = prepared;
     let mut identity = options.identity.clone();
-    // What was typed may leave it to the base.
+    // What was typed may leave it to the base, or to the memory plan.
     identity.insert("seq-len".to_owned(), seq_len.to_string());
+    identity.extend(fit::identity(setting));
     SaveInfo {
         format: FORMAT,
         step: 0,
-        steps,
+        steps: *steps,
         options: identity,
         base: base.weights.fingerprint.clone(),
         data: train.fingerprint.clone(),
         machine: options.machine.clone(),
         spec: set.spec.clone(),
         tensors: set.layout.tensors.iter().map(|slot| format!("{} {:?}", slot.name, slot.shape)).collect(),
-        optimizer: options.optimizer.name().to_owned(),
+        optimizer: setting.optimizer.name().to_owned(),
     }
 }
 

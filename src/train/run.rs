@@ -1,7 +1,7 @@
 //! A training run from its first look at the data to the finished adapter.
 
 use std::{
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -12,14 +12,21 @@ use std::{
 use engraft_adapters::peft;
 
 use super::{
-    Event, Reporter, RunFolder, RunOptions, Trainer, TrainerOptions, base_bytes, events,
-    prepare::{Prepared, prepare},
-    resume, save,
+    Event, Reporter, RunFolder, RunOptions, Trainer, events, fit,
+    prepare::{Prepared, describe, prepare},
+    resume,
+    save::{self, SaveInfo},
 };
 use crate::{
-    data::{Batch, Dataset, NO_LOSS, RowRef, Tokenizer},
+    data::{Batch, NO_LOSS, RowRef, Tokenizer},
     error::{Error, Report, Result},
-    kernels::arena::{Arenas, TableRow},
+    memory::{
+        budget,
+        choose::{Choice, Wish, size, size_up},
+        counting, machine,
+        moment::{self, Moment},
+        trace::Trace,
+    },
     model::Base,
     optim::schedule::rate,
 };
@@ -51,50 +58,114 @@ pub fn run(
     options: &RunOptions,
     base: &Arc<Base>,
     tokenizer: Option<&Tokenizer>,
+    folder: RunFolder,
+    reporter: &mut dyn Reporter,
+    interrupt: &AtomicBool,
+) -> Result<Finished> {
+    let is_new = !folder.path().exists();
+    let path = folder.path().to_owned();
+    let finished = go(options, base, tokenizer, folder, reporter, interrupt);
+    if finished.is_err() && is_new {
+        // Tokenised rows lay there, without a name, before the run was known to be possible. A folder with
+        // anything in it stays.
+        let _ = std::fs::remove_dir(path);
+    }
+    finished
+}
+
+/// As [`run`], and may leave an empty folder behind.
+fn go(
+    options: &RunOptions,
+    base: &Arc<Base>,
+    tokenizer: Option<&Tokenizer>,
     mut folder: RunFolder,
     reporter: &mut dyn Reporter,
     interrupt: &AtomicBool,
 ) -> Result<Finished> {
     let past = if options.resume { save::newest(&folder.saves())? } else { None };
     let (past, damaged) = past.map_or((None, Vec::new()), |(past, damaged)| (Some(past), damaged));
+    let trace = options.memory_trace.as_ref().map(|_| Trace::start()).transpose()?;
     let mut prepared = prepare(options, base, tokenizer, past.as_ref(), folder.path())?;
+    let wish = fit::wish(options, past.as_ref().map(|past| &past.info));
+    let choice = fit::plan(options, &fit::job(options, base, &prepared), wish)?;
+    let info = describe(options, base, &prepared, choice.chosen.plan.setting);
     let longer = match &past {
         None => None,
         Some(past) => {
-            resume::check(past, &prepared.info, prepared.set.layout.len, folder.path())?;
+            resume::check(past, &info, prepared.set.layout.len, folder.path())?;
             let warmup = |steps| options.warmup.steps(steps);
-            resume::changed_length(&past.info, &prepared.info, options.schedule, options.lr, warmup)?
+            resume::changed_length(&past.info, &info, options.schedule, options.lr, warmup)?
         }
     };
-    let mut trainer = build_trainer(options, base, &mut prepared)?;
+    let planned = Planned::new(options, base, &mut prepared, tokenizer, (wish, choice), folder.path())?;
+    let Planned { mut trainer, choice, before, smaller } = planned;
+    counting::reset_peak();
+    // Of a smaller plan, other rows at a time.
+    let info = describe(options, base, &prepared, choice.chosen.plan.setting);
     if let Some(past) = past {
         resume::check_finite(&past)?;
         trainer.restore(past.info.step, &past.tensors())?;
     }
     folder.claim()?;
     folder.write_config(&options.config_text)?;
-    let run = Run { options, base, prepared: &prepared, folder: &folder, interrupt };
+    let run =
+        Run { options, base, prepared: &prepared, info, choice: &choice, before, folder: &folder, interrupt };
     reporter.event(&Event::Start(&run.start(&trainer)))?;
-    for note in damaged.iter().chain(&prepared.hints).chain(&longer) {
+    reporter.event(&Event::Plan(&choice))?;
+    for note in damaged.iter().chain(&smaller).chain(&prepared.hints).chain(&longer) {
         reporter.event(&Event::Note(note))?;
     }
-    run.train(&mut trainer, reporter)
+    let finished = run.train(&mut trainer, reporter);
+    // Also of a run that failed: that is when somebody wants to see it.
+    if let (Some(trace), Some(path)) = (trace, &options.memory_trace) {
+        let plan = &choice.chosen.plan;
+        let written = trace.finish()?.write(path, &plan.moments(), plan.peak().1);
+        return finished.and_then(|finished| written.map(|()| finished));
+    }
+    finished
 }
 
-fn build_trainer(options: &RunOptions, base: &Arc<Base>, prepared: &mut Prepared) -> Result<Trainer> {
-    let longest = prepared.train.longest().max(prepared.eval.as_ref().map_or(0, Dataset::longest));
-    let trainer_options = TrainerOptions {
-        rows: options.micro_batch,
-        seq_len: longest,
-        policy: options.policy,
-        optimizer: options.optimizer,
-        adamw: options.adamw,
-        clip: options.clip,
-        label_smoothing: options.label_smoothing,
-        seed: options.seed,
-    };
-    let values = std::mem::take(&mut prepared.values);
-    Trainer::new(base.clone(), prepared.set.clone(), values, trainer_options, Arenas::real(None))
+/// A trainer and the plan it was made by.
+struct Planned {
+    trainer: Trainer,
+    choice: Choice,
+    /// Bytes on heap and in arenas before any of the plan was there.
+    before: usize,
+    /// Why it is not the plan that was chosen first.
+    smaller: Option<String>,
+}
+
+impl Planned {
+    /// Cuts the memory of `choice`; when the machine has less than it said, somebody took it meanwhile,
+    /// and the next smaller plan is tried, once.
+    fn new(
+        options: &RunOptions,
+        base: &Arc<Base>,
+        prepared: &mut Prepared,
+        tokenizer: Option<&Tokenizer>,
+        (wish, choice): (Wish, Choice),
+        spool: &Path,
+    ) -> Result<Self> {
+        let before = counting::measured();
+        let stream = choice.chosen.plan.setting.policy.stream;
+        let values = prepared.values(options, base, tokenizer, stream)?;
+        let reason = match fit::trainer(options, base, prepared, &values, &choice, spool) {
+            Err(Error::Memory(reason)) => reason,
+            trainer => return Ok(Self { trainer: trainer?, choice, before, smaller: None }),
+        };
+        let job = fit::job(options, base, prepared);
+        let Ok(choice) = fit::smaller(options, &job, wish, &choice) else {
+            return Err(Error::Memory(reason));
+        };
+        let trainer = fit::trainer(options, base, prepared, &values, &choice, spool)?;
+        let smaller = format!(
+            "{}; going on with the next smaller plan, {} at its peak: {}",
+            reason.message,
+            size(choice.chosen.peak()),
+            choice.chosen.plan.setting
+        );
+        Ok(Self { trainer, choice, before, smaller: Some(smaller) })
+    }
 }
 
 /// What stays the same while a run runs.
@@ -102,6 +173,10 @@ struct Run<'a> {
     options: &'a RunOptions,
     base: &'a Base,
     prepared: &'a Prepared,
+    /// What saves say, at step 0.
+    info: SaveInfo,
+    choice: &'a Choice,
+    before: usize,
     folder: &'a RunFolder,
     interrupt: &'a AtomicBool,
 }
@@ -127,6 +202,7 @@ impl Run<'_> {
         let (mut tokens, mut seconds) = (0, 0.0);
         while trainer.steps_done() < steps {
             self.stop_if_interrupted(trainer)?;
+            self.stop_if_memory_is_short(trainer)?;
             let (step_tokens, step_seconds) = self.step(trainer, reporter)?;
             tokens += step_tokens;
             seconds += step_seconds;
@@ -150,7 +226,7 @@ impl Run<'_> {
         let batches = self.micro_batches(done);
         let lr = rate(options.schedule, options.lr, self.prepared.warmup, self.prepared.steps, done);
         let started = Instant::now();
-        let report = trainer.step(&batches, lr)?;
+        let report = trainer.step(&batches, lr).map_err(|error| self.out_of_memory(trainer, error))?;
         let seconds = started.elapsed().as_secs_f64();
         let step = done + 1;
         if !report.loss.is_finite() || !report.grad_norm.is_finite() {
@@ -172,18 +248,23 @@ impl Run<'_> {
         Ok((report.input_tokens, seconds))
     }
 
+    fn micro_batch(&self) -> usize {
+        self.choice.chosen.plan.setting.micro_batch
+    }
+
     /// The rows of the step after `done` steps, cut into micro-batches.
     fn micro_batches(&self, done: u64) -> Vec<Batch> {
         let (train, batch) = (&self.prepared.train, self.options.batch);
         let drawn = self.prepared.sampler.rows(done * batch as u64, batch);
-        drawn.chunks(self.options.micro_batch).map(|chunk| train.batch(chunk)).collect()
+        drawn.chunks(self.micro_batch()).map(|chunk| train.batch(chunk)).collect()
     }
 
     /// Loss over the held-out rows, if there are any.
     fn evaluate(&self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<()> {
         let Some(eval) = &self.prepared.eval else { return Ok(()) };
+        moment::enter(Moment::Evaluation);
         let mut batches =
-            eval.batches(self.options.micro_batch).take_while(|_| !self.interrupt.load(Ordering::Relaxed));
+            eval.batches(self.micro_batch()).take_while(|_| !self.interrupt.load(Ordering::Relaxed));
         let found = trainer.evaluate(&mut batches);
         // A part of the rows says nothing about all of them.
         self.stop_if_interrupted(trainer)?;
@@ -204,6 +285,33 @@ impl Run<'_> {
             .hint(format!("engraft train --resume --output {output}")))
     }
 
+    /// Stops while there is still memory to save with.
+    fn stop_if_memory_is_short(&self, trainer: &Trainer) -> Result<()> {
+        match (self.options.free_memory)() {
+            Some(free) if free < budget::LOW => {
+                let message = format!("{} of memory are free, which is too little to go on", size(free));
+                Err(self.out_of_memory(trainer, Error::memory(message)))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// After [`Error::Memory`]: saves, and tells how to go on; any other error passes.
+    fn out_of_memory(&self, trainer: &Trainer, error: Error) -> Error {
+        let Error::Memory(report) = error else { return error };
+        if let Err(unsaved) = self.write_save(trainer) {
+            return Error::Memory(report.with_hint(unsaved.to_string()));
+        }
+        let output = self.folder.path().display();
+        let less = size_up(self.choice.chosen.peak() / 4 * 3);
+        Error::Memory(
+            report
+                .with_hint(format!("everything is saved after step {}", trainer.steps_done()))
+                .with_hint(format!("engraft train --resume --output {output} --memory {less}"))
+                .with_hint("or free memory, and resume without --memory"),
+        )
+    }
+
     fn save(&self, trainer: &Trainer, reporter: &mut dyn Reporter) -> Result<()> {
         let path = self.write_save(trainer)?;
         self.write_adapter(trainer)?;
@@ -211,7 +319,8 @@ impl Run<'_> {
     }
 
     fn write_save(&self, trainer: &Trainer) -> Result<PathBuf> {
-        let info = save::SaveInfo { step: trainer.steps_done(), ..self.prepared.info.clone() };
+        moment::enter(Moment::Saving);
+        let info = save::SaveInfo { step: trainer.steps_done(), ..self.info.clone() };
         let path = save::write(&self.folder.saves(), &info, &trainer.tensors())?;
         save::prune(&self.folder.saves(), info.step, self.options.keep)?;
         Ok(path)
@@ -225,13 +334,23 @@ impl Run<'_> {
 
     fn finish(&self, trainer: &Trainer, tokens_per_s: f64, reporter: &mut dyn Reporter) -> Result<Finished> {
         let adapter = self.folder.adapter();
-        let buffers: usize = trainer.memory().iter().map(TableRow::bytes).sum();
-        let peak_bytes = (buffers + base_bytes(&self.base.weights)) as u64;
-        let done =
-            events::Done { step: trainer.steps_done(), adapter: adapter.clone(), peak_bytes, tokens_per_s };
+        let done = events::Done {
+            step: trainer.steps_done(),
+            adapter: adapter.clone(),
+            peak_bytes: self.choice.chosen.peak(),
+            counted: self.counted(),
+            measured_bytes: machine::resident().map(|resident| resident.peak),
+            tokens_per_s,
+        };
         reporter.event(&Event::Done(&done))?;
         let rows = self.prepared.eval.as_ref().unwrap_or(&self.prepared.train);
         Ok(Finished { adapter, prompt: rows.rows.iter().next().map(beginning).unwrap_or_default() })
+    }
+
+    fn counted(&self) -> Option<events::Counted> {
+        let planned = self.before as u64 + self.choice.chosen.plan.counted();
+        let counted = counting::measured_peak() as u64;
+        (counting::peak() > 0).then_some(events::Counted { planned, counted })
     }
 
     fn start(&self, trainer: &Trainer) -> events::Start {
@@ -245,7 +364,7 @@ impl Run<'_> {
             done: trainer.steps_done(),
             steps: prepared.steps,
             batch: self.options.batch,
-            micro_batch: self.options.micro_batch,
+            micro_batch: self.micro_batch(),
             seq_len: prepared.seq_len,
             output: self.folder.path().to_owned(),
         }
@@ -259,3 +378,7 @@ fn is_due(done: u64, every: u64) -> bool {
 fn per_second(tokens: usize, seconds: f64) -> f64 {
     if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 }
 }
+
+#[cfg(test)]
+#[path = "run_tests.rs"]
+mod tests;

@@ -124,7 +124,7 @@ impl Trainer {
     pub fn new(
         base: Arc<Base>,
         set: AdapterSet,
-        values: Vec<f32>,
+        values: &[f32],
         options: TrainerOptions,
         mut arenas: Arenas,
     ) -> Result<Self> {
@@ -138,8 +138,7 @@ impl Trainer {
         }
         let Trainables { prompt, mut store, gradient, optimizer } =
             Trainables::cut(&base.config, &wiring, &set, options, &mut arenas)?;
-        store.view_mut().upload(&values);
-        drop(values);
+        store.view_mut().upload(values);
         let stack = Stack::new(base, wiring, options.limits(), options.policy, true, &mut arenas)?;
         let dropout = set.spec.lora.as_ref().map_or(0.0, |lora| lora.dropout);
         let table = arenas.into_rows();

@@ -242,8 +242,7 @@ fn check(base: &Arc<Base>, case: &Case, smoothing: f64, recompute: Recompute, wo
     };
     let rows = rows(base.config.vocab);
     let mut trainer =
-        Trainer::new(Arc::clone(base), case.set.clone(), case.values.clone(), options, Arenas::real(None))
-            .unwrap();
+        Trainer::new(Arc::clone(base), case.set.clone(), &case.values, options, Arenas::real(None)).unwrap();
     let losses = trainer.accumulate(&[batch(&rows)]).unwrap();
     let gradient = trainer.gradient();
 

@@ -50,22 +50,24 @@ fn options_that_exclude_each_other() {
 
 #[test]
 fn unknown_options_and_those_that_do_not_exist_yet() {
-    for option in [
-        "--rnak 3",
-        "--memory 4GiB",
-        "--stream-base on",
-        "--offload-optimizer",
-        "--sample-every 3",
-        "--sample-prompt x",
-    ] {
+    for option in ["--rnak 3", "--sample-every 3", "--sample-prompt x"] {
         refused(option, &["unexpected argument", option.split(' ').next().unwrap()]);
     }
-    for option in
-        ["--optimizer lion", "--precision bf16", "--device cuda", "--recompute auto", "--micro-batch auto"]
-    {
+    for option in [
+        "--optimizer lion",
+        "--precision bf16",
+        "--device tpu",
+        "--recompute some",
+        "--micro-batch few",
+        "--memory 4potatoes",
+        "--memory 0",
+        "--stream-base maybe",
+    ] {
         let (name, value) = option.split_once(' ').unwrap();
         refused(option, &["invalid value", name, value]);
     }
+    refused("--offload-optimizer=perhaps", &["invalid value", "--offload-optimizer", "perhaps"]);
+    refused("--device cuda", &["--device cuda", "--device cpu"]);
     let sandbox = Sandbox::new();
     for option in ["--num-beams 2", "--length-penalty 1", "--no-repeat-ngram-size 2"] {
         sandbox.infer(&format!("generate --prompt x {option}")).refused(&["unexpected argument"]);

@@ -173,8 +173,7 @@ fn check(case: &Case, base: &Arc<Base>, policy: Policy) {
 
     let options = options(policy, &expected);
     let mut trainer =
-        Trainer::new(Arc::clone(base), case.set.clone(), case.values.clone(), options, Arenas::real(None))
-            .unwrap();
+        Trainer::new(Arc::clone(base), case.set.clone(), &case.values, options, Arenas::real(None)).unwrap();
     let batch = [expected.batch()];
     let losses = trainer.accumulate(&batch).unwrap();
     assert_near(&[(losses.sum / losses.tokens as f64) as f32], expected.get("loss"), LOSS, what);
@@ -258,8 +257,7 @@ fn projected_prefix_matches_peft() {
     check_all(&case, &base);
     let policy = Policy::default();
     let options = options(policy, &expected);
-    let trainer =
-        Trainer::new(base, case.set.clone(), case.values.clone(), options, Arenas::real(None)).unwrap();
+    let trainer = Trainer::new(base, case.set.clone(), &case.values, options, Arenas::real(None)).unwrap();
     let stored = candle_core::safetensors::load(
         golden("cases/prefix_projection/adapter/adapter_model.safetensors"),
         &Device::Cpu,
@@ -300,7 +298,7 @@ fn separate_q_and_v_match_peft() {
     }
     let options = options(Policy::default(), &expected);
     let mut trainer =
-        Trainer::new(Arc::clone(&base), set.clone(), values, options, Arenas::real(None)).unwrap();
+        Trainer::new(Arc::clone(&base), set.clone(), &values, options, Arenas::real(None)).unwrap();
     let batch = [expected.batch()];
     trainer.accumulate(&batch).unwrap();
     let gradient = trainer.gradient();

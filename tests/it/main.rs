@@ -12,6 +12,7 @@ mod decoder;
 mod golden;
 mod hub;
 mod hub_server;
+mod memory;
 mod optimizer;
 mod policies;
 mod resume;

@@ -46,7 +46,7 @@ fn options(policy: Policy) -> TrainerOptions {
 }
 
 fn trainer(base: &Arc<Base>, case: &Case, options: TrainerOptions) -> Trainer {
-    Trainer::new(Arc::clone(base), case.set.clone(), case.values.clone(), options, arenas()).unwrap()
+    Trainer::new(Arc::clone(base), case.set.clone(), &case.values, options, arenas()).unwrap()
 }
 
 /// Arenas that may also put buffers into files.

@@ -1,6 +1,7 @@
 //! Options that make no sense are refused by name, with a remedy.
 
 use super::*;
+use crate::model::Recompute;
 use crate::cli::layers::{join, with_defaults};
 
 fn machine() -> Machine {
@@ -9,14 +10,14 @@ fn machine() -> Machine {
 
 fn resolve(text: &str) -> Result<RunOptions> {
     let args = join(&[config_file::parse(text, "test.toml")?])?;
-    run_options(&with_defaults(args), machine())
+    run_options(&with_defaults(args), machine(), None)
 }
 
 #[test]
 fn defaults_make_a_run() {
     let options = resolve("").unwrap();
     assert_eq!(options.data, DataSource::Embedded);
-    assert_eq!((options.batch, options.micro_batch, options.shuffle), (8, 8, true));
+    assert_eq!((options.batch, options.wish, options.shuffle), (8, Wish::default(), true));
     assert_eq!(options.length, Length::Epochs(1.0));
     assert_eq!(options.adapter.kinds, Some(Kinds { lora: true, prefix: false }));
     assert_eq!(options.adapter.spec(), AdapterOptions::default().spec());
@@ -82,18 +83,11 @@ fn what_excludes_each_other_is_refused() {
 fn only_what_changes_results_is_part_of_the_identity() {
     let plain = resolve("").unwrap().identity;
     let free = "threads = 3\nlog-every = 1\nsave-every = 1\nkeep = 1\neval-every = 1\nrecompute = 'all'\n\
+                memory = '4GiB'\nstream-base = 'on'\noffload-inputs = 'on'\noffload-optimizer = 'on'\n\
+                memory-trace = 'x.json'\n\
                 json = true\nsteps = 9\nmicro-batch = 8\noffline = true\nline-by-line = false\ndevice = 'cpu'";
     assert_eq!(resolve(free).unwrap().identity, plain);
-    for changed in [
-        "lr = 0.1",
-        "seed = 1",
-        "micro-batch = 4",
-        "rank = 2",
-        "no-shuffle = true",
-        "no-pack = true",
-        "clip = 0.0",
-        "optimizer = 'adamw8bit'",
-    ] {
+    for changed in ["lr = 0.1", "seed = 1", "rank = 2", "no-shuffle = true", "no-pack = true", "clip = 0.0"] {
         assert_ne!(resolve(changed).unwrap().identity, plain, "{changed}");
     }
 }
@@ -119,4 +113,30 @@ fn the_output_is_named_after_base_and_method() {
     assert_eq!(name("openai-community/gpt2-xl"), "runs/gpt2-xl-lora-prefix");
     assert_eq!(name("/some/my base/"), "runs/my_base-lora-prefix");
     assert_eq!(name(".."), "runs/base-lora-prefix");
+}
+
+#[test]
+fn what_is_fixed_reaches_the_plan() {
+    let options = resolve(
+        "batch = 6\nmicro-batch = 3\nrecompute = 'linear'\nhead-rows = 7\nstream-base = 'on'\n\
+         offload-optimizer = 'on'\noffload-inputs = 'off'\noptimizer = 'adamw8bit'\nmemory = '1.5GiB'",
+    )
+    .unwrap();
+    let wish = Wish {
+        micro_batch: Some(3),
+        recompute: Some(Recompute::Linear),
+        head_rows: Some(7),
+        stream: Some(true),
+        inputs: Some(Place::Memory),
+        moments: Some(Place::Disk),
+        optimizer: Some(OptimizerKind::AdamW8bit),
+    };
+    assert_eq!((options.wish, options.memory), (wish, Limit::Bytes(1536 << 20)));
+    let auto =
+        "micro-batch = 'auto'\nrecompute = 'auto'\nhead-rows = 'auto'\nmemory = 'auto'\noptimizer = 'auto'";
+    let options = resolve(auto).unwrap();
+    assert_eq!((options.wish, options.memory), (Wish::default(), Limit::Auto));
+    for wrong in ["memory = '4 bananas'", "memory = '0'", "memory = '-1GiB'", "stream-base = 'maybe'"] {
+        assert_eq!(resolve(wrong).unwrap_err().exit_code(), 2, "{wrong}");
+    }
 }

@@ -1,0 +1,137 @@
+//! `engraft plan`: what a training run would take, from sizes alone.
+
+use std::path::Path;
+
+use engraft_adapters::{AdapterSet, peft};
+
+use super::{
+    args::TrainArgs, args_other::BaseArgs, environment::Environment, layers, open, resolve, table, train,
+    values::DeviceName, write_json, write_note, write_out,
+};
+use crate::{
+    data::{DataOptions, Dataset, Split, Tokenizer},
+    embedded,
+    error::Result,
+    memory::plan::Target,
+    model::{Config, sizes, weights},
+    train::{self as run, AdapterOptions, DataSource, Draft, RunOptions},
+};
+
+/// Runs `engraft plan`.
+///
+/// # Errors
+/// As `engraft train` before its first step.
+pub fn run(typed: TrainArgs) -> Result<()> {
+    let args = train::joined(typed)?;
+    let environment = Environment::read()?;
+    let cache = environment.cache().ok().map(Path::to_owned);
+    let options = resolve::run_options(&args, train::machine(), cache)?;
+    open::threads(args.threads)?;
+    let base = open_sizes(&args, &environment)?;
+    let set = adapter(&options, &base)?;
+    let prefix = set.prefix.as_ref().map_or(0, |prefix| prefix.length);
+    let limit = run::row_limit(options.seq_len, prefix, base.config.positions)?;
+    let seq_len = match rows(&options, &base, limit, &environment)? {
+        Some(longest) => longest,
+        None => {
+            write_note(&format!("hint: planned for rows of {limit} tokens; the data were not read"));
+            limit
+        }
+    };
+    let target = if args.device == Some(DeviceName::Cuda) { Target::Cuda } else { run::cpu() };
+    let draft = Draft { config: &base.config, set: &set, seq_len, target, streamable: args.base.is_some() };
+    let choice = run::draft(&options, draft)?;
+    if args.json.unwrap_or(false) {
+        write_json(&table::event(&choice))
+    } else {
+        write_out(&table::whole(&choice))
+    }
+}
+
+/// Sizes of a base, with its tokenizer where there is one.
+struct BaseSizes {
+    name: String,
+    config: Config,
+    tokenizer: Option<Tokenizer>,
+}
+
+/// The config of a base: built in for the four GPT-2 models, else read as for training, without weights.
+fn open_sizes(args: &TrainArgs, environment: &Environment) -> Result<BaseSizes> {
+    let Some(name) = &args.base else {
+        let config = Config::from_json(embedded::CONFIG, Path::new("the embedded config.json"))?;
+        let tokenizer = Some(Tokenizer::from_bytes(embedded::TOKENIZER)?);
+        return Ok(BaseSizes { name: open::EMBEDDED.to_owned(), config, tokenizer });
+    };
+    let folder = Path::new(name);
+    if folder.is_dir() {
+        let (config, tokenizer) = (weights::read_config(folder)?, Tokenizer::from_folder(folder)?);
+        return Ok(BaseSizes { name: layers::base_name(name)?, config, tokenizer });
+    }
+    if let Some(config) = sizes::builtin(name)? {
+        return Ok(BaseSizes { name: name.clone(), config, tokenizer: None });
+    }
+    let named = BaseArgs {
+        base: args.base.clone(),
+        revision: args.revision.clone(),
+        offline: args.offline.unwrap_or(false),
+        allow_base_mismatch: true,
+    };
+    let opened = open::base(&named, environment)?;
+    Ok(BaseSizes { name: name.clone(), config: opened.base.config.clone(), tokenizer: opened.tokenizer })
+}
+
+fn adapter(options: &RunOptions, base: &BaseSizes) -> Result<AdapterSet> {
+    let description = base.config.describe(&base.name, None);
+    match &options.init_adapter {
+        Some(dir) => Ok(peft::load(dir, &description, true)?.set),
+        None => Ok(AdapterSet::new(&AdapterOptions::spec(&options.adapter), &description)?),
+    }
+}
+
+/// Tokens of the longest row of the data; `None` where they cannot be read without a tokenizer.
+fn rows(
+    options: &RunOptions,
+    base: &BaseSizes,
+    limit: usize,
+    environment: &Environment,
+) -> Result<Option<usize>> {
+    if base.tokenizer.is_none() || (options.data == DataSource::Embedded && base.name != open::EMBEDDED) {
+        return Ok(None);
+    }
+    let tokenizer = base.tokenizer.as_ref();
+    let data_options = DataOptions {
+        seq_len: limit,
+        pack: options.pack,
+        line_by_line: options.line_by_line,
+        train_on_prompt: options.train_on_prompt,
+        end_of_text: run::end_of_text(&base.config, tokenizer)?,
+        vocab: base.config.vocab,
+        spool: environment.cache().ok().filter(|cache| cache.is_dir()).map(Path::to_owned),
+    };
+    let longest = |source: &DataSource, split| {
+        run::load_split(source, split, tokenizer, &data_options).map(|data: Dataset| data.longest())
+    };
+    let mut most = longest(&options.data, Split::Train)?;
+    if !options.eval_data.is_empty() {
+        most = most.max(longest(&DataSource::Files(options.eval_data.clone()), Split::Valid)?);
+    } else if options.eval_fraction.is_none() && run::brings_valid(&options.data)? {
+        most = most.max(longest(&options.data, Split::Valid)?);
+    }
+    Ok(Some(most))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_built_in_size_needs_no_file() {
+        let args = TrainArgs { base: Some("gpt2-xl".to_owned()), ..TrainArgs::default() };
+        let environment = Environment::read().unwrap();
+        let base = open_sizes(&args, &environment).unwrap();
+        assert_eq!((base.config.layers, base.tokenizer.is_none()), (48, true));
+        let missing = TrainArgs { base: Some("no/such-folder".to_owned()), offline: Some(true), ..args };
+        let error = open_sizes(&missing, &environment).err().unwrap();
+        assert_eq!(error.exit_code(), 2);
+    }
+}

@@ -1,0 +1,202 @@
+//! Which memory plan a run takes: what it is for, what it may take, what a save has fixed, and what to do
+//! when the machine has less than it said.
+
+use std::{path::Path, sync::Arc};
+
+use engraft_adapters::AdapterSet;
+
+use super::{
+    options::RunOptions,
+    prepare::Prepared,
+    save::SaveInfo,
+    trainer::{Trainer, TrainerOptions},
+};
+use crate::{
+    data::Dataset,
+    error::{Error, Result},
+    kernels::arena::Arenas,
+    memory::{
+        budget::{self, Limit},
+        calibrate::Rates,
+        choose::{Choice, Wish, choose, size},
+        machine,
+        plan::{Job, Setting, Target},
+    },
+    model::{Base, BaseSource, Config},
+    optim::OptimizerKind,
+};
+
+/// What a plan of the run is made for.
+pub(super) fn job<'a>(options: &RunOptions, base: &'a Base, prepared: &'a Prepared) -> Job<'a> {
+    let heap = |data: &Dataset| data.memory().0 as u64;
+    // Rows on the heap are there already, and so in what the process holds.
+    let held = machine::resident().is_some();
+    let rows_on_heap = heap(&prepared.train) + prepared.eval.as_ref().map_or(0, heap);
+    Job {
+        config: &base.config,
+        set: &prepared.set,
+        batch: options.batch,
+        seq_len: prepared.longest(),
+        target: cpu(),
+        program: budget::program(),
+        rows_on_heap: if held { 0 } else { rows_on_heap },
+        streamable: base.source != BaseSource::Embedded,
+    }
+}
+
+/// The pool of this process.
+pub fn cpu() -> Target {
+    Target::Cpu { threads: rayon::current_num_threads() }
+}
+
+/// A run that is only planned: no weights, perhaps no data.
+#[derive(Debug, Clone, Copy)]
+pub struct Draft<'a> {
+    /// Sizes of the base.
+    pub config: &'a Config,
+    /// The adapter.
+    pub set: &'a AdapterSet,
+    /// Tokens of the longest row.
+    pub seq_len: usize,
+    /// What would compute.
+    pub target: Target,
+    /// Whether the base lies in a file.
+    pub streamable: bool,
+}
+
+/// The plan of a draft. Where it is to fit into what is free, that is the memory of this machine.
+///
+/// # Errors
+/// When nothing fits, with the smallest plan that there is.
+pub fn draft(options: &RunOptions, draft: Draft) -> Result<Choice> {
+    let program = budget::assumed_program();
+    let job = Job {
+        config: draft.config,
+        set: draft.set,
+        batch: options.batch,
+        seq_len: draft.seq_len,
+        target: draft.target,
+        program,
+        rows_on_heap: 0,
+        streamable: draft.streamable,
+    };
+    let budget = match (options.memory, draft.target) {
+        // Nobody knows how much an absent device has.
+        (Limit::Auto, Target::Cuda) => None,
+        (limit, _) => budget::bytes(limit, program),
+    };
+    match draft.target {
+        Target::Cpu { .. } => {
+            choose(&job, options.wish, budget, &Rates::load_or_measure(options.cache.as_deref()))
+        }
+        Target::Cuda => choose(&job, options.wish, budget, &Rates::NOMINAL_GPU).map(unmeasured),
+    }
+}
+
+/// A choice whose seconds are those of some other machine: ratios hold, times do not.
+fn unmeasured(mut choice: Choice) -> Choice {
+    choice.chosen.measured = false;
+    choice
+}
+
+/// The choice by the speeds of this machine, which are measured only where they decide anything.
+fn by_speed(cache: Option<&Path>, job: &Job, wish: Wish, budget: Option<u64>) -> Result<Choice> {
+    if let Some(rates) = Rates::cached(cache) {
+        return choose(job, wish, budget, &rates);
+    }
+    let choice = choose(job, wish, budget, &Rates::NOMINAL)?;
+    if choice.trades_nothing(wish) {
+        return Ok(unmeasured(choice));
+    }
+    choose(job, wish, budget, &Rates::load_or_measure(cache))
+}
+
+/// What is fixed: by options, and what results depend on by the save that the run goes on from.
+///
+/// # Errors
+/// When the save holds something else than numbers where they belong.
+pub(super) fn wish(options: &RunOptions, past: Option<&SaveInfo>) -> Wish {
+    let mut wish = options.wish;
+    let Some(past) = past else { return wish };
+    let number = |name: &str| past.options.get(name).and_then(|value| value.parse().ok());
+    wish.micro_batch = wish.micro_batch.or_else(|| number(MICRO_BATCH));
+    wish.head_rows = wish.head_rows.or_else(|| number(HEAD_ROWS));
+    let kinds = [OptimizerKind::AdamW, OptimizerKind::AdamW8bit];
+    wish.optimizer = wish.optimizer.or_else(|| kinds.into_iter().find(|kind| kind.name() == past.optimizer));
+    wish
+}
+
+const MICRO_BATCH: &str = "micro-batch";
+const HEAD_ROWS: &str = "head-rows";
+
+/// What a plan chose and results depend on, as options are written.
+pub(super) fn identity(setting: Setting) -> [(String, String); 3] {
+    [
+        (MICRO_BATCH.to_owned(), setting.micro_batch.to_string()),
+        (HEAD_ROWS.to_owned(), setting.policy.head_rows.to_string()),
+        ("optimizer".to_owned(), format!("{:?}", setting.optimizer.name())),
+    ]
+}
+
+/// The plan of a run.
+///
+/// # Errors
+/// When nothing fits, with the smallest plan that there is.
+pub(super) fn plan(options: &RunOptions, job: &Job, wish: Wish) -> Result<Choice> {
+    by_speed(options.cache.as_deref(), job, wish, budget::bytes(options.memory, job.program))
+}
+
+/// The next smaller plan after `choice`, which the machine has no room for: within what is free now, and
+/// within three quarters of what the other wanted.
+///
+/// # Errors
+/// When there is none.
+pub(super) fn smaller(options: &RunOptions, job: &Job, wish: Wish, choice: &Choice) -> Result<Choice> {
+    let less = choice.chosen.peak() - budget::wanted(&choice.chosen.plan) / 4;
+    let free = budget::bytes(Limit::Auto, job.program).unwrap_or(less);
+    by_speed(options.cache.as_deref(), job, wish, Some(less.min(free)))
+}
+
+/// Refuses a plan that wants more than is free.
+///
+/// # Errors
+/// [`Error::Memory`] with both numbers.
+pub(super) fn check(choice: &Choice, free: Option<u64>) -> Result<()> {
+    let wanted = budget::wanted(&choice.chosen.plan);
+    match free {
+        Some(free) if free < wanted => Err(Error::memory(format!(
+            "the plan takes {} more memory where {} are free; free some, or give a smaller --memory",
+            size(wanted),
+            size(free)
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// A trainer as `choice` says.
+///
+/// # Errors
+/// [`Error::Memory`] when the machine has less than planned; and as [`Trainer::new`].
+pub(super) fn trainer(
+    options: &RunOptions,
+    base: &Arc<Base>,
+    prepared: &Prepared,
+    values: &[f32],
+    choice: &Choice,
+    spool: &Path,
+) -> Result<Trainer> {
+    check(choice, (options.free_memory)())?;
+    let Setting { micro_batch, policy, optimizer } = choice.chosen.plan.setting;
+    let trainer_options = TrainerOptions {
+        rows: micro_batch,
+        seq_len: prepared.longest(),
+        policy,
+        optimizer,
+        adamw: options.adamw,
+        clip: options.clip,
+        label_smoothing: options.label_smoothing,
+        seed: options.seed,
+    };
+    let arenas = Arenas::real(Some(spool.to_owned()));
+    Trainer::new(Arc::clone(base), prepared.set.clone(), values, trainer_options, arenas)
+}

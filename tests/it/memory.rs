@@ -1,0 +1,74 @@
+//! The memory engine by its program: plans without weights, refusals, what is planned against what is
+//! counted, everything together against nothing at all.
+
+use serde_json::Value;
+
+use crate::cli_support::{Finished, SMALL, Sandbox, names};
+
+fn only(finished: &Finished, kind: &str) -> Value {
+    finished.events_of(kind).remove(0)
+}
+
+#[test]
+fn a_plan_needs_neither_weights_nor_network_nor_device() {
+    let sandbox = Sandbox::new();
+    let line = "plan --base gpt2-xl --memory 12GiB --device cuda --json";
+    let plan = only(&sandbox.engraft(line).succeeds(), "plan");
+    let peak = plan["peak_bytes"].as_u64().unwrap();
+    assert!(peak > 3 << 30 && peak <= 12 << 30, "{peak}");
+    let rows = plan["rows"].as_array().unwrap();
+    let base: u64 =
+        rows.iter().filter(|row| row["role"] == "base").map(|row| row["bytes"].as_u64().unwrap()).sum();
+    assert_eq!(base, 2 * 1_557_611_200);
+    for role in ["saved activations", "workspace", "trainables", "moments", "data", "program"] {
+        assert!(rows.iter().any(|row| row["role"] == role), "no {role}");
+    }
+    let text = sandbox.engraft("plan --base openai-community/gpt2-medium --memory 2GiB").succeeds().stdout();
+    assert!(text.contains("peak ") && text.contains("of 2.00GiB") && text.contains("--recompute"), "{text}");
+    assert!(!names(sandbox.path("").as_path()).contains(&"runs".to_owned()), "planning leaves no run");
+}
+
+#[test]
+fn what_cannot_fit_is_refused_with_what_would() {
+    let sandbox = Sandbox::new();
+    let refused = sandbox.engraft(&format!("{SMALL} --output run --memory 2MiB"));
+    let text = refused.refused(&["--memory 2.00MiB", "smallest plan", "would fit"]).stderr();
+    let named = text.split("hint: --memory ").nth(1).and_then(|rest| rest.split("MiB").next()).unwrap();
+    assert!(!sandbox.path("run").exists(), "nothing is left half-written");
+    let mib: u64 = named.parse().unwrap();
+    // A little more: the process itself is not as large to the page each time.
+    sandbox.engraft(&format!("{SMALL} --output run --memory {}MiB", mib + 4)).succeeds();
+}
+
+#[test]
+fn everything_together_is_bit_for_bit_nothing_at_all() {
+    let sandbox = Sandbox::new();
+    for method in ["lora", "lora+prefix"] {
+        let rank = if method == "lora" { "" } else { "--prefix-len 3" };
+        let line = |name: &str, more: &str| {
+            let run = format!("{SMALL} --method {method} {rank} --optimizer adamw8bit --head-rows 16 {more}");
+            let run = sandbox.engraft(&format!("{run} --output {name}")).succeeds();
+            let losses: Vec<String> =
+                run.events_of("step").iter().map(|step| step["loss"].to_string()).collect();
+            assert!(losses.len() > 1);
+            losses
+        };
+        let plain = line(&format!("plain-{method}"), "--recompute none --stream-base off");
+        for recompute in ["all", "linear", "mlp"] {
+            let more =
+                format!("--recompute {recompute} --stream-base on --offload-inputs --offload-optimizer");
+            assert_eq!(line(&format!("{recompute}-{method}"), &more), plain, "{method}, {recompute}");
+        }
+    }
+}
+
+#[test]
+fn a_trace_is_a_timeline_and_a_picture() {
+    let sandbox = Sandbox::new();
+    sandbox.engraft(&format!("{SMALL} --output run --memory-trace trace.json")).succeeds();
+    let text = std::fs::read_to_string(sandbox.path("trace.json")).unwrap();
+    let trace: Value = serde_json::from_str(&text).unwrap();
+    assert!(trace["samples"].as_array().is_some_and(|samples| !samples.is_empty()), "{text}");
+    let picture = std::fs::read_to_string(sandbox.path("trace.svg")).unwrap();
+    assert!(picture.contains("<svg") && picture.contains("planned"), "{picture}");
+}
