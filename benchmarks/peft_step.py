@@ -2,8 +2,9 @@
 
     python benchmarks/peft_step.py BASE ROWS.jsonl --batch 4 --steps 4 [--method prefix] [--compile] ...
 
-Speed is that of the median step after the first; memory is the peak resident set of the process. The
-base's own dropouts are off, as they are in engraft.
+Speed is that of the median step after the first; memory is the peak resident set of the process, and
+`import_bytes` what of it the imports alone take. With --dtype bf16 the base and its activations are BF16;
+PEFT keeps the adapter in FP32. The base's own dropouts are off, as they are in engraft.
 """
 
 import argparse
@@ -12,9 +13,18 @@ import resource
 import statistics
 import time
 
+import peft
 import torch
+import transformers
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+def peak_bytes():
+    """Peak resident set of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main():
@@ -24,12 +34,14 @@ def main():
     p.add_argument("--method", choices=["lora", "prefix"], default="lora")
     p.add_argument("--batch", type=int, default=4)
     p.add_argument("--steps", type=int, default=4)
+    p.add_argument("--dtype", choices=DTYPES, default="f32")
     p.add_argument("--compile", action="store_true")
     p.add_argument("--checkpointing", action="store_true")
     a = p.parse_args()
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(a.base, dtype=torch.float32, attn_implementation="sdpa",
+    imports = peak_bytes()
+    model = AutoModelForCausalLM.from_pretrained(a.base, dtype=DTYPES[a.dtype], attn_implementation="sdpa",
                                                  resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)
     if a.method == "lora":
         config = LoraConfig(r=8, lora_alpha=16, target_modules=["c_attn"], fan_in_fan_out=True,
@@ -61,8 +73,12 @@ def main():
         seconds.append(time.perf_counter() - start)
     print(json.dumps({
         "tokens_per_s": ids.numel() / statistics.median(seconds[1:]),
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "s_per_step": statistics.median(seconds[1:]),
+        "peak_bytes": peak_bytes(),
+        "import_bytes": imports,
         "losses": losses,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__,
+                     "peft": peft.__version__},
     }))
 
 

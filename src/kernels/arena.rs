@@ -171,6 +171,7 @@ fn in_file(role: &str, bytes: usize, folder: &Path) -> Result<memmap2::MmapMut> 
             folder.display()
         ))
     };
+    std::fs::create_dir_all(folder).map_err(failed)?;
     let mut file = tempfile::tempfile_in(folder).map_err(failed)?;
     fill(&mut file, bytes).map_err(failed)?;
     // SAFETY: the file has no name, so nobody else can shorten or write it; its content is plain numbers.
@@ -283,7 +284,8 @@ mod tests {
         x.region().unwrap().fetch();
         assert_eq!(x.view().host::<f32>(), [2.5; 15]);
         assert_eq!(ids.view().host::<u32>(), [9; 7]);
-        let gone = Arenas::real(Some(folder.path().join("none"))).build("saved", Place::Disk, cut);
+        std::fs::write(folder.path().join("file"), "").unwrap();
+        let gone = Arenas::real(Some(folder.path().join("file"))).build("saved", Place::Disk, cut);
         assert!(gone.unwrap_err().to_string().contains("bytes for saved"));
     }
 }

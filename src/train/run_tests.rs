@@ -111,7 +111,9 @@ fn before_the_first_step_the_next_smaller_plan_is_tried_once() {
     let (done, smaller) = train(&options(), &folder.path().join("smaller"));
     done.unwrap();
     assert!(smaller[0] != plenty[0], "{smaller:?}");
-    assert!(smaller.iter().any(|line| line.contains("3.00MiB are free") && line.contains("next smaller plan")));
+    assert!(
+        smaller.iter().any(|line| line.contains("3.00MiB are free") && line.contains("next smaller plan"))
+    );
 
     FREE.set(Some(3 << 20));
     let (done, _) = train(&options(), &output);

@@ -1,8 +1,8 @@
 //! Options that make no sense are refused by name, with a remedy.
 
 use super::*;
-use crate::model::Recompute;
 use crate::cli::layers::{join, with_defaults};
+use crate::model::Recompute;
 
 fn machine() -> Machine {
     Machine { device: "cpu".into(), precision: "f32".into(), dispatch: "test".into() }
