@@ -166,7 +166,7 @@ impl FromStr for MemoryName {
             .unwrap_or((text, 1));
         let bytes = number.trim().parse::<f64>().map(|number| number * unit as f64);
         match bytes {
-            Ok(bytes) if bytes >= 1.0 && bytes < 1e18 => Ok(Self(Limit::Bytes(bytes as u64))),
+            Ok(bytes) if (1.0..1e18).contains(&bytes) => Ok(Self(Limit::Bytes(bytes as u64))),
             _ => Err("give auto, or a size such as 4GiB or 1500MiB".to_owned()),
         }
     }
