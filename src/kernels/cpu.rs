@@ -224,7 +224,7 @@ pub unsafe fn gemm(
     }
 }
 
-/// Floats that [`gemm`] may pack its operands into for a product of these sizes, the right one whole and
+/// Floats that `gemm` may pack its operands into for a product of these sizes, the right one whole and
 /// of the left one what fits its second-level cache; freed when the product is done.
 pub fn packing(m: usize, n: usize, k: usize) -> usize {
     // As read in gemm-common 0.19: at most 512 of k at a time on caches of today, 768 of m packed ahead.
