@@ -17,6 +17,12 @@ pub fn each(count: usize, task: impl Fn(usize) + Send + Sync) {
     }
 }
 
+/// Runs `pass` on a thread of the global pool: its ops then wake no thread from outside, and tiles, which stay
+/// with the thread that used them, are those of the pool's threads alone.
+pub fn on_pool<R: Send>(pass: impl FnOnce() -> R + Send) -> R {
+    rayon::scope(|_| pass())
+}
+
 /// Runs `body` compiled for the widest vectors of this CPU.
 #[inline(always)]
 pub fn vectorised<R>(body: impl FnOnce() -> R) -> R {

@@ -22,7 +22,7 @@ pub struct Needs {
     pub dropout: bool,
 }
 
-/// Bytes for a pool of `threads` and the thread that drives it.
+/// Bytes for a pool of `threads`.
 pub fn bytes(needs: Needs, threads: usize) -> usize {
     let widest = needs.inner.max(3 * needs.width);
     let ops = [
@@ -32,5 +32,5 @@ pub fn bytes(needs: Needs, threads: usize) -> usize {
     ];
     let tiles = ops.iter().map(|op| op.0).max().unwrap_or(0);
     let packed = ops.iter().map(|op| op.1).max().unwrap_or(0);
-    (threads + 1) * (4 * (tiles + packed) + cpu::slab())
+    threads * (4 * (tiles + packed) + cpu::slab())
 }

@@ -10,7 +10,7 @@ use engraft_adapters::atomic;
 use serde::{Deserialize, Serialize};
 
 use self::measure::Sizes;
-use crate::kernels::cpu::dispatch_level;
+use crate::kernels::cpu::{dispatch_level, on_pool};
 
 mod measure;
 
@@ -181,7 +181,7 @@ impl Rates {
 
     /// Measures, whatever is cached; `folder` is where a temporary file may be made.
     pub fn measure(folder: Option<&Path>) -> Rates {
-        measure::all(&Sizes::REAL, folder)
+        on_pool(|| measure::all(&Sizes::REAL, folder))
     }
 
     fn load_or(cache: Option<&Path>, key: &Key, measure: impl FnOnce() -> Rates) -> Rates {

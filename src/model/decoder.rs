@@ -7,6 +7,7 @@ use crate::{
     kernels::{
         adapted_linear::Dropout,
         arena::{Arenas, Place},
+        cpu::on_pool,
         device::{
             Buffer,
             DType::{F32, U32},
@@ -149,10 +150,12 @@ impl Decoder {
     /// When there is nothing to read, no room left, or an id is outside the vocabulary.
     pub fn feed(&mut self, ids: &[u32]) -> Result<&[f32]> {
         self.check(ids, ids.len())?;
-        for chunk in ids.chunks(CHUNK) {
-            self.read(chunk, 1)?;
-        }
-        Ok(self.head((ids.len() - 1) % CHUNK, 1))
+        on_pool(|| {
+            for chunk in ids.chunks(CHUNK) {
+                self.read(chunk, 1)?;
+            }
+            Ok(self.head((ids.len() - 1) % CHUNK, 1))
+        })
     }
 
     /// Reads one token into each sequence; returns the logits `(rows, v)` that follow them.
@@ -161,8 +164,10 @@ impl Decoder {
     /// As [`Decoder::feed`].
     pub fn feed_each(&mut self, ids: &[u32]) -> Result<&[f32]> {
         self.check(ids, 1)?;
-        self.read(ids, self.rows)?;
-        Ok(self.head(0, self.rows))
+        on_pool(|| {
+            self.read(ids, self.rows)?;
+            Ok(self.head(0, self.rows))
+        })
     }
 
     fn check(&self, ids: &[u32], tokens: usize) -> Result<()> {

@@ -8,6 +8,7 @@ use crate::{
         activation::{self, Activation},
         adamw,
         arena::{Arenas, Place},
+        cpu::on_pool,
         device::{Buffer, DType::F32, View, ViewMut},
         matmul,
     },
@@ -74,7 +75,12 @@ impl Prompt {
     /// Brings keys and values up to date with the flat store, and clears their gradient.
     pub fn refresh(&mut self, store: View) {
         self.gradient.view_mut().clear();
-        let PrefixSource::Projected(network) = self.source else { return };
+        if let PrefixSource::Projected(network) = self.source {
+            on_pool(|| self.forward_network(network, store));
+        }
+    }
+
+    fn forward_network(&mut self, network: Projection, store: View) {
         let Projection { hidden, embedding, in_weight, in_bias, out_weight, out_bias } = network;
         let (p, c, outputs) = (self.length, self.width, self.row);
         let [before, after, _] = &mut self.hidden;
@@ -115,7 +121,7 @@ impl Prompt {
                 let len = self.gradient.len();
                 adamw::add(self.gradient.view(), grads.slice(at, len));
             }
-            PrefixSource::Projected(network) => self.backward_network(network, store, grads),
+            PrefixSource::Projected(network) => on_pool(|| self.backward_network(network, store, grads)),
         }
     }
 

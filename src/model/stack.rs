@@ -10,6 +10,7 @@ use crate::{
     kernels::{
         adapted_linear::Dropout,
         arena::{Arenas, Place},
+        cpu::on_pool,
         device::View,
         embed,
         head_loss::{self, Supervised},
@@ -138,6 +139,10 @@ impl Stack {
     /// # Errors
     /// When the batch is larger than the limits, or a token is outside the vocabulary.
     pub fn loss(&mut self, trained: Trained, batch: &Batch) -> Result<LossSum> {
+        on_pool(|| self.losses(trained, batch))
+    }
+
+    fn losses(&mut self, trained: Trained, batch: &Batch) -> Result<LossSum> {
         let supervised = self.upload(batch)?;
         if supervised == 0 {
             return Ok(LossSum::default());
@@ -166,6 +171,16 @@ impl Stack {
     /// # Errors
     /// As [`Stack::loss`]; and when the stack was not made for training.
     pub fn loss_and_gradients(
+        &mut self,
+        trained: Trained,
+        to: &mut Gradients,
+        batch: &Batch,
+        pass: Pass,
+    ) -> Result<LossSum> {
+        on_pool(|| self.losses_and_gradients(trained, to, batch, pass))
+    }
+
+    fn losses_and_gradients(
         &mut self,
         trained: Trained,
         to: &mut Gradients,

@@ -9,6 +9,7 @@ use crate::{
     error::{Error, Result},
     kernels::{
         arena::{Arenas, Place, TableRow},
+        cpu::on_pool,
         device::{Buffer, DType::F32, View},
     },
     model::{Base, Config, Gradients, Limits, LossSum, Pass, Policy, Prompt, Stack, Trained, Wiring},
@@ -174,8 +175,10 @@ impl Trainer {
                 losses.sum
             )));
         }
-        let gradient = self.gradient.view();
-        let grad_norm = self.optimizer.update(self.values.view_mut(), gradient, lr, self.options.clip)?;
+        let grad_norm = on_pool(|| {
+            let gradient = self.gradient.view();
+            self.optimizer.update(self.values.view_mut(), gradient, lr, self.options.clip)
+        })?;
         self.refresh();
         Ok(StepReport {
             loss: losses.sum / losses.tokens as f64,
