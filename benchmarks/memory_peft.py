@@ -59,6 +59,8 @@ def run_case(a, case, folder):
     rows = common.write_rows(folder / f"{size}.jsonl", batch * a.steps, seq)
     if a.only != "engraft":
         for name, options in PEFT.items():
+            if a.peft and name not in a.peft:
+                continue
             yield {"case": case, "side": name} | run_peft(options, base, rows, batch, a.steps)
     if a.only != "peft":
         options = [*common.job(base, rows, batch, seq, a.steps), "--rank", 8, "--targets", "c_attn"]
@@ -73,6 +75,7 @@ def main():
     common.add_options(p)
     p.add_argument("--case", action="append", metavar="SIZE:BATCHxSEQ", help=f"repeatable [default: {CASES}]")
     p.add_argument("--steps", type=int, default=3)
+    p.add_argument("--peft", action="append", choices=PEFT, help="this side of PEFT; repeatable [default: all]")
     p.add_argument("--only", choices=["engraft", "peft"], help="run one side only")
     a = p.parse_args()
 

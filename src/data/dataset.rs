@@ -101,17 +101,24 @@ impl Dataset {
     /// The rows at `indices` as one batch, padded to the longest of them; an index that is no row
     /// adds none.
     pub fn batch(&self, indices: &[usize]) -> Batch {
-        let inside = indices.iter().filter(|&&index| index < self.rows.len());
-        Batch::new(&inside.map(|&index| self.rows.get(index)).collect::<Vec<_>>())
+        let inside = indices.iter().copied().filter(|&index| index < self.rows.len());
+        self.copied(inside)
     }
 
     /// All rows once, in order, `size` a batch; the last batch may have fewer.
     pub fn batches(&self, size: usize) -> impl Iterator<Item = Batch> + '_ {
         let (len, size) = (self.rows.len(), size.max(1));
         (0..len).step_by(size).map(move |first| {
-            let rows = first..len.min(first.saturating_add(size));
-            Batch::new(&rows.map(|index| self.rows.get(index)).collect::<Vec<_>>())
+            self.copied(first..len.min(first.saturating_add(size)))
         })
+    }
+
+    /// A batch holds copies, so the pages of its rows are given back at once: an epoch would else
+    /// gather the whole file in memory.
+    fn copied(&self, indices: impl Iterator<Item = usize> + Clone) -> Batch {
+        let batch = Batch::new(&indices.clone().map(|index| self.rows.get(index)).collect::<Vec<_>>());
+        indices.for_each(|index| self.rows.release(index));
+        batch
     }
 
     /// Splits off about `fraction` of the rows, at least one: (kept, held out). The choice depends

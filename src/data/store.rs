@@ -12,13 +12,19 @@ use std::{
 use memmap2::Mmap;
 
 use super::batch::RowRef;
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    kernels::pages::AROUND as AROUND_BYTES,
+};
 
 /// Words that wait in memory before they go to the file; data of fewer words get no file. 1 MiB.
 const WAITING: usize = 256 << 10;
 
 /// Words read in one pass before their pages are given back: 8 MiB.
 const BEHIND: usize = 2 << 20;
+
+/// Words before and behind a touched one that a system may map with it where they are in its cache: 2 MiB.
+const AROUND: usize = AROUND_BYTES / 4;
 
 // The file holds little-endian numbers and is read as they lie.
 const _: () = assert!(cfg!(target_endian = "little"), "rows are mapped as little-endian numbers");
@@ -128,6 +134,13 @@ impl Rows {
     /// Row `index`; like a slice it panics unless `index < len()`.
     pub fn get(&self, index: usize) -> RowRef<'_> {
         self.store.row(self.place(index))
+    }
+
+    /// Gives back the pages of row `index`, and those that the system brought with them.
+    pub(super) fn release(&self, index: usize) {
+        let row = self.store.range(self.place(index));
+        let end = self.store.words().len().min(row.end + AROUND);
+        self.store.release(row.start.saturating_sub(AROUND)..end);
     }
 
     /// All rows in order.
@@ -352,6 +365,32 @@ mod tests {
             });
             assert_eq!(index, 100_000);
         }
+    }
+
+    /// KiB of the mapping of `rows` that are in memory.
+    #[cfg(target_os = "linux")]
+    fn resident(rows: &Rows) -> usize {
+        let start = format!("{:x}-", rows.store.words().as_ptr() as usize);
+        let maps = fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut lines = maps.lines().skip_while(|line| !line.starts_with(&start));
+        let line = lines.find_map(|line| line.strip_prefix("Rss:")).unwrap();
+        line.trim().trim_end_matches(" kB").parse().unwrap()
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_row_that_was_copied_leaves_nothing_in_memory() {
+        let folder = tempfile::tempdir().unwrap();
+        let rows = stored(Some(folder.path()), 100_000).unwrap();
+        rows.for_each(|_| ());
+        let before = resident(&rows);
+        for index in (0..100_000).step_by(7001) {
+            assert_eq!(rows.get(index), row(index as u32).view());
+            assert!(resident(&rows) > before);
+            rows.release(index);
+        }
+        // Pages of the index may stay, and what came along with them; of 30 MB in 15 places all would else.
+        assert!(resident(&rows) < before + 4096, "{before} {}", resident(&rows));
     }
 
     #[test]

@@ -3,7 +3,10 @@
 //! Work is cut into a grid that depends on shapes alone, never on the number of threads, and no two
 //! tasks add to the same element. So results do not depend on the number of threads.
 
-use std::cell::RefCell;
+use std::{
+    cell::RefCell,
+    sync::atomic::{AtomicU8, Ordering::Relaxed},
+};
 
 use half::{f16, slice::HalfFloatSliceExt};
 use rayon::prelude::*;
@@ -28,6 +31,44 @@ pub fn on_pool<R: Send>(pass: impl FnOnce() -> R + Send) -> R {
 pub fn vectorised<R>(body: impl FnOnce() -> R) -> R {
     // Finding the level costs two atomic loads.
     pulp::Arch::new().dispatch(body)
+}
+
+/// Which instructions hand-written kernels use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Level {
+    /// Whatever the compiler and `gemm` make of plain loops.
+    Plain = 1,
+    /// AVX-512 F.
+    Avx512 = 2,
+}
+
+static LEVEL: AtomicU8 = AtomicU8::new(0);
+
+/// The best level of this CPU, unless [`limit_level`] set a lower one.
+pub fn level() -> Level {
+    match LEVEL.load(Relaxed) {
+        1 => Level::Plain,
+        2 => Level::Avx512,
+        _ => limit_level(Level::Avx512),
+    }
+}
+
+/// Whether kernels written for AVX-512 F may run.
+pub fn avx512() -> bool {
+    level() == Level::Avx512
+}
+
+/// Uses no level above `most` from now on, and tells which one that is. For tests and measurements: results
+/// depend on it.
+pub fn limit_level(most: Level) -> Level {
+    #[cfg(target_arch = "x86_64")]
+    let best = if is_x86_feature_detected!("avx512f") { Level::Avx512 } else { Level::Plain };
+    #[cfg(not(target_arch = "x86_64"))]
+    let best = Level::Plain;
+    let level = if most == Level::Avx512 { best } else { Level::Plain };
+    LEVEL.store(level as u8, Relaxed);
+    level
 }
 
 /// The vector level in use, part of what results depend on: `x86-v4` (AVX-512), `x86-v3` (AVX2),

@@ -10,6 +10,8 @@ pub mod adamw8;
 pub mod adapted_linear;
 pub mod arena;
 pub mod attention;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx512;
 pub mod cpu;
 pub mod device;
 pub mod embed;

@@ -16,6 +16,10 @@ use crate::error::{Error, Result};
 /// Smallest page of the systems that this runs on.
 const PAGE: usize = 4096;
 
+/// Bytes before and behind a touched one that a system may map with it: large pages of its file cache are
+/// mapped as a whole.
+pub const AROUND: usize = 2 << 20;
+
 /// A range of bytes whose pages can be fetched and released.
 #[derive(Clone)]
 pub struct Region {
@@ -58,20 +62,22 @@ impl Region {
         }
     }
 
-    /// Gives the pages back, if they are of a file. Neighbours that share the first or last page lose
-    /// it too, and read it again when they need it.
+    /// Gives the pages back, if they are of a file, and what may have been mapped with them. Neighbours within
+    /// AROUND lose theirs too, and have them again at the next touch.
     pub fn release(&self) {
         if self.len == 0 {
             return;
         }
+        let start = self.start.saturating_sub(AROUND);
+        let len_of = |all: usize| all.min(self.start + self.len + AROUND) - start;
         // SAFETY: a shared mapping of a file has the file's bytes again at the next touch.
         let _ = unsafe {
             match &self.source {
                 Source::Frozen(source) => source.mapping().map(|pages| {
-                    pages.unchecked_advise_range(UncheckedAdvice::DontNeed, self.start, self.len)
+                    pages.unchecked_advise_range(UncheckedAdvice::DontNeed, start, len_of(pages.len()))
                 }),
                 Source::Chunk(chunk) => chunk.of_file().map(|pages| {
-                    pages.unchecked_advise_range(UncheckedAdvice::DontNeed, self.start, self.len)
+                    pages.unchecked_advise_range(UncheckedAdvice::DontNeed, start, len_of(pages.len()))
                 }),
             }
         };

@@ -12,6 +12,7 @@ use crate::{
         cpu::on_pool,
         device::{Buffer, DType::F32, View},
     },
+    memory::moment::{self, Moment},
     model::{Base, Config, Gradients, Limits, LossSum, Pass, Policy, Prompt, Stack, Trained, Wiring},
     optim::{AdamWOptions, Optimizer, OptimizerKind, Stored},
 };
@@ -175,6 +176,7 @@ impl Trainer {
                 losses.sum
             )));
         }
+        moment::enter(Moment::Update);
         let grad_norm = on_pool(|| {
             let gradient = self.gradient.view();
             self.optimizer.update(self.values.view_mut(), gradient, lr, self.options.clip)

@@ -10,6 +10,11 @@ const CUBE: f32 = reference::CUBE as f32;
 
 pub fn forward(kind: Activation, x: &[f32], y: &mut [f32]) {
     match kind {
+        #[cfg(target_arch = "x86_64")]
+        Activation::GeluTanh if crate::kernels::cpu::avx512() => {
+            // SAFETY: the CPU has the instructions.
+            pieces(x, y, |x, y| unsafe { super::avx512::gelu(x, y) });
+        }
         Activation::GeluTanh => map(x, y, |x, _| x * gate(x)),
         Activation::Relu => map(x, y, |x, _| x.max(0.0)),
         other => map(x, y, move |x, _| reference::forward(other, x)),
@@ -18,6 +23,11 @@ pub fn forward(kind: Activation, x: &[f32], y: &mut [f32]) {
 
 pub fn backward(kind: Activation, x: &[f32], d: &mut [f32]) {
     match kind {
+        #[cfg(target_arch = "x86_64")]
+        Activation::GeluTanh if crate::kernels::cpu::avx512() => {
+            // SAFETY: the CPU has the instructions.
+            pieces(x, d, |x, d| unsafe { super::avx512::gelu_backward(x, d) });
+        }
         Activation::GeluTanh => map(x, d, |x, d| {
             // In the forward pass y = x s with s = sigmoid(2u), so dy/dx = s + x s (1 - s) 2 du/dx.
             let s = gate(x);
@@ -39,6 +49,16 @@ fn gate(x: f32) -> f32 {
 
 /// `y = f(x, y)`, each kind of function compiled into a vector loop of its own.
 fn map(x: &[f32], y: &mut [f32], f: impl Fn(f32, f32) -> f32 + Sync) {
+    pieces(x, y, |x, y| {
+        vectorised(
+            #[inline(always)]
+            || y.iter_mut().zip(x).for_each(|(y, &x)| *y = f(x, *y)),
+        );
+    });
+}
+
+/// Runs `f` on pieces of x and y in parallel.
+fn pieces(x: &[f32], y: &mut [f32], f: impl Fn(&[f32], &mut [f32]) + Sync) {
     assert_eq!(x.len(), y.len(), "activation shapes");
     let len = x.len();
     let y = Shared::new(y);
@@ -46,10 +66,6 @@ fn map(x: &[f32], y: &mut [f32], f: impl Fn(f32, f32) -> f32 + Sync) {
         let start = task * PIECE;
         let count = PIECE.min(len - start);
         // SAFETY: this piece belongs to this task.
-        let y = unsafe { y.range(start, count) };
-        vectorised(
-            #[inline(always)]
-            || y.iter_mut().zip(&x[start..start + count]).for_each(|(y, &x)| *y = f(x, *y)),
-        );
+        f(&x[start..start + count], unsafe { y.range(start, count) });
     });
 }

@@ -10,6 +10,8 @@
 
 use super::device::{Device, View, ViewMut};
 
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod cpu;
 pub mod reference;
 #[cfg(test)]

@@ -9,8 +9,12 @@ use crate::kernels::cpu::{Shared, Strides, each, exp, gemm, vectorised, with_scr
 /// Queries of a tile: 64 x 1044 scores are 267 KiB.
 const TILE: usize = 64;
 
-/// Floats of scratch a task uses for rows of `keys`, prefix included.
-pub fn scratch(keys: usize) -> usize {
+/// Floats of scratch a task uses for rows of `keys`, prefix included, and heads of `width`.
+pub fn scratch(keys: usize, width: usize) -> usize {
+    #[cfg(target_arch = "x86_64")]
+    if crate::kernels::cpu::avx512() {
+        return super::avx512::scratch(keys, width).max(2 * TILE * keys);
+    }
     2 * TILE * keys
 }
 
@@ -22,19 +26,32 @@ pub fn packing(keys: usize, width: usize) -> usize {
 
 /// One head of one row, with its strides.
 #[derive(Clone, Copy)]
-struct Head<'a> {
-    data: &'a [f32],
-    row: usize,
+pub struct Head<'a> {
+    /// The elements, beginning with the first vector.
+    pub data: &'a [f32],
+    /// Distance between tokens.
+    pub row: usize,
 }
 
 impl<'a> Head<'a> {
-    fn new(heads: Heads<'a>, batch: usize, head: usize, width: usize) -> Self {
+    pub fn new(heads: Heads<'a>, batch: usize, head: usize, width: usize) -> Self {
         let data: &[f32] = heads.data.host();
         Self { data: &data[batch * heads.batch + head * width..], row: heads.row }
     }
 
-    fn from(&self, token: usize) -> *const f32 {
+    /// Vectors `row` apart, the first one at `start`.
+    pub fn of(data: &'a [f32], start: usize, row: usize) -> Self {
+        Self { data: &data[start..], row }
+    }
+
+    /// The vector of `token` and those behind it.
+    pub fn from(&self, token: usize) -> *const f32 {
         self.data[token * self.row..].as_ptr()
+    }
+
+    /// The vector of `token`.
+    pub fn vector(&self, token: usize, width: usize) -> &'a [f32] {
+        &self.data[token * self.row..][..width]
     }
 }
 
@@ -114,6 +131,10 @@ pub fn forward(
     let Shape { batch, queries: t, heads, width, .. } = shape;
     let c = heads * width;
     assert!(out.len() == batch * t * c && lse.len() == batch * heads * t, "attention shapes");
+    #[cfg(target_arch = "x86_64")]
+    if crate::kernels::cpu::avx512() && super::avx512::fits(&shape) {
+        return super::avx512::forward((q, k, v), prefix, starts, scale, shape, (out, lse));
+    }
     let (out, lse) = (Shared::new(out), Shared::new(lse));
     each(batch * heads, |task| {
         let (b, h) = (task / heads, task % heads);
@@ -227,20 +248,28 @@ pub fn backward(dout: &[f32], seen: Seen, scale: f32, shape: Shape, d_qkv: &mut 
         }
         let targets = Gradients {
             task: (b, h),
+            row: 3 * c,
             d_at: &d_at,
             prefix_at: &|part, row| d_prefix.at(((b * 2 + part) * p + row) * c + column),
         };
+        #[cfg(target_arch = "x86_64")]
+        if crate::kernels::cpu::avx512() && super::avx512::fits(&shape) {
+            return super::avx512::backward_head(dout, seen, scale, &shape, &targets);
+        }
         backward_head(dout, seen, scale, &shape, &targets);
     });
 }
 
 /// Where one head's gradients go.
-struct Gradients<'a> {
-    task: (usize, usize),
-    /// Query, key or value gradient (0, 1, 2) of a token; rows are 3c apart.
-    d_at: &'a dyn Fn(usize, usize) -> *mut f32,
+pub struct Gradients<'a> {
+    /// Row of the batch, and head.
+    pub task: (usize, usize),
+    /// Distance between tokens, 3c.
+    pub row: usize,
+    /// Query, key or value gradient (0, 1, 2) of a token.
+    pub d_at: &'a dyn Fn(usize, usize) -> *mut f32,
     /// Key or value gradient (0, 1) of a prefix row; rows are c apart.
-    prefix_at: &'a dyn Fn(usize, usize) -> *mut f32,
+    pub prefix_at: &'a dyn Fn(usize, usize) -> *mut f32,
 }
 
 fn backward_head(dout: &[f32], seen: Seen, scale: f32, shape: &Shape, to: &Gradients) {

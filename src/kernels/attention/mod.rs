@@ -8,6 +8,8 @@
 
 use super::device::{Device, View, ViewMut};
 
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod cpu;
 pub mod reference;
 #[cfg(test)]
@@ -16,7 +18,7 @@ mod tests;
 /// Floats of scratch that a CPU thread uses for rows of `keys`, prefix included, and floats that packing
 /// takes for heads of `width`.
 pub fn scratch(keys: usize, width: usize) -> (usize, usize) {
-    (cpu::scratch(keys), cpu::packing(keys, width))
+    (cpu::scratch(keys, width), cpu::packing(keys, width))
 }
 
 /// Vectors of all heads in memory: `(b, i, head, d)` stands at

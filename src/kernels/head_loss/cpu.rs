@@ -16,6 +16,16 @@ pub fn scatter(from: &[f32], rows: &[u32], to: &mut [f32], c: usize) {
     }
 }
 
+/// What the loss of a row depends on beside its logits.
+pub struct Row {
+    /// Its target.
+    pub target: usize,
+    /// Label smoothing.
+    pub smoothing: f32,
+    /// Factor of the gradient, where it is asked for.
+    pub factor: Option<f32>,
+}
+
 pub fn cross_entropy(
     z: &mut [f32],
     targets: &[i32],
@@ -29,6 +39,12 @@ pub fn cross_entropy(
         // SAFETY: this row and its loss belong to this task.
         let (z, loss) = unsafe { (z.range(row * v, v), losses.range(row, 1)) };
         let target = targets[row] as usize;
+        #[cfg(target_arch = "x86_64")]
+        if crate::kernels::cpu::avx512() {
+            // SAFETY: the CPU has the instructions.
+            loss[0] = unsafe { super::avx512::cross_entropy(z, Row { target, smoothing, factor }) };
+            return;
+        }
         vectorised(
             #[inline(always)]
             || {

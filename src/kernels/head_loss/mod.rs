@@ -10,6 +10,8 @@ use super::{
     matmul::{self, Matrix, Start},
 };
 
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod cpu;
 pub mod reference;
 #[cfg(test)]

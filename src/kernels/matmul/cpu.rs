@@ -1,4 +1,5 @@
-//! CPU side: FP16 panels are widened once into per-thread scratch, then multiplied in FP32 by `gemm`.
+//! CPU side: packed panels where the CPU has AVX-512; elsewhere FP16 panels are widened into per-thread scratch
+//! and multiplied in FP32 by `gemm`, which is also the plain twin of the former.
 
 use half::f16;
 
@@ -14,15 +15,21 @@ const OUTER: usize = 512;
 /// Up to this many rows the product reads each weight once, straight from FP16: decoding is bound by memory.
 const FEW: usize = 4;
 
-/// Floats of scratch a task uses.
-pub const SCRATCH: usize = INNER * OUTER;
-
-/// Floats that packing takes for a product of `n` rows.
-pub fn packing(n: usize) -> usize {
-    crate::kernels::cpu::packing(n, OUTER, INNER)
+/// Floats of scratch a task uses, and floats that packing takes for a product of `n` rows.
+pub fn scratch(n: usize) -> (usize, usize) {
+    #[cfg(target_arch = "x86_64")]
+    if crate::kernels::cpu::avx512() {
+        return (super::avx512::SCRATCH, 0);
+    }
+    (INNER * OUTER, crate::kernels::cpu::packing(n, OUTER, INNER))
 }
 
 pub fn frozen_nn(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
+    #[cfg(target_arch = "x86_64")]
+    if crate::kernels::cpu::avx512() {
+        // SAFETY: the CPU has the instructions.
+        return unsafe { super::avx512::frozen_nn(x, w, start, y, n) };
+    }
     let (rows, cols) = (w.rows, w.cols);
     let weights: &[f16] = w.data.host();
     // The panel holds rows k .. k + kn of W, each cut to columns j .. j + jn.
@@ -37,6 +44,11 @@ pub fn frozen_nn(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
 }
 
 pub fn frozen_nt(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
+    #[cfg(target_arch = "x86_64")]
+    if crate::kernels::cpu::avx512() {
+        // SAFETY: the CPU has the instructions.
+        return unsafe { super::avx512::frozen_nt(x, w, start, y, n) };
+    }
     let (rows, cols) = (w.rows, w.cols);
     let weights: &[f16] = w.data.host();
     // The panel holds rows j .. j + jn of W, each cut to columns k .. k + kn: it is read transposed.
@@ -96,7 +108,7 @@ fn product(
 }
 
 /// Writes what stands before the product into columns `j .. j + jn` of `n` rows.
-fn fill(start: Start, out: Shared, n: usize, cols: usize, j: usize, jn: usize) {
+pub(super) fn fill(start: Start, out: Shared, n: usize, cols: usize, j: usize, jn: usize) {
     for row in 0..n {
         // SAFETY: these columns belong to the calling task.
         let y = unsafe { out.range(row * cols + j, jn) };

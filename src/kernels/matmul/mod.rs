@@ -10,13 +10,15 @@
 
 use super::device::{Device, View, ViewMut};
 
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod cpu;
 #[cfg(test)]
 mod tests;
 
 /// Floats of scratch that a CPU thread uses, and floats that packing takes for `n` rows.
 pub fn scratch(n: usize) -> (usize, usize) {
-    (cpu::SCRATCH, cpu::packing(n))
+    cpu::scratch(n)
 }
 
 /// A frozen matrix `(rows, cols)`, FP16, row-major.

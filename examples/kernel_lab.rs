@@ -1,0 +1,313 @@
+//! Times the CPU kernels against what this machine can do, after checking what they compute.
+//!
+//!     cargo run --release --example kernel_lab [-- ROUNDS [NAME]]
+//!
+//! Every version of a frozen product is compared with sums in f64 first and then timed in turn with the others, so
+//! that a busy machine slows all of them; a line gives the median of ROUNDS [default: 7] in GFLOP/s or GB/s, and
+//! the share of the roof, which is measured in the same rounds. NAME leaves only the lines that contain it.
+
+use std::{env, hint::black_box, process::ExitCode, time::Instant};
+
+use engraft::kernels::{
+    activation::{self, Activation},
+    attention::{self, Seen, Shape},
+    cpu::{Level, level, limit_level, on_pool},
+    device::{View, ViewMut},
+    layernorm,
+    matmul::{self, Matrix, Start},
+};
+use half::f16;
+use rayon::prelude::*;
+
+/// A measurement: what it did (operations or bytes), and how.
+struct Line<'a> {
+    name: String,
+    work: f64,
+    unit: Unit,
+    run: Box<dyn FnMut() + Send + 'a>,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Unit {
+    Operations,
+    Bytes,
+}
+
+fn main() -> ExitCode {
+    let mut arguments = env::args().skip(1);
+    let rounds: usize = arguments.next().and_then(|rounds| rounds.parse().ok()).unwrap_or(7).max(1);
+    let only = arguments.next().unwrap_or_default();
+    on_pool(|| lab(rounds, &only))
+}
+
+fn lab(rounds: usize, only: &str) -> ExitCode {
+    let best = level();
+    println!("{} threads, level {best:?}; medians of {rounds} rounds", rayon::current_num_threads());
+    let mut right = true;
+    let products = [
+        ("c_attn 768 -> 2304", 2048, 768, 2304),
+        ("mlp 768 -> 3072", 2048, 768, 3072),
+        ("mlp 3072 -> 768", 2048, 3072, 768),
+        ("head 768 -> 50257", 512, 768, 50257),
+        ("XL 1600 -> 6400", 1024, 1600, 6400),
+        ("prompt 768 -> 2304", 32, 768, 2304),
+        ("decode 768 -> 2304", 1, 768, 2304),
+        ("decode 3072 -> 768", 1, 3072, 768),
+        ("decode 768 -> 50257", 1, 768, 50257),
+        ("decode 8 rows 768 -> 3072", 8, 768, 3072),
+    ];
+    for (name, n, inputs, outputs) in products.into_iter().filter(|product| product.0.contains(only)) {
+        // The head keeps its matrix as (vocabulary, width), a layer as (inputs, outputs).
+        let layouts: &[bool] = if outputs > 50_000 { &[true] } else { &[false, true] };
+        for &transposed in layouts {
+            right &= product(name, (n, inputs, outputs), transposed, best, rounds);
+        }
+    }
+    limit_level(best);
+    others(only, rounds);
+    if right { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// `n` values in -1 .. 1.
+fn numbers(n: usize) -> Vec<f32> {
+    (0..n as u64).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as f32 / (1 << 23) as f32 - 1.0).collect()
+}
+
+/// One frozen product at all levels; whether all of them are right.
+fn product(
+    name: &str,
+    (n, inputs, outputs): (usize, usize, usize),
+    transposed: bool,
+    best: Level,
+    rounds: usize,
+) -> bool {
+    let weights: Vec<f16> = numbers(inputs * outputs).into_iter().map(f16::from_f32).collect();
+    let x = numbers(n * inputs);
+    let (rows, cols) = if transposed { (outputs, inputs) } else { (inputs, outputs) };
+    let matrix = Matrix { data: weights.as_slice().into(), rows, cols };
+    let call = |at: Level, y: &mut [f32]| {
+        limit_level(at);
+        let (x, y): (View, ViewMut) = (x.as_slice().into(), y.into());
+        if transposed {
+            matmul::frozen_nt(x, matrix, Start::Zero, y, n);
+        } else {
+            matmul::frozen_nn(x, matrix, Start::Zero, y, n);
+        }
+    };
+    let mut levels = vec![Level::Plain];
+    levels.extend((best != Level::Plain).then_some(best));
+    let mut right = true;
+    let mut y = vec![0f32; n * outputs];
+    for &at in &levels {
+        y.fill(f32::NAN);
+        call(at, &mut y);
+        let weight = |i: usize, j: usize| if transposed { weights[j * inputs + i] } else { weights[i * outputs + j] };
+        // A few hundred elements, the last ones among them.
+        let wrong = (0..y.len()).rev().step_by(y.len() / 300 + 1).find(|cell| {
+            let (row, j) = (cell / outputs, cell % outputs);
+            let exact: f64 =
+                (0..inputs).map(|i| f64::from(x[row * inputs + i]) * f64::from(weight(i, j))).sum();
+            // Sums of `inputs` products below 1; NaN is wrong too.
+            !((f64::from(y[*cell]) - exact).abs() <= 1e-6 * inputs as f64)
+        });
+        if let Some(cell) = wrong {
+            println!("{name} {at:?}: element {cell} is WRONG");
+            right = false;
+        }
+    }
+    let few = n <= 8;
+    let (work, unit) = if few {
+        (2.0 * (inputs * outputs) as f64, Unit::Bytes)
+    } else {
+        (2.0 * (n * inputs * outputs) as f64, Unit::Operations)
+    };
+    let layout = if transposed { "x W^T" } else { "x W" };
+    let mut y: Vec<Vec<f32>> = levels.iter().map(|_| vec![0f32; n * outputs]).collect();
+    let call = &call;
+    let lines = levels
+        .iter()
+        .zip(&mut y)
+        .map(|(&at, y)| Line {
+            name: format!("{name} x {n}, {layout}, {at:?}"),
+            work,
+            unit,
+            run: Box::new(move || call(at, y)),
+        })
+        .collect();
+    time(lines, rounds);
+    right
+}
+
+/// The other ops of a training step, at the sizes of gpt2 with 4 x 512 tokens.
+fn others(only: &str, rounds: usize) {
+    let (b, t, h, d) = (4, 512, 12, 64);
+    let (n, c) = (b * t, h * d);
+    let qkv = numbers(3 * n * c);
+    let starts = vec![0u32; n];
+    let (mut out, mut lse) = (vec![0f32; n * c], vec![0f32; b * h * t]);
+    let shape = Shape { batch: b, queries: t, past: 0, heads: h, width: d, prefix: 0 };
+    let scale = 0.125;
+    let packed = attention::packed(qkv.as_slice().into(), t, c);
+    let starts: View = starts.as_slice().into();
+    attention::forward(packed, None, starts, scale, shape, (&mut out[..]).into(), (&mut lse[..]).into());
+    let (seen_out, seen_lse, dout) = (out.clone(), lse.clone(), numbers(n * c));
+    let mut d_qkv = vec![0f32; 3 * n * c];
+    let wide = numbers(4 * n * c);
+    let mut activated = vec![0f32; 4 * n * c];
+    let x = numbers(n * c);
+    let ones = vec![f16::ONE; c];
+    let (mut normed, mut stats) = (vec![0f32; n * c], vec![0f32; 2 * n]);
+    let mut lines = Vec::new();
+    // Half of the (t, t) products are needed: 2 forward and 5 backward, of 2 d operations each.
+    let half = (b * h * t * t / 2 * 2 * d) as f64;
+    lines.push(Line {
+        name: "attention forward 4 x 512".into(),
+        work: 2.0 * half,
+        unit: Unit::Operations,
+        run: Box::new(|| {
+            attention::forward(packed, None, starts, scale, shape, (&mut out[..]).into(), (&mut lse[..]).into());
+        }),
+    });
+    let seen = Seen {
+        qkv: qkv.as_slice().into(),
+        prefix: None,
+        starts,
+        out: seen_out.as_slice().into(),
+        lse: seen_lse.as_slice().into(),
+    };
+    lines.push(Line {
+        name: "attention backward 4 x 512".into(),
+        work: 5.0 * half,
+        unit: Unit::Operations,
+        run: Box::new(|| {
+            let d_qkv = (&mut d_qkv[..]).into();
+            attention::backward(dout.as_slice().into(), seen, scale, shape, d_qkv, (&mut [][..] as &mut [f32]).into());
+        }),
+    });
+    lines.push(Line {
+        name: "GELU 2048 x 3072".into(),
+        work: 8.0 * wide.len() as f64,
+        unit: Unit::Bytes,
+        run: Box::new(|| {
+            activation::forward(Activation::GeluTanh, wide.as_slice().into(), (&mut activated[..]).into());
+        }),
+    });
+    lines.push(Line {
+        name: "layer norm 2048 x 768".into(),
+        work: 8.0 * x.len() as f64,
+        unit: Unit::Bytes,
+        run: Box::new(|| {
+            let ones: View = ones.as_slice().into();
+            let norm = layernorm::Norm { gain: ones, bias: ones, epsilon: 1e-5 };
+            layernorm::forward(x.as_slice().into(), norm, (&mut normed[..]).into(), (&mut stats[..]).into());
+        }),
+    });
+    lines.retain(|line| line.name.contains(only));
+    time(lines, rounds);
+}
+
+/// Runs all lines and the roofs in turn, and prints their medians.
+fn time(mut lines: Vec<Line>, rounds: usize) {
+    let mut seconds = vec![Vec::new(); lines.len()];
+    let mut roofs = [Vec::new(), Vec::new()];
+    for _ in 0..rounds {
+        roofs[0].push(operations_roof());
+        roofs[1].push(bytes_roof());
+        for (line, seconds) in lines.iter_mut().zip(&mut seconds) {
+            (line.run)();
+            // Short ones are repeated for about 20 ms.
+            let start = Instant::now();
+            let mut count = 0;
+            while count == 0 || start.elapsed().as_secs_f64() < 0.02 {
+                (line.run)();
+                count += 1;
+            }
+            seconds.push(start.elapsed().as_secs_f64() / f64::from(count));
+        }
+    }
+    let median = |values: &mut Vec<f64>| {
+        values.sort_by(f64::total_cmp);
+        values[values.len() / 2]
+    };
+    let roofs = roofs.each_mut().map(median);
+    for (line, seconds) in lines.iter().zip(&mut seconds) {
+        let rate = line.work / median(seconds);
+        let (roof, unit) = match line.unit {
+            Unit::Operations => (roofs[0], "GFLOP/s"),
+            Unit::Bytes => (roofs[1], "GB/s"),
+        };
+        println!("{:44} {:8.1} {unit:7} {:4.0}% of {:.0}", line.name, rate / 1e9, 100.0 * rate / roof, roof / 1e9);
+    }
+}
+
+/// Multiply-adds a second, times two, of all threads: sums that never leave the registers.
+fn operations_roof() -> f64 {
+    const STEPS: usize = 1 << 21;
+    let threads = rayon::current_num_threads();
+    let start = Instant::now();
+    let sums: f32 = (0..threads).into_par_iter().with_max_len(1).map(|_| chains(STEPS)).sum();
+    let seconds = start.elapsed().as_secs_f64();
+    black_box(sums);
+    (threads * STEPS * CHAINS * LANES * 2) as f64 / seconds
+}
+
+/// Twice what two units with a latency of 4 need.
+const CHAINS: usize = 16;
+const LANES: usize = if cfg!(target_arch = "x86_64") { 16 } else { 4 };
+
+/// CHAINS independent chains of `steps` fused multiply-adds of LANES floats.
+fn chains(steps: usize) -> f32 {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx512f") {
+        // SAFETY: the CPU has the instructions.
+        return unsafe { wide_chains(steps) };
+    }
+    plain_chains(steps)
+}
+
+#[inline(always)]
+fn plain_chains(steps: usize) -> f32 {
+    let (mut sums, factor) = ([[0f32; LANES]; CHAINS], black_box(0.5f32));
+    for _ in 0..steps {
+        for sum in sums.iter_mut().flatten() {
+            *sum = sum.mul_add(factor, factor);
+        }
+    }
+    sums.iter().flatten().sum()
+}
+
+/// # Safety
+/// The CPU has AVX-512 F.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+unsafe fn wide_chains(steps: usize) -> f32 {
+    use std::arch::x86_64::*;
+    let (mut sums, factor) = ([_mm512_setzero_ps(); CHAINS], _mm512_set1_ps(black_box(0.5)));
+    for _ in 0..steps {
+        for sum in &mut sums {
+            *sum = _mm512_fmadd_ps(*sum, factor, factor);
+        }
+    }
+    sums.into_iter().map(|sum| _mm512_reduce_add_ps(sum)).sum()
+}
+
+/// Bytes a second that all threads read of 256 MiB.
+fn bytes_roof() -> f64 {
+    use std::sync::OnceLock;
+    static MEMORY: OnceLock<Vec<u64>> = OnceLock::new();
+    let memory = MEMORY.get_or_init(|| vec![1; 32 << 20]);
+    let start = Instant::now();
+    let piece = memory.len() / (4 * rayon::current_num_threads());
+    let sum: u64 = memory
+        .par_chunks(piece)
+        .map(|piece| {
+            let mut sums = [0u64; 32];
+            for words in piece.as_chunks::<32>().0 {
+                sums.iter_mut().zip(words).for_each(|(sum, word)| *sum = sum.wrapping_add(*word));
+            }
+            sums.iter().sum::<u64>()
+        })
+        .sum();
+    black_box(sum);
+    (8 * memory.len()) as f64 / start.elapsed().as_secs_f64()
+}
