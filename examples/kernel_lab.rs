@@ -70,7 +70,9 @@ fn lab(rounds: usize, only: &str) -> ExitCode {
 
 /// `n` values in -1 .. 1.
 fn numbers(n: usize) -> Vec<f32> {
-    (0..n as u64).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as f32 / (1 << 23) as f32 - 1.0).collect()
+    (0..n as u64)
+        .map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as f32 / (1 << 23) as f32 - 1.0)
+        .collect()
 }
 
 /// One frozen product at all levels; whether all of them are right.
@@ -101,7 +103,8 @@ fn product(
     for &at in &levels {
         y.fill(f32::NAN);
         call(at, &mut y);
-        let weight = |i: usize, j: usize| if transposed { weights[j * inputs + i] } else { weights[i * outputs + j] };
+        let weight =
+            |i: usize, j: usize| if transposed { weights[j * inputs + i] } else { weights[i * outputs + j] };
         // A few hundred elements, the last ones among them.
         let wrong = (0..y.len()).rev().step_by(y.len() / 300 + 1).find(|cell| {
             let (row, j) = (cell / outputs, cell % outputs);
@@ -165,7 +168,15 @@ fn others(only: &str, rounds: usize) {
         work: 2.0 * half,
         unit: Unit::Operations,
         run: Box::new(|| {
-            attention::forward(packed, None, starts, scale, shape, (&mut out[..]).into(), (&mut lse[..]).into());
+            attention::forward(
+                packed,
+                None,
+                starts,
+                scale,
+                shape,
+                (&mut out[..]).into(),
+                (&mut lse[..]).into(),
+            );
         }),
     });
     let seen = Seen {
@@ -181,7 +192,14 @@ fn others(only: &str, rounds: usize) {
         unit: Unit::Operations,
         run: Box::new(|| {
             let d_qkv = (&mut d_qkv[..]).into();
-            attention::backward(dout.as_slice().into(), seen, scale, shape, d_qkv, (&mut [][..] as &mut [f32]).into());
+            attention::backward(
+                dout.as_slice().into(),
+                seen,
+                scale,
+                shape,
+                d_qkv,
+                (&mut [][..] as &mut [f32]).into(),
+            );
         }),
     });
     lines.push(Line {
@@ -236,7 +254,13 @@ fn time(mut lines: Vec<Line>, rounds: usize) {
             Unit::Operations => (roofs[0], "GFLOP/s"),
             Unit::Bytes => (roofs[1], "GB/s"),
         };
-        println!("{:44} {:8.1} {unit:7} {:4.0}% of {:.0}", line.name, rate / 1e9, 100.0 * rate / roof, roof / 1e9);
+        println!(
+            "{:44} {:8.1} {unit:7} {:4.0}% of {:.0}",
+            line.name,
+            rate / 1e9,
+            100.0 * rate / roof,
+            roof / 1e9
+        );
     }
 }
 
@@ -282,13 +306,18 @@ fn plain_chains(steps: usize) -> f32 {
 #[target_feature(enable = "avx512f")]
 unsafe fn wide_chains(steps: usize) -> f32 {
     use std::arch::x86_64::*;
-    let (mut sums, factor) = ([_mm512_setzero_ps(); CHAINS], _mm512_set1_ps(black_box(0.5)));
-    for _ in 0..steps {
-        for sum in &mut sums {
-            *sum = _mm512_fmadd_ps(*sum, factor, factor);
-        }
+    let factor = _mm512_set1_ps(black_box(0.5));
+    // Variables, because an array of them is kept in memory.
+    macro_rules! chains {
+        ($($sum:ident)*) => {{
+            $(let mut $sum = _mm512_setzero_ps();)*
+            for _ in 0..steps {
+                $($sum = _mm512_fmadd_ps($sum, factor, factor);)*
+            }
+            0.0 $(+ _mm512_reduce_add_ps($sum))*
+        }};
     }
-    sums.into_iter().map(|sum| _mm512_reduce_add_ps(sum)).sum()
+    chains!(a b c d e f g h i j k l m n o p)
 }
 
 /// Bytes a second that all threads read of 256 MiB.
@@ -301,11 +330,19 @@ fn bytes_roof() -> f64 {
     let sum: u64 = memory
         .par_chunks(piece)
         .map(|piece| {
-            let mut sums = [0u64; 32];
-            for words in piece.as_chunks::<32>().0 {
-                sums.iter_mut().zip(words).for_each(|(sum, word)| *sum = sum.wrapping_add(*word));
+            // Four streams a thread: one does not keep all lines of memory that a core can wait for in flight.
+            let mut sums = [0u64; 8];
+            let mut streams = piece.chunks_exact(piece.len() / 4).map(|stream| stream.as_chunks::<8>().0);
+            if let (Some(a), Some(b), Some(c), Some(d)) =
+                (streams.next(), streams.next(), streams.next(), streams.next())
+            {
+                for (((a, b), c), d) in a.iter().zip(b).zip(c).zip(d) {
+                    for (i, sum) in sums.iter_mut().enumerate() {
+                        *sum = sum.wrapping_add(a[i] ^ b[i] ^ c[i] ^ d[i]);
+                    }
+                }
             }
-            sums.iter().sum::<u64>()
+            sums.into_iter().fold(0, u64::wrapping_add)
         })
         .sum();
     black_box(sum);

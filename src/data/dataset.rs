@@ -108,9 +108,7 @@ impl Dataset {
     /// All rows once, in order, `size` a batch; the last batch may have fewer.
     pub fn batches(&self, size: usize) -> impl Iterator<Item = Batch> + '_ {
         let (len, size) = (self.rows.len(), size.max(1));
-        (0..len).step_by(size).map(move |first| {
-            self.copied(first..len.min(first.saturating_add(size)))
-        })
+        (0..len).step_by(size).map(move |first| self.copied(first..len.min(first.saturating_add(size))))
     }
 
     /// A batch holds copies, so the pages of its rows are given back at once: an epoch would else

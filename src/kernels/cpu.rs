@@ -50,9 +50,17 @@ pub fn level() -> Level {
     match LEVEL.load(Relaxed) {
         1 => Level::Plain,
         2 => Level::Avx512,
-        _ => limit_level(Level::Avx512),
+        _ => limit_level(most()),
     }
 }
+
+#[cfg(not(test))]
+fn most() -> Level {
+    Level::Avx512
+}
+
+#[cfg(test)]
+use tests::most;
 
 /// Whether kernels written for AVX-512 F may run.
 pub fn avx512() -> bool {
@@ -296,7 +304,29 @@ pub fn parts(count: usize, most: usize) -> (usize, usize) {
 
 #[cfg(test)]
 mod tests {
+    use std::{env, process::Command};
+
     use super::*;
+
+    const LEVEL: &str = "ENGRAFT_TEST_LEVEL";
+
+    /// The best level that this run of the tests may use.
+    pub(super) fn most() -> Level {
+        if env::var_os(LEVEL).is_some_and(|level| level == "plain") { Level::Plain } else { Level::Avx512 }
+    }
+
+    /// The level is one for the whole process, so the kernels' tests run again in another one.
+    #[test]
+    fn kernels_are_right_at_the_plain_level_too() {
+        if level() == Level::Plain {
+            return; // they were
+        }
+        let mut tests = Command::new(env::current_exe().unwrap());
+        let output = tests.arg("kernels::").env(LEVEL, "plain").output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains("test result: ok"), "{text}");
+        assert!(!text.contains("running 0 tests"), "{text}");
+    }
 
     #[test]
     fn exp_is_within_two_ulp() {

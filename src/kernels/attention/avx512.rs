@@ -361,10 +361,8 @@ impl Backward<'_> {
         for row in 0..group.rows {
             let query = group.first + row;
             let seen = task.seen(query);
-            let delta = dot(
-                self.dout.vector(query, task.shape.width),
-                self.out.vector(query, task.shape.width),
-            );
+            let delta =
+                dot(self.dout.vector(query, task.shape.width), self.out.vector(query, task.shape.width));
             let columns = row * task.row()..row * task.row() + p + block.tokens.end;
             let (s, d) = (&mut probabilities[columns.clone()], &mut d_scores[columns]);
             hide(s, (p + block.tokens.start, &seen));

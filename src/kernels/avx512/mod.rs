@@ -82,7 +82,8 @@ pub fn widened(halves: &[f16]) -> __m512 {
 pub fn transposed(rows: [__m512; LANES]) -> [__m512; LANES] {
     let mut a = rows;
     for i in (0..LANES).step_by(2) {
-        (a[i], a[i + 1]) = (_mm512_unpacklo_ps(rows[i], rows[i + 1]), _mm512_unpackhi_ps(rows[i], rows[i + 1]));
+        (a[i], a[i + 1]) =
+            (_mm512_unpacklo_ps(rows[i], rows[i + 1]), _mm512_unpackhi_ps(rows[i], rows[i + 1]));
     }
     let mut b = a;
     for i in (0..LANES).step_by(4) {

@@ -147,9 +147,8 @@ impl Begin {
     unsafe fn vector(self, y: *const f32, at: usize, column: usize, left: usize) -> __m512 {
         // SAFETY: the caller's promise.
         unsafe {
-            let bias = |bias: *const f16| {
-                widened(std::slice::from_raw_parts(bias.add(column), left.min(LANES)))
-            };
+            let bias =
+                |bias: *const f16| widened(std::slice::from_raw_parts(bias.add(column), left.min(LANES)));
             match self {
                 Self::Zero => _mm512_setzero_ps(),
                 Self::Keep => _mm512_maskz_loadu_ps(first(left), y.add(at)),

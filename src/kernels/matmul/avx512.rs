@@ -184,9 +184,8 @@ fn begin(start: Start, cell: usize, column: usize) -> Begin {
         Start::Zero => Begin::Zero,
         Start::Keep => Begin::Keep,
         Start::Bias(bias) => Begin::Bias(bias.host::<f16>()[column..].as_ptr()),
-        Start::Residual(residual, bias) => Begin::Residual(
-            residual.host::<f32>()[cell..].as_ptr(),
-            bias.host::<f16>()[column..].as_ptr(),
-        ),
+        Start::Residual(residual, bias) => {
+            Begin::Residual(residual.host::<f32>()[cell..].as_ptr(), bias.host::<f16>()[column..].as_ptr())
+        }
     }
 }

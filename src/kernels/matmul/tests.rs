@@ -13,7 +13,17 @@ fn plain(x: &[f32], w: &[f16], (n, k, m): (usize, usize, usize), transposed: boo
 
 #[test]
 fn frozen_products_match_plain_loops() {
-    for (n, rows, cols) in [(1, 5, 3), (3, 900, 300), (4, 17, 33), (5, 17, 33), (7, 800, 270), (9, 1, 1)] {
+    for (n, rows, cols) in [
+        (1, 5, 3),
+        (3, 900, 300),
+        (4, 17, 33),
+        (5, 17, 33),
+        (7, 800, 270),
+        (9, 1, 1),
+        (8, 50, 70),
+        (19, 800, 270),
+        (33, 17, 401),
+    ] {
         let weights = halves(1, rows * cols);
         let matrix = Matrix { data: weights.as_slice().into(), rows, cols };
         let (bias, residual) = (halves(2, cols), numbers(3, n * cols));

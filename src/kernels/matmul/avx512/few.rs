@@ -9,7 +9,7 @@ use half::f16;
 
 use super::check;
 use crate::kernels::{
-    avx512::{LANES, first, widened},
+    avx512::{LANES, load_or, widened},
     cpu::{Shared, each},
     matmul::{Start, cpu::fill},
 };
@@ -52,8 +52,9 @@ pub unsafe fn nn(x: &[f32], w: &[f16], (n, rows, cols): (usize, usize, usize), s
             unsafe {
                 match DEEP.min(rows - k) {
                     DEEP => deep::<DEEP>(x, w, (n, rows, cols), k, (first, width), out),
-                    left => (k..k + left)
-                        .for_each(|k| deep::<1>(x, w, (n, rows, cols), k, (first, width), out)),
+                    left => {
+                        (k..k + left).for_each(|k| deep::<1>(x, w, (n, rows, cols), k, (first, width), out))
+                    }
                 }
             }
         }
@@ -122,45 +123,79 @@ pub unsafe fn nt(x: &[f32], w: &[f16], (n, rows, cols): (usize, usize, usize), s
         let end = rows.min(first + length);
         fill(start, out, n, rows, first, end - first);
         for at in (first..end).step_by(SIDE) {
-            for row in 0..n {
-                let x = &x[row * cols..][..cols];
+            let mut row = 0;
+            while row < n {
+                let block = Block { x: &x[row * cols..], w: &w[at * cols..], depth: cols };
+                let to = |i: usize| out.at((row + i) * rows + at);
                 // SAFETY: the caller found the instructions; these columns of y are this task's.
-                unsafe {
-                    if end - at >= SIDE {
-                        let y = out.range(row * rows + at, SIDE);
-                        side::<SIDE>(x, &w[at * cols..][..SIDE * cols], y);
-                    } else {
-                        for at in at..end {
-                            side::<1>(x, &w[at * cols..][..cols], out.range(row * rows + at, 1));
+                row += unsafe {
+                    match (end - at >= SIDE, n - row) {
+                        (true, 4..) => block.add::<SIDE, 4>(to),
+                        (true, _) => block.add::<SIDE, 1>(to),
+                        (false, _) => {
+                            for i in at..end {
+                                let single = Block { w: &w[i * cols..], ..block };
+                                single.add::<1, 1>(|_| out.at(row * rows + i));
+                            }
+                            1
                         }
                     }
-                }
+                };
             }
         }
     });
 }
 
-/// Adds the products of `x (k)` with each of `w (S, k)` to `y (S)`.
-///
-/// # Safety
-/// The CPU has AVX-512 F.
-#[target_feature(enable = "avx512f")]
-unsafe fn side<const S: usize>(x: &[f32], w: &[f16], y: &mut [f32]) {
-    let k = x.len();
-    let mut sums = [_mm512_setzero_ps(); S];
-    for at in (0..k).step_by(LANES) {
-        let count = LANES.min(k - at);
-        // SAFETY: masked elements alone are read; prefetches may point anywhere.
-        let x = unsafe { _mm512_maskz_loadu_ps(first(count), x.as_ptr().add(at)) };
-        for (s, sum) in sums.iter_mut().enumerate() {
-            let from = &w[s * k + at..][..count];
-            if at % LINE == 0 {
-                _mm_prefetch::<_MM_HINT_T0>(from.as_ptr().wrapping_add(AHEAD * LINE).cast());
+/// Rows of x `(.., depth)` beside rows of weights `(.., depth)`.
+#[derive(Clone, Copy)]
+struct Block<'a> {
+    x: &'a [f32],
+    w: &'a [f16],
+    depth: usize,
+}
+
+impl Block<'_> {
+    /// Adds the products of each of the first R rows of x with each of the first S rows of weights to the S elements
+    /// at `y(row)`; returns R.
+    ///
+    /// # Safety
+    /// The CPU has AVX-512 F, and the elements of y belong to the caller.
+    #[target_feature(enable = "avx512f")]
+    unsafe fn add<const S: usize, const R: usize>(&self, y: impl Fn(usize) -> *mut f32) -> usize {
+        let depth = self.depth;
+        assert!(self.x.len() >= R * depth && self.w.len() >= S * depth, "rows of a block");
+        let mut sums = [[_mm512_setzero_ps(); S]; R];
+        let whole = depth - depth % LANES;
+        for at in (0..whole).step_by(LANES) {
+            // SAFETY: R rows of x and S of weights have a vector here; prefetches may point anywhere.
+            unsafe {
+                let x: [__m512; R] =
+                    std::array::from_fn(|r| _mm512_loadu_ps(self.x.as_ptr().add(r * depth + at)));
+                for s in 0..S {
+                    let from = self.w.as_ptr().add(s * depth + at);
+                    if at % LINE == 0 {
+                        _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD * LINE).cast());
+                    }
+                    let weights = _mm512_cvtph_ps(_mm256_loadu_si256(from.cast()));
+                    for r in 0..R {
+                        sums[r][s] = _mm512_fmadd_ps(x[r], weights, sums[r][s]);
+                    }
+                }
             }
-            *sum = _mm512_fmadd_ps(x, widened(from), *sum);
         }
-    }
-    for (y, sum) in y.iter_mut().zip(sums) {
-        *y += _mm512_reduce_add_ps(sum);
+        for s in 0..S {
+            let weights = widened(&self.w[s * depth..][whole..depth]);
+            for r in 0..R {
+                let x = load_or(&self.x[r * depth..][whole..depth], 0.0);
+                sums[r][s] = _mm512_fmadd_ps(x, weights, sums[r][s]);
+            }
+        }
+        for (r, sums) in sums.into_iter().enumerate() {
+            for (s, sum) in sums.into_iter().enumerate() {
+                // SAFETY: the caller's promise.
+                unsafe { *y(r).add(s) += _mm512_reduce_add_ps(sum) };
+            }
+        }
+        R
     }
 }
