@@ -15,6 +15,9 @@ use tempfile::{Builder, TempDir};
 
 use crate::{Error, Result};
 
+/// Bytes that wait before they go to a file.
+pub const BUFFER: usize = 1 << 20;
+
 /// Writes a file atomically.
 ///
 /// # Errors
@@ -49,7 +52,7 @@ pub(crate) fn create(path: &Path, fill: impl FnOnce(&mut dyn Write) -> io::Resul
 }
 
 fn write_and_sync(file: &File, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
-    let mut out = BufWriter::with_capacity(1 << 20, file);
+    let mut out = BufWriter::with_capacity(BUFFER, file);
     fill(&mut out)?;
     out.flush()?;
     file.sync_all()

@@ -11,6 +11,9 @@ use std::{
 use half::{f16, slice::HalfFloatSliceExt};
 use rayon::prelude::*;
 
+#[cfg(target_arch = "x86_64")]
+use super::avx512::product::{Operand, product, scratch};
+
 /// Runs `task` for every index below `count`, on the global pool when there is more than one.
 pub fn each(count: usize, task: impl Fn(usize) + Send + Sync) {
     if count <= 1 {
@@ -235,7 +238,8 @@ impl Strides {
     }
 }
 
-/// `dst (m, n) = keep * dst + scale * lhs (m, k) rhs (k, n)` on this thread, FP32 accumulation.
+/// `dst (m, n) = keep * dst + scale * lhs (m, k) rhs (k, n)` on this thread, FP32 accumulation; `keep` is 0 or 1,
+/// and rows of `dst` are in one piece.
 ///
 /// # Safety
 /// The three matrices lie in valid memory for their strides, and nothing else writes `dst` or reads it
@@ -253,6 +257,14 @@ pub unsafe fn gemm(
     rhs_strides: Strides,
     scale: f32,
 ) {
+    #[cfg(target_arch = "x86_64")]
+    if avx512() {
+        let (lhs, rhs) =
+            (Operand { data: lhs, strides: lhs_strides }, Operand { data: rhs, strides: rhs_strides });
+        assert!(dst_strides.column == 1 && (keep == 0.0 || keep == 1.0), "a product as it is meant");
+        // SAFETY: the CPU has the instructions; the rest is promised by the caller.
+        return unsafe { product((m, n, k), (dst, dst_strides.row), keep == 1.0, lhs, rhs, scale) };
+    }
     // SAFETY: promised by the caller.
     unsafe {
         gemm::gemm(
@@ -279,15 +291,22 @@ pub unsafe fn gemm(
     }
 }
 
-/// Floats that `gemm` may pack its operands into for a product of these sizes, the right one whole and
-/// of the left one what fits its second-level cache; freed when the product is done.
+/// Floats that [`gemm`](fn@gemm) may pack its operands into for a product of these sizes. The crate of that name packs
+/// the right one whole and of the left one what fits its second-level cache; freed when the product is done.
 pub fn packing(m: usize, n: usize, k: usize) -> usize {
+    #[cfg(target_arch = "x86_64")]
+    if avx512() {
+        return scratch(n, k);
+    }
     // As read in gemm-common 0.19: at most 512 of k at a time on caches of today, 768 of m packed ahead.
     k.min(512) * (n.next_multiple_of(16) + m.min(768).next_multiple_of(48))
 }
 
-/// Bytes that `gemm` keeps for each thread: as large as the second-level cache.
+/// Bytes that the crate `gemm` keeps for each thread: as large as the second-level cache.
 pub fn slab() -> usize {
+    if avx512() {
+        return 0;
+    }
     gemm_common::cache::CACHE_INFO[1].cache_bytes
 }
 

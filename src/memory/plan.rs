@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use engraft_adapters::AdapterSet;
+use engraft_adapters::{AdapterSet, atomic::BUFFER};
 
 use super::moment::Moment;
 use crate::{
@@ -436,6 +436,10 @@ fn around(job: &Job, setting: Setting) -> Vec<Row> {
             ..plain("data", "tokenised rows", job.rows_on_heap, home, "run")
         },
         Row { resident: from_the_first_pass(step), ..plain("data", "rows of a step", step, home, "step") },
+        Row {
+            resident: by_moment(|moment| if moment == Moment::Saving { BUFFER as u64 } else { 0 }),
+            ..plain("data", "buffer of a file being written", BUFFER as u64, home, "save")
+        },
     ];
     match job.target {
         Target::Cpu { threads } => {

@@ -1,20 +1,26 @@
 //! CPU side: thin products around the frozen one, in tasks over rows, columns or inputs.
 
 use super::{Delta, Dropout};
-use crate::kernels::cpu::{Shared, Strides, each, gemm, parts, with_scratch};
+use crate::kernels::cpu::{Shared, Strides, avx512, each, gemm, parts, with_scratch};
 
 /// Rows a task takes; its slice of `y` stays in the second-level cache.
 const ROWS: usize = 128;
 /// Columns of A or rows of B a task takes.
 const OUTER: usize = 256;
 
-/// Floats of scratch a task uses where `n` rows of up to `widest` inputs lose elements.
-pub fn scratch(n: usize, widest: usize) -> usize {
-    (ROWS.min(n) * widest).max(n * OUTER.min(widest))
+/// Floats of scratch a task uses for `n` rows, sites up to `widest` and deltas up to `rank`, and floats that packing
+/// takes beside it.
+pub fn scratch(n: usize, widest: usize, rank: usize, dropout: bool) -> (usize, usize) {
+    let packing = packing(n, widest, rank);
+    match (dropout, avx512()) {
+        (true, _) => ((ROWS.min(n) * widest).max(n * OUTER.min(widest)), packing),
+        // Our own packing is scratch like any other.
+        (false, true) => (packing, 0),
+        (false, false) => (0, packing),
+    }
 }
 
-/// Floats that packing takes for `n` rows, sites up to `widest` and deltas up to `rank`.
-pub fn packing(n: usize, widest: usize, rank: usize) -> usize {
+fn packing(n: usize, widest: usize, rank: usize) -> usize {
     let sizes = [(ROWS, widest, rank), (ROWS, rank, widest), (OUTER, rank, n), (rank, OUTER, n)];
     sizes.into_iter().map(|(m, n, k)| crate::kernels::cpu::packing(m, n, k)).max().unwrap_or(0)
 }

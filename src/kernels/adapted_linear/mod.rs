@@ -75,7 +75,7 @@ impl Dropout {
 /// Floats of scratch that a CPU thread uses for `n` rows and sites up to `widest` when deltas drop
 /// elements, and floats that packing takes for deltas up to `rank`.
 pub fn scratch(n: usize, widest: usize, rank: usize, dropout: bool) -> (usize, usize) {
-    (if dropout { cpu::scratch(n, widest) } else { 0 }, cpu::packing(n, widest, rank))
+    cpu::scratch(n, widest, rank, dropout)
 }
 
 /// Forward. `low` receives `drop(x) A^T` of every delta, `(n, r)` one after another, for the backward.

@@ -9,17 +9,17 @@ use crate::kernels::cpu::{Shared, Strides, each, exp, gemm, vectorised, with_scr
 /// Queries of a tile: 64 x 1044 scores are 267 KiB.
 const TILE: usize = 64;
 
-/// Floats of scratch a task uses for rows of `keys`, prefix included, and heads of `width`.
-pub fn scratch(keys: usize, width: usize) -> usize {
+/// Floats of scratch a task uses for rows of `keys`, prefix included, and heads of `width`; and floats that
+/// packing takes beside it.
+pub fn scratch(keys: usize, width: usize) -> (usize, usize) {
     #[cfg(target_arch = "x86_64")]
-    if crate::kernels::cpu::avx512() {
-        return super::avx512::scratch(keys, width).max(2 * TILE * keys);
+    if crate::kernels::cpu::avx512() && super::avx512::fits(&Shape { width, ..Shape::of_queries(keys) }) {
+        return (super::avx512::scratch(keys, width), 0);
     }
-    2 * TILE * keys
+    (2 * TILE * keys, packing(keys, width))
 }
 
-/// Floats that packing takes for heads of `width`.
-pub fn packing(keys: usize, width: usize) -> usize {
+fn packing(keys: usize, width: usize) -> usize {
     let sizes = [(TILE, keys, width), (TILE, width, keys), (keys, width, TILE)];
     sizes.into_iter().map(|(m, n, k)| crate::kernels::cpu::packing(m, n, k)).max().unwrap_or(0)
 }

@@ -18,7 +18,7 @@ mod tests;
 /// Floats of scratch that a CPU thread uses for rows of `keys`, prefix included, and floats that packing
 /// takes for heads of `width`.
 pub fn scratch(keys: usize, width: usize) -> (usize, usize) {
-    (cpu::scratch(keys, width), cpu::packing(keys, width))
+    cpu::scratch(keys, width)
 }
 
 /// Vectors of all heads in memory: `(b, i, head, d)` stands at
@@ -48,6 +48,13 @@ pub struct Shape {
     pub width: usize,
     /// Prefix rows p.
     pub prefix: usize,
+}
+
+impl Shape {
+    /// One head of that many queries and no width yet.
+    fn of_queries(queries: usize) -> Self {
+        Self { batch: 1, queries, past: 0, heads: 1, width: 0, prefix: 0 }
+    }
 }
 
 /// Keys and values of a prefix, `(p, h, d)` each.

@@ -6,6 +6,7 @@ use std::arch::x86_64::*;
 
 use half::f16;
 
+pub mod product;
 pub mod tile;
 
 /// Floats of a vector.
