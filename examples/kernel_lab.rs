@@ -111,7 +111,8 @@ fn product(
             let exact: f64 =
                 (0..inputs).map(|i| f64::from(x[row * inputs + i]) * f64::from(weight(i, j))).sum();
             // Sums of `inputs` products below 1; NaN is wrong too.
-            !((f64::from(y[*cell]) - exact).abs() <= 1e-6 * inputs as f64)
+            let error = (f64::from(y[*cell]) - exact).abs();
+            error.is_nan() || error > 1e-6 * inputs as f64
         });
         if let Some(cell) = wrong {
             println!("{name} {at:?}: element {cell} is WRONG");

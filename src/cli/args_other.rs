@@ -184,12 +184,12 @@ pub struct GenerateArgs {
 /// What a program computes with.
 #[derive(Debug, Args)]
 pub struct ComputeArgs {
-    /// Where to compute; auto is the CPU as long as there is nothing else
+    /// Where to compute: cpu, cuda, cuda:N, or auto for CUDA where there is a device
     #[arg(help_heading = "Machine", long, value_name = "DEVICE", default_value = "auto")]
     pub device: DeviceName,
-    /// Arithmetic of activations
-    #[arg(help_heading = "Machine", long, value_name = "TYPE", default_value = "f32")]
-    pub precision: Precision,
+    /// Arithmetic of activations: f32, and on CUDA also f16 or bf16 [default: f32 on a CPU, f16 on CUDA]
+    #[arg(help_heading = "Machine", long, value_name = "TYPE")]
+    pub precision: Option<Precision>,
     /// Threads to compute with [default: all cores]
     #[arg(help_heading = "Machine", long, value_name = "N")]
     pub threads: Option<usize>,

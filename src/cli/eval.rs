@@ -5,7 +5,12 @@ use std::path::Path;
 use serde_json::json;
 
 use super::{
-    args_other::EvalArgs, environment::Environment, open, signals, values::SplitName, write_json, write_out,
+    args_other::EvalArgs,
+    environment::Environment,
+    open::{self, Compute},
+    signals,
+    values::SplitName,
+    write_json, write_out,
 };
 use crate::{
     data::{DataOptions, Split},
@@ -26,8 +31,9 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         }
     }
     open::threads(args.compute.threads)?;
+    let compute = Compute::open(Some(args.compute.device), args.compute.precision)?;
     let environment = Environment::read()?;
-    let opened = open::base(&args.base, &environment)?;
+    let opened = open::base(&args.base, &environment, compute)?;
     let adapter = args
         .adapter
         .as_deref()

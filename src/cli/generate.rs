@@ -6,7 +6,11 @@ use engraft_adapters::peft::Loaded;
 use serde_json::{Value, json};
 
 use super::{
-    args_other::GenerateArgs, environment::Environment, open, open::Opened, signals, values::ScaledAdapter,
+    args_other::GenerateArgs,
+    environment::Environment,
+    open::{self, Compute, Opened},
+    signals,
+    values::ScaledAdapter,
     write_json, write_out,
 };
 use crate::{
@@ -33,8 +37,9 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     let options = options(args)?;
     let texts = texts(args)?;
     open::threads(args.compute.threads)?;
+    let compute = Compute::open(Some(args.compute.device), args.compute.precision)?;
     let environment = Environment::read()?;
-    let opened = open::base(&args.base, &environment)?;
+    let opened = open::base(&args.base, &environment, compute)?;
     let adapters = adapters(args, &opened, &environment)?;
     let loaded: Vec<generate::Scaled> = adapters
         .iter()

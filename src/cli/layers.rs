@@ -8,7 +8,7 @@ use super::{
     args::TrainArgs,
     config_file,
     values::{
-        DeviceName, LayerList, MemoryName, Method, Optimizer, Precision, PrefixInit, RecomputeName, RowsName,
+        DeviceName, LayerList, MemoryName, Method, Optimizer, PrefixInit, RecomputeName, RowsName,
         ScheduleName, Switch, Warmup,
     },
 };
@@ -110,7 +110,6 @@ pub fn with_defaults(mut args: TrainArgs) -> TrainArgs {
     args.optimizer.get_or_insert(Optimizer::Auto);
     args.seed.get_or_insert(0);
     args.device.get_or_insert(DeviceName::Auto);
-    args.precision.get_or_insert(Precision::F32);
     args.micro_batch.get_or_insert(RowsName::AUTO);
     args.memory.get_or_insert(MemoryName(Limit::Auto));
     args.recompute.get_or_insert(RecomputeName(None));

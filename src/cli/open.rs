@@ -7,12 +7,20 @@ use engraft_adapters::{
     peft::{self, Loaded},
 };
 
-use super::{args_other::BaseArgs, environment::Environment, report, write_note};
+use super::{
+    args_other::BaseArgs,
+    environment::Environment,
+    report, table,
+    values::{DeviceName, Precision},
+    write_note,
+};
 use crate::{
     data::Tokenizer,
     error::{Error, Result},
     hub::{self, HubOptions},
+    kernels::device::{DType, Device},
     model::{Base, BaseSource, base::TokenizerFiles},
+    train::Machine,
 };
 
 /// Name of the base that is compiled into the program.
@@ -29,11 +37,48 @@ pub struct Opened {
     pub tokenizer: Option<Tokenizer>,
 }
 
-/// Finds and loads the base that `args` name.
+/// What computes, and in which type of activations.
+#[derive(Debug, Clone, Copy)]
+pub struct Compute {
+    /// The device, opened.
+    pub device: Device,
+    /// Type of activations.
+    pub activations: DType,
+}
+
+impl Compute {
+    /// The host's cores.
+    pub const CPU: Self = Self { device: Device::Cpu, activations: DType::F32 };
+
+    /// Opens what was asked for.
+    ///
+    /// # Errors
+    /// When there is no such device.
+    pub fn open(device: Option<DeviceName>, precision: Option<Precision>) -> Result<Self> {
+        let device = match device {
+            Some(DeviceName::Cpu) => Device::Cpu,
+            Some(DeviceName::Cuda(number)) => Device::cuda(number)?,
+            Some(DeviceName::Auto) | None => Device::best(),
+        };
+        let usual = if device.is_host() { DType::F32 } else { DType::F16 };
+        Ok(Self { device, activations: precision.map_or(usual, Precision::activations) })
+    }
+
+    /// What results depend on besides the options.
+    pub fn machine(self) -> Machine {
+        Machine {
+            device: self.device.kind().to_owned(),
+            precision: table::type_name(self.activations).to_owned(),
+            dispatch: self.device.dispatch(),
+        }
+    }
+}
+
+/// Finds and loads the base that `args` name, and brings it to what computes.
 ///
 /// # Errors
-/// When it cannot be found, downloaded or read.
-pub fn base(args: &BaseArgs, environment: &Environment) -> Result<Opened> {
+/// When it cannot be found, downloaded or read, or the device has no room for it.
+pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute) -> Result<Opened> {
     let source = match &args.base {
         None => BaseSource::Embedded,
         Some(name) => {
@@ -44,7 +89,7 @@ pub fn base(args: &BaseArgs, environment: &Environment) -> Result<Opened> {
     };
     let name = args.base.as_deref().unwrap_or(EMBEDDED);
     let cache = if source == BaseSource::Embedded { Path::new("") } else { environment.cache()? };
-    let base = Base::load(&source, name, cache)?;
+    let base = Base::load(&source, name, cache)?.on(compute.device, compute.activations)?;
     let tokenizer = match base.tokenizer_files() {
         TokenizerFiles::Folder(folder) => Tokenizer::from_folder(&folder)?,
         TokenizerFiles::Bytes(bytes) => Some(Tokenizer::from_bytes(bytes)?),

@@ -5,13 +5,20 @@ use std::path::Path;
 use engraft_adapters::{AdapterSet, peft};
 
 use super::{
-    args::TrainArgs, args_other::BaseArgs, environment::Environment, layers, open, resolve, table, train,
-    values::DeviceName, write_json, write_note, write_out,
+    args::TrainArgs,
+    args_other::BaseArgs,
+    environment::Environment,
+    layers,
+    open::{self, Compute},
+    resolve, table, train,
+    values::DeviceName,
+    write_json, write_note, write_out,
 };
 use crate::{
     data::{DataOptions, Dataset, Split, Tokenizer},
     embedded,
     error::Result,
+    kernels::device::Device,
     memory::plan::Target,
     model::{Config, sizes, weights},
     train::{self as run, AdapterOptions, DataSource, Draft, RunOptions},
@@ -25,7 +32,13 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     let args = train::joined(typed)?;
     let environment = Environment::read()?;
     let cache = environment.cache().ok().map(Path::to_owned);
-    let options = resolve::run_options(&args, train::machine(), cache)?;
+    // A plan needs no device: it is made for the one that was named, or for what is here.
+    let target = match args.device {
+        Some(DeviceName::Cuda(_)) => Target::Cuda,
+        Some(DeviceName::Cpu) => run::cpu(),
+        Some(DeviceName::Auto) | None => here(),
+    };
+    let options = resolve::run_options(&args, Compute::CPU.machine(), cache)?;
     open::threads(args.threads)?;
     let base = open_sizes(&args, &environment)?;
     let set = adapter(&options, &base)?;
@@ -38,7 +51,6 @@ pub fn run(typed: TrainArgs) -> Result<()> {
             limit
         }
     };
-    let target = if args.device == Some(DeviceName::Cuda) { Target::Cuda } else { run::cpu() };
     let draft = Draft { config: &base.config, set: &set, seq_len, target, streamable: args.base.is_some() };
     let choice = run::draft(&options, draft)?;
     if args.json.unwrap_or(false) {
@@ -46,6 +58,12 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     } else {
         write_out(&table::whole(&choice))
     }
+}
+
+/// What `--device auto` computes on.
+fn here() -> Target {
+    let device = Device::best();
+    if device.is_host() { run::cpu() } else { Target::Cuda }
 }
 
 /// Sizes of a base, with its tokenizer where there is one.
@@ -76,7 +94,7 @@ fn open_sizes(args: &TrainArgs, environment: &Environment) -> Result<BaseSizes> 
         offline: args.offline.unwrap_or(false),
         allow_base_mismatch: true,
     };
-    let opened = open::base(&named, environment)?;
+    let opened = open::base(&named, environment, Compute::CPU)?;
     Ok(BaseSizes { name: name.clone(), config: opened.base.config.clone(), tokenizer: opened.tokenizer })
 }
 

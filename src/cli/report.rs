@@ -32,10 +32,17 @@ impl Reporter for JsonReporter {
                 write_note(&format!("hint: {note}"));
                 Ok(())
             }
-            Event::Step(step) => write_json(&json!({
-                "event": "step", "step": step.step, "loss": step.loss, "lr": step.lr,
-                "grad_norm": step.grad_norm, "tokens": step.tokens, "tokens_per_s": step.tokens_per_s,
-            })),
+            Event::Step(step) => {
+                let mut line = json!({
+                    "event": "step", "step": step.step, "loss": step.loss, "lr": step.lr,
+                    "grad_norm": step.grad_norm, "tokens": step.tokens, "tokens_per_s": step.tokens_per_s,
+                });
+                if step.scale.is_dynamic() {
+                    line["loss_scale"] = json!(step.scale.factor());
+                    line["overflows"] = json!(step.scale.skipped());
+                }
+                write_json(&line)
+            }
             Event::Eval(eval) => write_json(&json!({
                 "event": "eval", "step": eval.step, "loss": eval.loss,
                 "perplexity": eval.perplexity(), "tokens": eval.tokens,

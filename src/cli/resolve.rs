@@ -5,7 +5,10 @@ use std::{collections::BTreeMap, path::PathBuf};
 use super::{
     args::TrainArgs,
     config_file, layers,
-    values::{Method, Optimizer, Pattern, PrefixInit, RowsName, ScheduleName, Switch, Warmup as TypedWarmup},
+    values::{
+        Method, Optimizer, Pattern, Precision, PrefixInit, RowsName, ScheduleName, Switch,
+        Warmup as TypedWarmup,
+    },
 };
 use crate::{
     error::{Error, Result},
@@ -142,6 +145,7 @@ fn wish(args: &TrainArgs, micro_batch: Option<usize>) -> Result<Wish> {
             Some(Optimizer::Adamw) => Some(OptimizerKind::AdamW),
             Some(Optimizer::Auto) | None => None,
         },
+        activations: args.precision.map(Precision::activations),
     })
 }
 

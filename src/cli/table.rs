@@ -106,13 +106,14 @@ fn shape(row: &Row) -> String {
 }
 
 /// The name of an element type, as in safetensors but in lower case.
-fn type_name(dtype: DType) -> &'static str {
+pub fn type_name(dtype: DType) -> &'static str {
     match dtype {
         DType::F32 => "f32",
         DType::F16 => "f16",
         DType::U32 => "u32",
         DType::I32 => "i32",
         DType::U8 => "u8",
+        DType::BF16 => "bf16",
     }
 }
 

@@ -7,16 +7,16 @@ use super::{
     args_other::BaseArgs,
     config_file,
     environment::Environment,
-    layers, open,
+    layers,
+    open::{self, Compute},
     report::{HumanReporter, JsonReporter},
     resolve, sample, signals,
-    values::{DeviceName, Method},
+    values::Method,
 };
 use crate::{
     embedded,
     error::{Error, Result},
-    kernels::cpu::dispatch_level,
-    train::{self, Machine, Reporter, RunFolder, folder},
+    train::{self, Reporter, RunFolder, folder},
 };
 
 /// Runs `engraft train`.
@@ -31,10 +31,10 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         Some(output) => output.clone(),
         None => resolve::default_output(&args),
     };
-    refuse_cuda(&args)?;
     let environment = Environment::read()?;
     let cache = environment.cache().ok().map(Path::to_owned);
-    let options = resolve::run_options(&args, machine(), cache)?;
+    let compute = Compute::open(args.device, args.precision)?;
+    let options = resolve::run_options(&args, compute.machine(), cache)?;
     open::threads(args.threads)?;
     // Locked before the base is loaded: a second process is told at once.
     let folder = RunFolder::look(&output, options.resume)?;
@@ -44,7 +44,7 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         offline: args.offline.unwrap_or(false),
         allow_base_mismatch: options.allow_base_mismatch,
     };
-    let opened = open::base(&named, &environment)?;
+    let opened = open::base(&named, &environment, compute)?;
     let json = args.json.unwrap_or(false);
     let mut reporter: Box<dyn Reporter> = if json {
         Box::new(JsonReporter)
@@ -54,16 +54,6 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     let (base, tokenizer) = (&opened.base, opened.tokenizer.as_ref());
     let finished = train::run(&options, base, tokenizer, folder, reporter.as_mut(), signals::watch())?;
     if json { Ok(()) } else { sample::show(&finished, &opened, args.base.as_deref()) }
-}
-
-/// Only plans know the device so far.
-fn refuse_cuda(args: &TrainArgs) -> Result<()> {
-    if args.device == Some(DeviceName::Cuda) {
-        return Err(Error::input(
-            "--device cuda: this build trains on CPUs alone; give --device cpu, or ask `engraft plan` what CUDA would take",
-        ));
-    }
-    Ok(())
 }
 
 /// What to tell somebody whose data is no match for the embedded base.
@@ -100,9 +90,4 @@ pub(super) fn joined(typed: TrainArgs) -> Result<TrainArgs> {
 fn of_run_folder(output: &Path) -> Result<Option<TrainArgs>> {
     let path = folder::config_path(output);
     if path.exists() { config_file::read(&path).map(Some) } else { Ok(None) }
-}
-
-/// What results depend on besides the options.
-pub(super) fn machine() -> Machine {
-    Machine { device: "cpu".to_owned(), precision: "f32".to_owned(), dispatch: dispatch_level().to_owned() }
 }

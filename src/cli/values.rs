@@ -7,7 +7,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::{memory::budget::Limit, model::Recompute};
+use crate::{kernels::device::DType, memory::budget::Limit, model::Recompute};
 
 /// `--method`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
@@ -202,15 +202,46 @@ pub enum Optimizer {
 }
 
 /// `--device`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub enum DeviceName {
     /// The best device there is.
     Auto,
     /// The host's cores.
     Cpu,
-    /// A CUDA device; so far `plan` alone knows it.
-    Cuda,
+    /// The CUDA device with this number.
+    Cuda(usize),
+}
+
+impl FromStr for DeviceName {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        let number = |text: &str| text.strip_prefix("cuda:")?.parse().ok();
+        match text {
+            "auto" => Ok(Self::Auto),
+            "cpu" => Ok(Self::Cpu),
+            "cuda" => Ok(Self::Cuda(0)),
+            _ => number(text).map(Self::Cuda).ok_or_else(|| "give auto, cpu, cuda or cuda:N".to_owned()),
+        }
+    }
+}
+
+impl TryFrom<String> for DeviceName {
+    type Error = String;
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<DeviceName> for String {
+    fn from(name: DeviceName) -> Self {
+        match name {
+            DeviceName::Auto => "auto".to_owned(),
+            DeviceName::Cpu => "cpu".to_owned(),
+            DeviceName::Cuda(0) => "cuda".to_owned(),
+            DeviceName::Cuda(number) => format!("cuda:{number}"),
+        }
+    }
 }
 
 /// `--precision`.
@@ -219,6 +250,21 @@ pub enum DeviceName {
 pub enum Precision {
     /// 32-bit arithmetic over the FP16 base.
     F32,
+    /// FP16 activations with a loss scale, on CUDA devices.
+    F16,
+    /// BF16 activations, on CUDA devices.
+    Bf16,
+}
+
+impl Precision {
+    /// The type of activations.
+    pub fn activations(self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::F16 => DType::F16,
+            Self::Bf16 => DType::BF16,
+        }
+    }
 }
 
 /// `--split` of `eval`.

@@ -14,7 +14,9 @@ use std::{
     },
 };
 
-use super::device::{Buffer, DType};
+#[cfg(feature = "cuda")]
+use super::cuda::memory::Memory;
+use super::device::{Buffer, DType, Device};
 use crate::error::{Error, Result};
 
 /// Where the bytes of an arena are.
@@ -28,19 +30,28 @@ pub enum Place {
 }
 
 /// Zeroed memory that one arena's buffers are cut from.
-pub struct Chunk {
+pub enum Chunk {
+    /// Of the host.
+    Host(HostPages),
+    /// Of a device.
+    #[cfg(feature = "cuda")]
+    Cuda(Memory),
+}
+
+/// Memory of the host, or of a file.
+pub struct HostPages {
     pages: memmap2::MmapMut,
     place: Place,
 }
 
 static MAPPED: AtomicUsize = AtomicUsize::new(0);
 
-/// Bytes that arenas in memory hold now: reserved, touched or not. They do not pass through the allocator.
+/// Bytes that arenas in the host's memory hold now: reserved, touched or not. They do not pass through the allocator.
 pub fn mapped() -> usize {
     MAPPED.load(Relaxed)
 }
 
-impl Drop for Chunk {
+impl Drop for HostPages {
     fn drop(&mut self) {
         if self.place == Place::Memory {
             MAPPED.fetch_sub(self.pages.len(), Relaxed);
@@ -48,22 +59,59 @@ impl Drop for Chunk {
     }
 }
 
-impl Chunk {
+impl HostPages {
     fn new(pages: memmap2::MmapMut, place: Place) -> Self {
         if place == Place::Memory {
             MAPPED.fetch_add(pages.len(), Relaxed);
         }
         Self { pages, place }
     }
+}
 
-    /// All bytes. That writers hold disjoint parts of them is what [`Buffer`] is for.
+impl Chunk {
+    /// All bytes of the host's; none of a device's. That writers hold disjoint parts of them is what
+    /// [`Buffer`] is for.
     pub(super) fn bytes(&self) -> &[u8] {
-        &self.pages
+        match self {
+            Self::Host(host) => &host.pages,
+            #[cfg(feature = "cuda")]
+            Self::Cuda(_) => &[],
+        }
     }
 
     /// The mapping, if its pages may be released: those of a file come back as they were.
     pub(super) fn of_file(&self) -> Option<&memmap2::MmapMut> {
-        (self.place == Place::Disk).then_some(&self.pages)
+        match self {
+            Self::Host(host) => (host.place == Place::Disk).then_some(&host.pages),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(_) => None,
+        }
+    }
+
+    /// Where it lies.
+    pub(super) fn device(&self) -> Device {
+        match self {
+            Self::Host(_) => Device::Cpu,
+            #[cfg(feature = "cuda")]
+            Self::Cuda(memory) => Device::Cuda(memory.gpu()),
+        }
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Self::Host(host) => host.pages.len(),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(memory) => memory.len(),
+        }
+    }
+
+    /// Where byte `start` is.
+    fn at(&self, start: usize) -> *mut u8 {
+        match self {
+            Self::Host(host) => host.pages.as_ptr().wrapping_add(start).cast_mut(),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(memory) => std::ptr::without_provenance_mut(memory.address() as usize + start),
+        }
     }
 }
 
@@ -109,20 +157,27 @@ impl Arena {
         Self { role, place, chunk: None, used: 0, rows: Vec::new() }
     }
 
-    fn sized(role: &'static str, place: Place, bytes: usize, spool: Option<&Path>) -> Result<Self> {
-        let pages = match (place, spool) {
-            (Place::Disk, Some(folder)) => in_file(role, bytes.max(1), folder)?,
-            (Place::Disk, None) => {
+    fn sized(
+        role: &'static str,
+        place: Place,
+        bytes: usize,
+        spool: Option<&Path>,
+        device: Device,
+    ) -> Result<Self> {
+        let chunk = match (place, spool, device) {
+            (Place::Disk, Some(folder), Device::Cpu) => {
+                Chunk::Host(HostPages::new(in_file(role, bytes.max(1), folder)?, place))
+            }
+            (Place::Memory, _, Device::Cpu) => {
+                Chunk::Host(HostPages::new(in_memory(role, bytes.max(1))?, place))
+            }
+            #[cfg(feature = "cuda")]
+            (Place::Memory, _, Device::Cuda(gpu)) => Chunk::Cuda(Memory::zeroed(gpu, bytes.max(1), role)?),
+            (Place::Disk, ..) => {
                 return Err(Error::failed(format!("{role} has no folder to be kept in; please report this")));
             }
-            (Place::Memory, _) => memmap2::MmapMut::map_anon(bytes.max(1)).map_err(|cause| {
-                Error::memory(format!(
-                    "{bytes} bytes for {role} cannot be reserved: {cause}; use fewer or shorter rows at a time, or a smaller adapter"
-                ))
-            })?,
         };
-        let chunk = Some(Arc::new(Chunk::new(pages, place)));
-        Ok(Self { role, place, chunk, used: 0, rows: Vec::new() })
+        Ok(Self { role, place, chunk: Some(Arc::new(chunk)), used: 0, rows: Vec::new() })
     }
 
     /// Bytes handed out so far, alignment included.
@@ -145,9 +200,9 @@ impl Arena {
             TableRow { role: self.role, name: name.into(), dtype, shape: shape.to_vec(), place: self.place };
         let head = match &self.chunk {
             None => NonNull::dangling(),
-            Some(chunk) if end <= chunk.pages.len().next_multiple_of(ALIGN) => {
-                // SAFETY: start < end lies inside the mapping, and no other buffer gets this range.
-                unsafe { NonNull::new_unchecked(chunk.pages.as_ptr().add(start).cast_mut()) }
+            // No other buffer gets this range.
+            Some(chunk) if end <= chunk.len().next_multiple_of(ALIGN) => {
+                NonNull::new(chunk.at(start)).unwrap_or(NonNull::dangling())
             }
             Some(_) => {
                 return Err(Error::failed(format!(
@@ -160,6 +215,14 @@ impl Arena {
         self.rows.push(row);
         Ok(Buffer { chunk: self.chunk.clone(), head, dtype, len })
     }
+}
+
+fn in_memory(role: &str, bytes: usize) -> Result<memmap2::MmapMut> {
+    memmap2::MmapMut::map_anon(bytes).map_err(|cause| {
+        Error::memory(format!(
+            "{bytes} bytes for {role} cannot be reserved: {cause}; use fewer or shorter rows at a time, or a smaller adapter"
+        ))
+    })
 }
 
 /// A mapping of `bytes` zeros of a nameless file in `folder`. The zeros are written: a disk that is too
@@ -193,18 +256,29 @@ fn fill(file: &mut File, bytes: usize) -> std::io::Result<()> {
 pub struct Arenas {
     real: bool,
     spool: Option<PathBuf>,
+    device: Device,
     rows: Vec<TableRow>,
 }
 
 impl Arenas {
     /// Arenas that only count: their buffers have no memory.
     pub fn planning() -> Self {
-        Self { real: false, spool: None, rows: Vec::new() }
+        Self { real: false, spool: None, device: Device::Cpu, rows: Vec::new() }
     }
 
     /// Arenas of zeroed memory, whose pages are touched on first use; those in a file lie in `spool`.
     pub fn real(spool: Option<PathBuf>) -> Self {
-        Self { real: true, spool, rows: Vec::new() }
+        Self { real: true, spool, device: Device::Cpu, rows: Vec::new() }
+    }
+
+    /// The same, with the memory of `device` in the place of the host's.
+    pub fn on(self, device: Device) -> Self {
+        Self { device, ..self }
+    }
+
+    /// Whose memory it is.
+    pub fn device(&self) -> Device {
+        self.device
     }
 
     /// Runs `cut` against an arena that counts and then, unless planning, against one of exactly that size.
@@ -221,7 +295,7 @@ impl Arenas {
         let mut built = cut(&mut arena)?;
         // An arena of nothing needs no memory of its own.
         if self.real {
-            arena = Arena::sized(role, place, arena.used, self.spool.as_deref())?;
+            arena = Arena::sized(role, place, arena.used, self.spool.as_deref(), self.device)?;
             built = cut(&mut arena)?;
         }
         self.rows.extend(arena.rows);
@@ -267,7 +341,7 @@ mod tests {
 
     #[test]
     fn an_exhausted_arena_refuses() {
-        let mut arena = Arena::sized("saved", Place::Memory, 64, None).unwrap();
+        let mut arena = Arena::sized("saved", Place::Memory, 64, None, Device::Cpu).unwrap();
         arena.take("a", DType::F32, &[16]).unwrap();
         assert!(arena.take("b", DType::F32, &[1]).is_err());
     }

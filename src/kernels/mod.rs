@@ -13,13 +13,21 @@ pub mod attention;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx512;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod device;
+pub mod device_scratch;
+pub mod elementwise;
 pub mod embed;
+pub mod frozen;
 pub mod head_loss;
 pub mod layernorm;
 pub mod matmul;
 pub mod pages;
+#[cfg(any(feature = "cuda", test))]
+pub mod product;
 pub mod real;
 pub mod scratch;
 #[cfg(test)]
 pub mod testing;
+pub mod view;

@@ -2,7 +2,7 @@
 
 use super::{
     machine,
-    plan::{Home, Plan},
+    plan::{CUDA_RUNTIME, Home, Plan, Row},
 };
 
 /// `--memory`.
@@ -43,10 +43,22 @@ pub fn assumed_program() -> u64 {
     PROGRAM
 }
 
-/// Bytes of memory that `plan` wants beyond what the process already holds.
+/// Bytes of a device with `free` bytes that a process may take in all, which has its context and `held` bytes there.
+pub fn device_bytes(limit: Limit, free: Option<u64>, held: u64) -> Option<u64> {
+    match limit {
+        Limit::Bytes(bytes) => Some(bytes),
+        Limit::Auto => free.map(|free| held + CUDA_RUNTIME + (free as f64 * OF_FREE) as u64),
+    }
+}
+
+/// Bytes of memory that `plan` wants beyond what the process already holds: itself, and on a device the base.
 pub fn wanted(plan: &Plan) -> u64 {
-    let held = plan.rows.iter().filter(|row| row.role == "program" && row.home == Home::Host);
-    plan.peak().1.saturating_sub(held.map(|row| row.bytes).sum())
+    let held = |row: &&Row| match row.home {
+        Home::Host => row.role == "program",
+        Home::Device => matches!(row.role, "program" | "base"),
+        Home::Disk => false,
+    };
+    plan.peak().1.saturating_sub(plan.rows.iter().filter(held).map(|row| row.bytes).sum())
 }
 
 /// With less free memory than this the next page that somebody touches may be the last.

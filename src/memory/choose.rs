@@ -29,6 +29,8 @@ pub struct Wish {
     pub moments: Option<Place>,
     /// How moments are kept.
     pub optimizer: Option<OptimizerKind>,
+    /// Type of activations; F32 on a CPU and F16 on a CUDA device where nothing is fixed.
+    pub activations: Option<DType>,
 }
 
 /// A plan with the seconds that an optimizer step is predicted to take.
@@ -160,7 +162,7 @@ fn risky(setting: Setting) -> f64 {
 /// Every setting that `wish` leaves.
 fn candidates(job: &Job, wish: Wish) -> Vec<Setting> {
     let cuda = job.target == Target::Cuda;
-    let activations = if cuda { DType::F16 } else { DType::F32 };
+    let activations = wish.activations.unwrap_or(if cuda { DType::F16 } else { DType::F32 });
     let micro_batches = wish.micro_batch.map_or_else(|| divisors(job.batch), |rows| vec![rows]);
     let recompute = wish.recompute.map_or_else(|| recomputes(job.config.layers), |one| vec![one]);
     let chunks = wish.head_rows.map_or_else(|| HEAD_ROWS.to_vec(), |rows| vec![rows]);
@@ -169,7 +171,7 @@ fn candidates(job: &Job, wish: Wish) -> Vec<Setting> {
         None if possible => vec![false, true],
         None => vec![false],
     };
-    let on_disk = |fixed: Option<Place>| either(fixed.map(|place| place == Place::Disk), true);
+    let on_disk = |fixed: Option<Place>| either(fixed.map(|place| place == Place::Disk), !cuda);
     let place = |disk: bool| if disk { Place::Disk } else { Place::Memory };
     let optimizers = wish
         .optimizer
@@ -178,7 +180,7 @@ fn candidates(job: &Job, wish: Wish) -> Vec<Setting> {
     for &micro_batch in &micro_batches {
         for &recompute in &recompute {
             for &head_rows in &chunks {
-                for stream in either(wish.stream, job.streamable) {
+                for stream in either(wish.stream, job.streamable && !cuda) {
                     for inputs in on_disk(wish.inputs).into_iter().map(place) {
                         for moments in on_disk(wish.moments).into_iter().map(place) {
                             for &optimizer in &optimizers {

@@ -14,7 +14,7 @@ use crate::{
     kernels::{
         arena::{Place, TableRow},
         device::DType,
-        scratch::{self, Needs},
+        scratch,
     },
     model::{Config, Policy},
     optim::{AdamWOptions, OptimizerKind},
@@ -191,7 +191,7 @@ impl Plan {
 
 /// What the CUDA context, the libraries and their workspace take of a device. Not measured here: about
 /// 300 MiB of context and modules on recent devices, 32 MiB of cuBLAS workspace.
-const CUDA_RUNTIME: u64 = 352 << 20;
+pub const CUDA_RUNTIME: u64 = 352 << 20;
 
 /// The plan of `job` done as `setting` says.
 ///
@@ -439,7 +439,10 @@ fn around(job: &Job, setting: Setting) -> Vec<Row> {
             ..plain("data", "tokenised rows", job.rows_on_heap, home, "run")
         },
         Row { resident: from_the_first_pass(step), ..plain("data", "rows of a step", step, home, "step") },
-        Row { resident: from_the_first_pass(small), ..plain("data", "lists, names, events", small, home, "run") },
+        Row {
+            resident: from_the_first_pass(small),
+            ..plain("data", "lists, names, events", small, home, "run")
+        },
         Row {
             resident: by_moment(|moment| if moment == Moment::Saving { BUFFER as u64 } else { 0 }),
             ..plain("data", "buffer of a file being written", BUFFER as u64, home, "save")
@@ -447,15 +450,7 @@ fn around(job: &Job, setting: Setting) -> Vec<Row> {
     ];
     match job.target {
         Target::Cpu { threads } => {
-            let needs = Needs {
-                rows: setting.micro_batch * job.seq_len,
-                keys: job.seq_len + job.set.prefix.as_ref().map_or(0, |prefix| prefix.length),
-                width: job.config.width,
-                head_width: job.config.head_width(),
-                inner: job.config.inner,
-                rank: job.set.loras.iter().map(|lora| lora.rank).max().unwrap_or(0),
-                dropout: job.set.spec.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0),
-            };
+            let needs = trainer_options(job, setting).needs(job.config, job.set);
             let bytes = scratch::bytes(needs, threads) as u64;
             rows.push(Row {
                 resident: from_the_first_pass(bytes),
@@ -468,6 +463,11 @@ fn around(job: &Job, setting: Setting) -> Vec<Row> {
             rows.push(Row {
                 resident: always(CUDA_RUNTIME),
                 ..plain("program", "CUDA context, libraries", CUDA_RUNTIME, Home::Device, "run")
+            });
+            let bytes = trainer_options(job, setting).device_scratch(job.config, job.set) as u64;
+            rows.push(Row {
+                resident: from_the_first_pass(bytes),
+                ..plain("scratch", "what kernels share", bytes, Home::Device, "op")
             });
         }
     }

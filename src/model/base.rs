@@ -5,7 +5,11 @@ use std::path::{Path, PathBuf};
 use engraft_adapters::BaseDescription;
 
 use super::{config::Config, weights, weights::Weights};
-use crate::{embedded, error::Result};
+use crate::{
+    embedded,
+    error::{Error, Result},
+    kernels::device::{DType, Device},
+};
 
 /// Where a base lies.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -36,6 +40,10 @@ pub struct Base {
     pub weights: Weights,
     /// Where it came from.
     pub source: BaseSource,
+    /// What computes on it.
+    pub device: Device,
+    /// Type of its activations: F32 on CPUs.
+    pub activations: DType,
 }
 
 impl Base {
@@ -56,7 +64,19 @@ impl Base {
                 (config, weights)
             }
         };
-        Ok(Self { name: name.to_owned(), config, weights, source: source.clone() })
+        let (device, activations) = (Device::Cpu, DType::F32);
+        Ok(Self { name: name.to_owned(), config, weights, source: source.clone(), device, activations })
+    }
+
+    /// The same base on `device`, computing in `activations`.
+    ///
+    /// # Errors
+    /// [`Error::Input`](crate::error::Error::Input) for activations that the device does not compute in, and as
+    /// [`Weights::bring`].
+    pub fn on(mut self, device: Device, activations: DType) -> Result<Self> {
+        check_activations(device, activations)?;
+        self.weights.bring(device)?;
+        Ok(Self { device, activations, ..self })
     }
 
     /// What adapters must know of this base.
@@ -82,4 +102,23 @@ impl Base {
             BaseSource::Folder(folder) => TokenizerFiles::Folder(folder.clone()),
         }
     }
+}
+
+/// Refuses activations that `device` does not compute in.
+///
+/// # Errors
+/// [`Error::Input`].
+fn check_activations(device: Device, activations: DType) -> Result<()> {
+    if device.is_host() && activations != DType::F32 {
+        return Err(f32_alone(activations));
+    }
+    Ok(())
+}
+
+/// A CPU was asked for other activations.
+pub(crate) fn f32_alone(activations: DType) -> Error {
+    let name = format!("{activations:?}").to_lowercase();
+    Error::input(format!(
+        "--precision {name}: a CPU computes in f32 alone; give --precision f32, or --device cuda"
+    ))
 }

@@ -11,6 +11,7 @@ use crate::{
             Buffer,
             DType::{self, F32, I32, U32},
         },
+        head_loss,
     },
 };
 
@@ -259,7 +260,7 @@ pub struct HeadWork {
     pub stats: Buffer,
     /// Hidden states of a chunk `(chunk, c)`.
     pub gathered: Buffer,
-    /// Logits of a chunk `(chunk, v)`.
+    /// Logits of a chunk `(chunk, v)`, the rows of 16-bit activations a little apart.
     pub logits: Buffer,
     /// Losses of the supervised rows `(n)`.
     pub losses: Buffer,
@@ -276,7 +277,11 @@ impl HeadWork {
         Ok(Self {
             stats: arena.take("stats_f", F32, &[n, 2])?,
             gathered: arena.take("gathered", sizes.activations, &[chunk, config.width])?,
-            logits: arena.take("logits", F32, &[chunk, config.vocab])?,
+            logits: arena.take(
+                "logits",
+                F32,
+                &[chunk, head_loss::stride(config.vocab, sizes.activations)],
+            )?,
             losses: arena.take("losses", F32, &[n])?,
         })
     }

@@ -5,7 +5,7 @@ use crate::{
     kernels::{
         arena::{Arena, Arenas, Place},
         attention::{self, Heads},
-        device::{Buffer, DType::F32},
+        device::{Buffer, DType},
     },
 };
 
@@ -60,17 +60,23 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// Room for `capacity` tokens in each of `rows` rows.
+    /// Room for `capacity` tokens in each of `rows` rows, in the type of the activations.
     ///
     /// # Errors
     /// When memory cannot be reserved.
-    pub fn new(config: &Config, rows: usize, capacity: usize, arenas: &mut Arenas) -> Result<Self> {
+    pub fn new(
+        config: &Config,
+        rows: usize,
+        capacity: usize,
+        activations: DType,
+        arenas: &mut Arenas,
+    ) -> Result<Self> {
         let cut = |arena: &mut Arena| {
             let shape = [rows, capacity, config.width];
             (0..config.layers)
                 .map(|layer| {
-                    let k = arena.take(format!("layer {layer} keys"), F32, &shape)?;
-                    let v = arena.take(format!("layer {layer} values"), F32, &shape)?;
+                    let k = arena.take(format!("layer {layer} keys"), activations, &shape)?;
+                    let v = arena.take(format!("layer {layer} values"), activations, &shape)?;
                     Ok(LayerCache { k, v, capacity, filled: 0 })
                 })
                 .collect()

@@ -47,6 +47,8 @@ pub struct Decoder {
     work: Work,
     stats: Buffer,
     logits: Buffer,
+    /// Logits of a device, copied.
+    on_host: Vec<f32>,
     ids: Buffer,
     positions: Buffer,
     starts: Buffer,
@@ -68,23 +70,27 @@ impl Decoder {
     ) -> Result<Self> {
         check_length(&base, &wiring, capacity)?;
         let config = &base.config;
-        let mut arenas = Arenas::real(None);
-        let mut prompt = Prompt::new(&wiring, config, false, &mut arenas)?;
-        let values = Buffer::from_slice(&values)?;
+        let (device, activations) = (base.device, base.activations);
+        let mut arenas = Arenas::real(None).on(device);
+        let mut prompt = Prompt::new(&wiring, config, activations, false, &mut arenas)?;
+        let values = Buffer::on(device, &values)?;
         if let Some(prompt) = &mut prompt {
             prompt.refresh(values.view());
         }
         let rows = rows.max(1);
-        let cache = Cache::new(config, rows, capacity, &mut arenas)?;
+        let cache = Cache::new(config, rows, capacity, activations, &mut arenas)?;
         // A chunk of the prompt, or one token of each row.
         let limits = Limits { rows: 1, tokens: capacity.clamp(1, CHUNK).max(rows) };
         let n = limits.tokens;
         let ranks = std::array::from_fn(|site| {
             (0..config.layers).map(|layer| wiring.ranks(layer, site)).max().unwrap_or(0)
         });
-        let sizes = Sizes { config, limits, activations: F32 };
+        let sizes = Sizes { config, limits, activations };
         let made = arenas.build("decoding", Place::Memory, |arena| {
-            let x = [arena.take("x", F32, &[n, config.width])?, arena.take("y", F32, &[n, config.width])?];
+            let x = [
+                arena.take("x", activations, &[n, config.width])?,
+                arena.take("y", activations, &[n, config.width])?,
+            ];
             let block = BlockBuffers::cut(arena, "block", sizes, ranks)?;
             let work = Work::cut(arena, sizes)?;
             let stats = arena.take("stats_f", F32, &[rows, 2])?;
@@ -106,6 +112,7 @@ impl Decoder {
             work,
             stats,
             logits,
+            on_host: Vec::new(),
             ids,
             positions,
             starts,
@@ -154,7 +161,7 @@ impl Decoder {
             for chunk in ids.chunks(CHUNK) {
                 self.read(chunk, 1)?;
             }
-            Ok(self.head((ids.len() - 1) % CHUNK, 1))
+            self.head((ids.len() - 1) % CHUNK, 1)
         })
     }
 
@@ -166,7 +173,7 @@ impl Decoder {
         self.check(ids, 1)?;
         on_pool(|| {
             self.read(ids, self.rows)?;
-            Ok(self.head(0, self.rows))
+            self.head(0, self.rows)
         })
     }
 
@@ -231,7 +238,7 @@ impl Decoder {
     }
 
     /// Logits `(count, v)` of `count` rows of the blocks' output from `first` on.
-    fn head(&mut self, first: usize, count: usize) -> &[f32] {
+    fn head(&mut self, first: usize, count: usize) -> Result<&[f32]> {
         let (config, weights) = (&self.base.config, &self.base.weights);
         let norm = layernorm::Norm {
             gain: weights.ln_f.gain.view(),
@@ -244,14 +251,20 @@ impl Decoder {
         let hidden = rows!(self.work.normed, count, c);
         let logits = rows!(mut self.logits, count, config.vocab);
         matmul::frozen_nt(hidden, head_matrix(&self.base), Start::Zero, logits, count);
-        rows!(self.logits, count, config.vocab).host()
+        let logits = rows!(self.logits, count, config.vocab);
+        if logits.device().is_host() {
+            return Ok(logits.host());
+        }
+        self.on_host = logits.to_vec();
+        self.base.device.check()?;
+        Ok(&self.on_host)
     }
 
     /// Cached keys and values of a layer, `(position, c)` each.
     pub(super) fn keys_and_values(&self, layer: usize) -> (Vec<f32>, Vec<f32>) {
         let c = self.base.config.width;
         let (k, v) = self.cache.layers[layer].heads(c);
-        let filled = |view: View| view.slice(0, self.position() * c).to_vec();
+        let filled = |view: View| view.slice(0, self.position() * c).to_floats();
         (filled(k.data), filled(v.data))
     }
 }

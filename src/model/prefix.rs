@@ -9,8 +9,12 @@ use crate::{
         adamw,
         arena::{Arenas, Place},
         cpu::on_pool,
-        device::{Buffer, DType::F32, View, ViewMut},
-        matmul,
+        device::{
+            Buffer,
+            DType::{self, F32},
+            View, ViewMut,
+        },
+        elementwise, matmul,
     },
 };
 
@@ -27,6 +31,8 @@ pub struct Prompt {
     source: PrefixSource,
     /// `(p, 2 l c)`; used only with a network.
     values: Buffer,
+    /// `(p, 2 l c)` in the type of activations that are not FP32.
+    cast: Option<Buffer>,
     /// `(p, 2 l c)`; empty unless trained.
     gradient: Buffer,
     /// Inside of the network, `(p, hidden)`: before and after tanh, and its gradient.
@@ -38,13 +44,14 @@ pub struct Prompt {
 }
 
 impl Prompt {
-    /// Prepares the prefix of a wiring, if it has one, with memory from `arenas`.
+    /// Prepares the prefix of a wiring, if it has one, with memory from `arenas`, for activations of a type.
     ///
     /// # Errors
     /// When memory cannot be reserved.
     pub fn new(
         wiring: &Wiring,
         config: &Config,
+        activations: DType,
         training: bool,
         arenas: &mut Arenas,
     ) -> Result<Option<Self>> {
@@ -59,6 +66,10 @@ impl Prompt {
                 length,
                 source,
                 values: arena.take("projected", F32, &projected)?,
+                cast: match activations {
+                    F32 => None,
+                    other => Some(arena.take("in activations", other, &whole)?),
+                },
                 gradient: arena.take("d prefix", F32, if training { &whole } else { &[0, 0] })?,
                 hidden: [
                     arena.take("before tanh", F32, &[length, hidden])?,
@@ -78,6 +89,13 @@ impl Prompt {
         if let PrefixSource::Projected(network) = self.source {
             on_pool(|| self.forward_network(network, store));
         }
+        if let Some(cast) = &mut self.cast {
+            let values = match self.source {
+                PrefixSource::Direct(at) => store.slice(at, self.length * self.row),
+                PrefixSource::Projected(_) => self.values.view(),
+            };
+            elementwise::cast(values, cast.view_mut());
+        }
     }
 
     fn forward_network(&mut self, network: Projection, store: View) {
@@ -92,19 +110,21 @@ impl Prompt {
         matmul::dense_forward(after.view(), w, b, self.values.view_mut(), (p, hidden, outputs));
     }
 
-    /// Keys and values `(p, 2 l c)`.
+    /// Keys and values `(p, 2 l c)` in the type of the activations, as of the last [`Prompt::refresh`].
     pub fn view<'a>(&'a self, store: View<'a>) -> View<'a> {
-        match self.source {
-            PrefixSource::Direct(at) => store.slice(at, self.length * self.row),
-            PrefixSource::Projected(_) => self.values.view(),
+        match (&self.cast, self.source) {
+            (Some(cast), _) => cast.view(),
+            (None, PrefixSource::Direct(at)) => store.slice(at, self.length * self.row),
+            (None, PrefixSource::Projected(_)) => self.values.view(),
         }
     }
 
     /// Keys and values, and where the blocks add their gradient.
     pub fn parts<'a>(&'a mut self, store: View<'a>) -> (View<'a>, ViewMut<'a>) {
-        let view = match self.source {
-            PrefixSource::Direct(at) => store.slice(at, self.length * self.row),
-            PrefixSource::Projected(_) => self.values.view(),
+        let view = match (&self.cast, self.source) {
+            (Some(cast), _) => cast.view(),
+            (None, PrefixSource::Direct(at)) => store.slice(at, self.length * self.row),
+            (None, PrefixSource::Projected(_)) => self.values.view(),
         };
         (view, self.gradient.view_mut())
     }

@@ -13,7 +13,7 @@ use crate::{
         cpu::on_pool,
         device::View,
         embed,
-        head_loss::{self, Supervised},
+        head_loss::{self, Supervised, Tally},
         layernorm,
         matmul::Matrix,
     },
@@ -139,13 +139,16 @@ impl Stack {
     /// # Errors
     /// When the batch is larger than the limits, or a token is outside the vocabulary.
     pub fn loss(&mut self, trained: Trained, batch: &Batch) -> Result<LossSum> {
-        on_pool(|| self.losses(trained, batch))
+        let mut tally = Tally::default();
+        let tokens = on_pool(|| self.losses(trained, batch, &mut tally))?;
+        self.base.device.check()?;
+        Ok(LossSum { sum: tally.sum(), tokens })
     }
 
-    fn losses(&mut self, trained: Trained, batch: &Batch) -> Result<LossSum> {
+    fn losses(&mut self, trained: Trained, batch: &Batch, tally: &mut Tally) -> Result<usize> {
         let supervised = self.upload(batch)?;
         if supervised == 0 {
-            return Ok(LossSum::default());
+            return Ok(0);
         }
         self.embed(batch);
         let base = Arc::clone(&self.base);
@@ -161,9 +164,9 @@ impl Stack {
         }
         self.flow.enter(&base.weights, Stage::Head, None, self.passed(layers));
         let none = Pass { factor: 0.0, smoothing: 0.0, dropout: Dropout::NONE };
-        let losses = self.head(batch, supervised, none, false);
+        self.head(batch, supervised, none, (false, tally));
         self.flow.leave(&base.weights, self.held.pages(layers));
-        Ok(losses)
+        Ok(supervised)
     }
 
     /// Losses of a micro-batch, and the gradients of all trainables added to `to`.
@@ -177,7 +180,26 @@ impl Stack {
         batch: &Batch,
         pass: Pass,
     ) -> Result<LossSum> {
-        on_pool(|| self.losses_and_gradients(trained, to, batch, pass))
+        let mut tally = Tally::default();
+        let tokens = self.accumulate(trained, to, batch, pass, &mut tally)?;
+        self.base.device.check()?;
+        Ok(LossSum { sum: tally.sum(), tokens })
+    }
+
+    /// As [`Stack::loss_and_gradients`], with the losses added to `tally`: a device is not waited for. Returns how
+    /// many tokens are supervised.
+    ///
+    /// # Errors
+    /// As [`Stack::loss_and_gradients`].
+    pub fn accumulate(
+        &mut self,
+        trained: Trained,
+        to: &mut Gradients,
+        batch: &Batch,
+        pass: Pass,
+        tally: &mut Tally,
+    ) -> Result<usize> {
+        on_pool(|| self.losses_and_gradients(trained, to, batch, pass, tally))
     }
 
     fn losses_and_gradients(
@@ -186,10 +208,11 @@ impl Stack {
         to: &mut Gradients,
         batch: &Batch,
         pass: Pass,
-    ) -> Result<LossSum> {
+        tally: &mut Tally,
+    ) -> Result<usize> {
         let supervised = self.upload(batch)?;
         if supervised == 0 {
-            return Ok(LossSum::default());
+            return Ok(0);
         }
         self.embed(batch);
         let layers = self.base.config.layers;
@@ -197,10 +220,10 @@ impl Stack {
         let back_to = (self.wiring.lowest() < layers).then(|| Stage::Block(layers - 1));
         self.flow.enter(&self.base.weights, Stage::Head, back_to, self.passed(layers));
         moment::enter(Moment::Head);
-        let losses = self.head(batch, supervised, pass, true);
+        self.head(batch, supervised, pass, (true, tally));
         moment::enter(Moment::Backward);
         self.backward(trained, to, batch, pass.dropout, kept)?;
-        Ok(losses)
+        Ok(supervised)
     }
 
     /// Forward through all blocks, each keeping what the policy says.
@@ -267,7 +290,7 @@ impl Stack {
     }
 
     /// Last layer norm, head and loss; with `gradient` also the gradient of the last block's output.
-    fn head(&mut self, batch: &Batch, supervised: usize, pass: Pass, gradient: bool) -> LossSum {
+    fn head(&mut self, batch: &Batch, supervised: usize, pass: Pass, (gradient, tally): (bool, &mut Tally)) {
         let (n, c) = (batch.ids.len(), self.base.config.width);
         let (config, weights) = (&self.base.config, &self.base.weights);
         let norm = layernorm::Norm {
@@ -297,8 +320,7 @@ impl Stack {
                 layernorm::backward(d_normed, x, stats, norm, rows!(mut back.grad, n, c));
             }
         }
-        let losses: Vec<f32> = rows!(space.losses, supervised, 1).to_vec();
-        LossSum { sum: losses.iter().map(|&loss| f64::from(loss)).sum(), tokens: supervised }
+        tally.add(rows!(space.losses, supervised, 1));
     }
 
     /// Brings a micro-batch to the device; returns how many tokens are supervised.

@@ -1,10 +1,12 @@
 //! From gradients to new values: AdamW over the flat store, clipping, learning-rate schedules.
 
+mod loss_scale;
 mod moments;
 mod optimizer;
 pub mod schedule;
 mod windows;
 
+pub use loss_scale::LossScale;
 pub use moments::{Moments, OptimizerKind, Stored};
 pub use optimizer::{AdamWOptions, Optimizer};
 pub use windows::{Window, windows};

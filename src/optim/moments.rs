@@ -102,7 +102,7 @@ impl Moments {
     pub(super) fn check(&self, tensors: &[Stored]) -> Result<()> {
         let found: Vec<_> = tensors.iter().map(|t| (t.name, t.dtype, t.bytes.len())).collect();
         let own: Vec<_> =
-            self.tensors().iter().map(|(name, view)| (*name, view.dtype(), view.bytes().len())).collect();
+            self.tensors().iter().map(|(name, view)| (*name, view.dtype(), view.size())).collect();
         if found == own {
             return Ok(());
         }

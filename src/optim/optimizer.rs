@@ -2,7 +2,7 @@
 
 use super::{Moments, OptimizerKind, Stored, Window, windows};
 use crate::{
-    error::{Error, Result},
+    error::Result,
     kernels::{
         adamw::{self, Update},
         adamw8,
@@ -57,21 +57,20 @@ impl Optimizer {
         Ok(Self { kind, options, moments, windows: windows(segments, kind), step: 0, pager })
     }
 
-    /// One update of `values`; returns the norm of the gradient before clipping to `clip` (0: no clipping).
-    ///
-    /// The factor of clipping is `min(1, clip / (norm + 1e-6))`, as in PyTorch's `clip_grad_norm_`.
-    ///
-    /// # Errors
-    /// When the norm is not finite: values and moments are left as they were.
-    pub fn update(&mut self, mut values: ViewMut, gradient: View, lr: f64, clip: f64) -> Result<f64> {
-        let norm = adamw::square_sum(gradient).sqrt();
-        if !norm.is_finite() {
-            return Err(Error::failed(format!(
-                "the gradient of step {} is not finite ({norm}); lower --lr or set --clip 1",
-                self.step + 1
-            )));
+    /// One update of `values` by a gradient that is `scale` times too large; returns the norm of the true gradient
+    /// before clipping to `clip` (0: no clipping). Where that is not finite values and moments are left as they
+    /// were, and the update does not count.
+    pub fn update(&mut self, values: ViewMut, gradient: View, lr: f64, clip: f64, scale: f64) -> f64 {
+        let clipping = adamw::clipping(gradient, clip, scale);
+        if clipping.allows_update() {
+            self.all_windows(values, gradient, lr, clipping.factor());
         }
-        let factor = if clip > 0.0 { (clip / (norm + 1e-6)).min(1.0) } else { 1.0 };
+        let norm = clipping.norm();
+        self.step += u64::from(norm.is_finite());
+        norm
+    }
+
+    fn all_windows(&mut self, mut values: ViewMut, gradient: View, lr: f64, factor: f64) {
         let AdamWOptions { betas, eps, weight_decay } = self.options;
         let update = Update { step: self.step + 1, lr, betas, epsilon: eps, weight_decay, factor };
         for (index, window) in self.windows.iter().enumerate() {
@@ -92,8 +91,6 @@ impl Optimizer {
         if let Some(pager) = &mut self.pager {
             pager.wait();
         }
-        self.step += 1;
-        Ok(norm)
     }
 
     /// Updates made so far.
@@ -157,7 +154,7 @@ mod tests {
 
     fn go_on(values: &mut Vec<f32>, optimizer: &mut Optimizer, step: u64) {
         let gradient = numbers(10 + step, values.len());
-        optimizer.update(values.as_mut_slice().into(), gradient[..].into(), 1e-3, 1.0).unwrap();
+        optimizer.update(values.as_mut_slice().into(), gradient[..].into(), 1e-3, 1.0, 1.0);
     }
 
     fn copies(optimizer: &Optimizer) -> Vec<(&'static str, crate::kernels::device::DType, Vec<u8>)> {

@@ -32,13 +32,14 @@ impl Evaluator {
     ) -> Result<Self> {
         let sets: Vec<(&AdapterSet, f32)> = adapter.iter().map(|(set, _)| (*set, 1.0)).collect();
         let wiring = Wiring::new(&sets, base.config.layers)?;
-        let values = Buffer::from_slice(adapter.map_or(&[][..], |(_, values)| values))?;
-        let mut arenas = Arenas::real(None);
-        let mut prompt = Prompt::new(&wiring, &base.config, false, &mut arenas)?;
+        let (device, activations) = (base.device, base.activations);
+        let values = Buffer::on(device, adapter.map_or(&[][..], |(_, values)| values))?;
+        let mut arenas = Arenas::real(None).on(device);
+        let mut prompt = Prompt::new(&wiring, &base.config, activations, false, &mut arenas)?;
         if let Some(prompt) = &mut prompt {
             prompt.refresh(values.view());
         }
-        let policy = Policy { head_rows, ..Policy::default() };
+        let policy = Policy { head_rows, activations, ..Policy::default() };
         let stack = Stack::new(base, wiring, limits, policy, false, &mut arenas)?;
         Ok(Self { stack, values, prompt })
     }

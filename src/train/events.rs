@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::{data::DataReport, error::Result, memory::choose::Choice};
+use crate::{data::DataReport, error::Result, memory::choose::Choice, optim::LossScale};
 
 /// Receives events; an error it returns ends the run.
 pub trait Reporter {
@@ -76,6 +76,8 @@ pub struct Step {
     pub tokens: usize,
     /// All input tokens over seconds.
     pub tokens_per_s: f64,
+    /// The loss scale behind the step, and how often gradients overflowed so far.
+    pub scale: LossScale,
 }
 
 /// One evaluation.

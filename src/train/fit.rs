@@ -14,15 +14,18 @@ use super::{
 use crate::{
     data::Dataset,
     error::{Error, Result},
-    kernels::arena::Arenas,
+    kernels::{
+        arena::{Arenas, Place},
+        device::DType,
+    },
     memory::{
         budget::{self, Limit},
         calibrate::Rates,
         choose::{Choice, Wish, choose, size},
         machine,
-        plan::{Job, Setting, Target},
+        plan::{BaseBytes, Job, Setting, Target},
     },
-    model::{Base, BaseSource, Config},
+    model::{Base, BaseSource, Config, base::f32_alone},
     optim::OptimizerKind,
 };
 
@@ -37,10 +40,34 @@ pub(super) fn job<'a>(options: &RunOptions, base: &'a Base, prepared: &'a Prepar
         set: &prepared.set,
         batch: options.batch,
         seq_len: prepared.longest(),
-        target: cpu(),
+        target: if base.device.is_host() { cpu() } else { Target::Cuda },
         program: budget::program(),
         rows_on_heap: if held { 0 } else { rows_on_heap },
-        streamable: base.source != BaseSource::Embedded,
+        streamable: base.source != BaseSource::Embedded && base.device.is_host(),
+    }
+}
+
+/// Refuses what a device cannot do.
+///
+/// # Errors
+/// [`Error::Input`] with the option.
+fn check_wish(wish: Wish, target: Target) -> Result<()> {
+    if target != Target::Cuda {
+        return match wish.activations {
+            None | Some(DType::F32) => Ok(()),
+            Some(activations) => Err(f32_alone(activations)),
+        };
+    }
+    let asked = [
+        ("stream-base", wish.stream == Some(true)),
+        ("offload-inputs", wish.inputs == Some(Place::Disk)),
+        ("offload-optimizer", wish.moments == Some(Place::Disk)),
+    ];
+    match asked.into_iter().find(|(_, asked)| *asked) {
+        None => Ok(()),
+        Some((option, _)) => Err(Error::input(format!(
+            "--{option} on: a CUDA device keeps everything in its own memory; leave it out, or give --device cpu"
+        ))),
     }
 }
 
@@ -80,10 +107,11 @@ pub fn draft(options: &RunOptions, draft: Draft) -> Result<Choice> {
         rows_on_heap: 0,
         streamable: draft.streamable,
     };
-    let budget = match (options.memory, draft.target) {
+    check_wish(options.wish, draft.target)?;
+    let budget = match draft.target {
         // Nobody knows how much an absent device has.
-        (Limit::Auto, Target::Cuda) => None,
-        (limit, _) => budget::bytes(limit, program),
+        Target::Cuda => budget::device_bytes(options.memory, None, 0),
+        Target::Cpu { .. } => budget::bytes(options.memory, program),
     };
     match draft.target {
         Target::Cpu { .. } => {
@@ -101,6 +129,9 @@ fn unmeasured(mut choice: Choice) -> Choice {
 
 /// The choice by the speeds of this machine, which are measured only where they decide anything.
 fn by_speed(cache: Option<&Path>, job: &Job, wish: Wish, budget: Option<u64>) -> Result<Choice> {
+    if job.target == Target::Cuda {
+        return choose(job, wish, budget, &Rates::NOMINAL_GPU).map(unmeasured);
+    }
     if let Some(rates) = Rates::cached(cache) {
         return choose(job, wish, budget, &rates);
     }
@@ -115,8 +146,8 @@ fn by_speed(cache: Option<&Path>, job: &Job, wish: Wish, budget: Option<u64>) ->
 ///
 /// # Errors
 /// When the save holds something else than numbers where they belong.
-pub(super) fn wish(options: &RunOptions, past: Option<&SaveInfo>) -> Wish {
-    let mut wish = options.wish;
+pub(super) fn wish(options: &RunOptions, base: &Base, past: Option<&SaveInfo>) -> Wish {
+    let mut wish = Wish { activations: Some(base.activations), ..options.wish };
     let Some(past) = past else { return wish };
     let number = |name: &str| past.options.get(name).and_then(|value| value.parse().ok());
     wish.micro_batch = wish.micro_batch.or_else(|| number(MICRO_BATCH));
@@ -142,8 +173,17 @@ pub(super) fn identity(setting: Setting) -> [(String, String); 3] {
 ///
 /// # Errors
 /// When nothing fits, with the smallest plan that there is.
-pub(super) fn plan(options: &RunOptions, job: &Job, wish: Wish) -> Result<Choice> {
-    by_speed(options.cache.as_deref(), job, wish, budget::bytes(options.memory, job.program))
+pub(super) fn plan(options: &RunOptions, base: &Base, job: &Job, wish: Wish) -> Result<Choice> {
+    check_wish(wish, job.target)?;
+    let budget = match job.target {
+        Target::Cuda => budget::device_bytes(options.memory, base.device.free(), base_bytes(base)),
+        Target::Cpu { .. } => budget::bytes(options.memory, job.program),
+    };
+    by_speed(options.cache.as_deref(), job, wish, budget)
+}
+
+fn base_bytes(base: &Base) -> u64 {
+    BaseBytes::of(&base.config).total()
 }
 
 /// The next smaller plan after `choice`, which the machine has no room for: within what is free now, and
@@ -151,9 +191,19 @@ pub(super) fn plan(options: &RunOptions, job: &Job, wish: Wish) -> Result<Choice
 ///
 /// # Errors
 /// When there is none.
-pub(super) fn smaller(options: &RunOptions, job: &Job, wish: Wish, choice: &Choice) -> Result<Choice> {
+pub(super) fn smaller(
+    options: &RunOptions,
+    base: &Base,
+    job: &Job,
+    wish: Wish,
+    choice: &Choice,
+) -> Result<Choice> {
     let less = choice.chosen.peak() - budget::wanted(&choice.chosen.plan) / 4;
-    let free = budget::bytes(Limit::Auto, job.program).unwrap_or(less);
+    let free = match job.target {
+        Target::Cuda => budget::device_bytes(Limit::Auto, base.device.free(), base_bytes(base)),
+        Target::Cpu { .. } => budget::bytes(Limit::Auto, job.program),
+    };
+    let free = free.unwrap_or(less);
     by_speed(options.cache.as_deref(), job, wish, Some(less.min(free)))
 }
 
@@ -185,7 +235,8 @@ pub(super) fn trainer(
     choice: &Choice,
     spool: &Path,
 ) -> Result<Trainer> {
-    check(choice, (options.free_memory)())?;
+    let free = if base.device.is_host() { (options.free_memory)() } else { base.device.free() };
+    check(choice, free)?;
     let Setting { micro_batch, policy, optimizer } = choice.chosen.plan.setting;
     let trainer_options = TrainerOptions {
         rows: micro_batch,
@@ -197,6 +248,6 @@ pub(super) fn trainer(
         label_smoothing: options.label_smoothing,
         seed: options.seed,
     };
-    let arenas = Arenas::real(Some(spool.to_owned()));
+    let arenas = Arenas::real(Some(spool.to_owned())).on(base.device);
     Trainer::new(Arc::clone(base), prepared.set.clone(), values, trainer_options, arenas)
 }

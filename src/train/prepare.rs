@@ -246,6 +246,7 @@ pub(super) fn describe(options: &RunOptions, base: &Base, prepared: &Prepared, s
         spec: set.spec.clone(),
         tensors: set.layout.tensors.iter().map(|slot| format!("{} {:?}", slot.name, slot.shape)).collect(),
         optimizer: setting.optimizer.name().to_owned(),
+        loss_scale: None,
     }
 }
 

@@ -131,6 +131,7 @@ mod tests {
             spec: Default::default(),
             tensors: vec!["a [2]".to_owned()],
             optimizer: "adamw".to_owned(),
+            loss_scale: None,
         }
     }
 

@@ -86,8 +86,8 @@ fn go(
     let (past, damaged) = past.map_or((None, Vec::new()), |(past, damaged)| (Some(past), damaged));
     let trace = options.memory_trace.as_ref().map(|_| Trace::start()).transpose()?;
     let mut prepared = prepare(options, base, tokenizer, past.as_ref(), folder.path())?;
-    let wish = fit::wish(options, past.as_ref().map(|past| &past.info));
-    let choice = fit::plan(options, &fit::job(options, base, &prepared), wish)?;
+    let wish = fit::wish(options, base, past.as_ref().map(|past| &past.info));
+    let choice = fit::plan(options, base, &fit::job(options, base, &prepared), wish)?;
     let info = describe(options, base, &prepared, choice.chosen.plan.setting);
     let longer = match &past {
         None => None,
@@ -105,6 +105,7 @@ fn go(
     if let Some(past) = past {
         resume::check_finite(&past)?;
         trainer.restore(past.info.step, &past.tensors())?;
+        trainer.restore_loss_scale(past.info.loss_scale);
     }
     folder.claim()?;
     folder.write_config(&options.config_text)?;
@@ -154,7 +155,7 @@ impl Planned {
             trainer => return Ok(Self { trainer: trainer?, choice, before, smaller: None }),
         };
         let job = fit::job(options, base, prepared);
-        let Ok(choice) = fit::smaller(options, &job, wish, &choice) else {
+        let Ok(choice) = fit::smaller(options, base, &job, wish, &choice) else {
             return Err(Error::Memory(reason));
         };
         let trainer = fit::trainer(options, base, prepared, &values, &choice, spool)?;
@@ -243,6 +244,7 @@ impl Run<'_> {
             grad_norm: report.grad_norm,
             tokens: report.tokens,
             tokens_per_s: per_second(report.input_tokens, seconds),
+            scale: report.scale,
         };
         reporter.event(&Event::Step(&event))?;
         Ok((report.input_tokens, seconds))
@@ -320,7 +322,8 @@ impl Run<'_> {
 
     fn write_save(&self, trainer: &Trainer) -> Result<PathBuf> {
         moment::enter(Moment::Saving);
-        let info = save::SaveInfo { step: trainer.steps_done(), ..self.info.clone() };
+        let loss_scale = trainer.loss_scale();
+        let info = save::SaveInfo { step: trainer.steps_done(), loss_scale, ..self.info.clone() };
         let path = save::write(&self.folder.saves(), &info, &trainer.tensors())?;
         save::prune(&self.folder.saves(), info.step, self.options.keep)?;
         Ok(path)
@@ -329,7 +332,7 @@ impl Run<'_> {
     fn write_adapter(&self, trainer: &Trainer) -> Result<()> {
         let projected = trainer.projected();
         let (values, description) = (trainer.values(), self.base.description());
-        Ok(peft::save(&self.folder.adapter(), trainer.set(), values, projected.as_deref(), &description)?)
+        Ok(peft::save(&self.folder.adapter(), trainer.set(), &values, projected.as_deref(), &description)?)
     }
 
     fn finish(&self, trainer: &Trainer, tokens_per_s: f64, reporter: &mut dyn Reporter) -> Result<Finished> {
@@ -350,7 +353,8 @@ impl Run<'_> {
     fn counted(&self) -> Option<events::Counted> {
         let planned = self.before as u64 + self.choice.chosen.plan.counted();
         let counted = counting::measured_peak() as u64;
-        (counting::peak() > 0).then_some(events::Counted { planned, counted })
+        // Of a device's run the host holds what no plan counts.
+        (counting::peak() > 0 && self.base.device.is_host()).then_some(events::Counted { planned, counted })
     }
 
     fn start(&self, trainer: &Trainer) -> events::Start {

@@ -24,7 +24,7 @@ use super::Machine;
 use crate::{
     error::{Error, Result},
     kernels::device::{Bytes, DType, View},
-    optim::Stored,
+    optim::{LossScale, Stored},
 };
 
 /// Version of the file format; another one is refused.
@@ -59,6 +59,9 @@ pub struct SaveInfo {
     pub tensors: Vec<String>,
     /// Name of the optimizer, on which the other tensors of the file depend.
     pub optimizer: String,
+    /// The loss scale of a run in FP16.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss_scale: Option<LossScale>,
 }
 
 /// A verified save: its description, and where its tensors lie in the file.
@@ -116,8 +119,9 @@ pub fn write(folder: &Path, info: &SaveInfo, tensors: &[(&str, View)]) -> Result
 
 fn stream(file: &mut dyn Write, info: &SaveInfo, tensors: &[(&str, View)]) -> io::Result<()> {
     let info = serde_json::to_string(info)?;
-    let stored =
-        || tensors.iter().map(|(name, view)| Stored { name, dtype: view.dtype(), bytes: view.bytes() });
+    // Of a device a copy, made once.
+    let held: Vec<_> = tensors.iter().map(|(name, view)| (*name, view.dtype(), view.to_bytes())).collect();
+    let stored = || held.iter().map(|(name, dtype, bytes)| Stored { name, dtype: *dtype, bytes });
     file.write_all(&header(&info, &checksum(&info, stored()), stored())?)?;
     stored().try_for_each(|tensor| file.write_all(tensor.bytes))
 }

@@ -1,6 +1,6 @@
 //! One optimizer step over micro-batches, and evaluation: the engine of a training run.
 
-use std::sync::Arc;
+use std::{borrow::Cow, sync::Arc};
 
 use engraft_adapters::{AdapterSet, TensorSlot};
 
@@ -10,11 +10,18 @@ use crate::{
     kernels::{
         arena::{Arenas, Place, TableRow},
         cpu::on_pool,
-        device::{Buffer, DType::F32, View},
+        device::{
+            Buffer,
+            DType::{F16, F32},
+            Device, View,
+        },
+        device_scratch,
+        head_loss::Tally,
+        scratch::Needs,
     },
     memory::moment::{self, Moment},
     model::{Base, Config, Gradients, Limits, LossSum, Pass, Policy, Prompt, Stack, Trained, Wiring},
-    optim::{AdamWOptions, Optimizer, OptimizerKind, Stored},
+    optim::{AdamWOptions, LossScale, Optimizer, OptimizerKind, Stored},
 };
 
 use super::save::VALUES;
@@ -44,6 +51,29 @@ impl TrainerOptions {
     fn limits(&self) -> Limits {
         Limits { rows: self.rows, tokens: self.seq_len }
     }
+
+    /// What scratch depends on, for `set` on a base of `config`.
+    pub fn needs(&self, config: &Config, set: &AdapterSet) -> Needs {
+        Needs {
+            rows: self.rows * self.seq_len,
+            keys: self.seq_len + set.prefix.as_ref().map_or(0, |prefix| prefix.length),
+            width: config.width,
+            head_width: config.head_width(),
+            inner: config.inner,
+            rank: set.loras.iter().map(|lora| lora.rank).max().unwrap_or(0),
+            dropout: set.spec.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0),
+        }
+    }
+
+    /// Bytes that the kernels of a CUDA device share.
+    pub fn device_scratch(&self, config: &Config, set: &AdapterSet) -> usize {
+        device_scratch::training(
+            self.needs(config, set),
+            self.policy.activations,
+            config.vocab,
+            set.layout.len,
+        )
+    }
 }
 
 /// What an optimizer step did.
@@ -57,6 +87,8 @@ pub struct StepReport {
     pub tokens: usize,
     /// Input tokens, padding included.
     pub input_tokens: usize,
+    /// The loss scale behind the step, and how often gradients overflowed so far.
+    pub scale: LossScale,
 }
 
 /// The loss of a data set.
@@ -94,7 +126,7 @@ impl Trainables {
         arenas: &mut Arenas,
     ) -> Result<Self> {
         let len = set.layout.len;
-        let prompt = Prompt::new(wiring, config, true, arenas)?;
+        let prompt = Prompt::new(wiring, config, options.policy.activations, true, arenas)?;
         let (store, gradient) = arenas.build("trainables", Place::Memory, |arena| {
             Ok((arena.take("values", F32, &[len])?, arena.take("gradient", F32, &[len])?))
         })?;
@@ -116,6 +148,9 @@ pub struct Trainer {
     options: TrainerOptions,
     dropout: f64,
     table: Vec<TableRow>,
+    scale: LossScale,
+    /// What the gradient in its buffer is too large by.
+    gradient_scale: f64,
 }
 
 impl Trainer {
@@ -141,11 +176,24 @@ impl Trainer {
         let Trainables { prompt, mut store, gradient, optimizer } =
             Trainables::cut(&base.config, &wiring, &set, options, &mut arenas)?;
         store.view_mut().upload(values);
+        base.device.reserve(options.device_scratch(&base.config, &set))?;
+        let scale = if options.policy.activations == F16 { LossScale::dynamic() } else { LossScale::NONE };
         let stack = Stack::new(base, wiring, options.limits(), options.policy, true, &mut arenas)?;
         let dropout = set.spec.lora.as_ref().map_or(0.0, |lora| lora.dropout);
         let table = arenas.into_rows();
-        let mut trainer =
-            Self { set, stack, values: store, gradient, prompt, optimizer, options, dropout, table };
+        let mut trainer = Self {
+            set,
+            stack,
+            values: store,
+            gradient,
+            prompt,
+            optimizer,
+            options,
+            dropout,
+            table,
+            scale,
+            gradient_scale: 1.0,
+        };
         trainer.refresh();
         Ok(trainer)
     }
@@ -165,28 +213,39 @@ impl Trainer {
     /// One optimizer step over all of `micro_batches`; every supervised token counts the same.
     ///
     /// # Errors
-    /// When a token is outside the vocabulary, nothing is supervised, or the gradient is not finite;
-    /// the adapter is then as before.
+    /// When a token is outside the vocabulary, nothing is supervised, the gradient is not finite, or a device
+    /// fails; the adapter is then as before, unless the device is lost.
     pub fn step(&mut self, micro_batches: &[Batch], lr: f64) -> Result<StepReport> {
-        let losses = self.accumulate(micro_batches)?;
-        if !losses.sum.is_finite() {
-            let step = self.steps_done() + 1;
-            return Err(Error::failed(format!(
-                "the loss of step {step} is not finite ({}); lower --lr",
-                losses.sum
-            )));
-        }
-        moment::enter(Moment::Update);
-        let grad_norm = on_pool(|| {
-            let gradient = self.gradient.view();
-            self.optimizer.update(self.values.view_mut(), gradient, lr, self.options.clip)
-        })?;
+        let step = self.steps_done() + 1;
+        let (losses, grad_norm) = loop {
+            let losses = self.accumulate(micro_batches)?;
+            if !losses.sum.is_finite() {
+                return Err(Error::failed(format!(
+                    "the loss of step {step} is not finite ({}); lower --lr{}",
+                    losses.sum,
+                    if self.scale.is_dynamic() { ", or give --precision bf16 or f32" } else { "" }
+                )));
+            }
+            let (scale, clip) = (self.gradient_scale, self.options.clip);
+            moment::enter(Moment::Update);
+            let norm = on_pool(|| {
+                let gradient = self.gradient.view();
+                self.optimizer.update(self.values.view_mut(), gradient, lr, clip, scale)
+            });
+            self.stack.base().device.check()?;
+            if norm.is_finite() {
+                self.scale.succeeded();
+                break (losses, norm);
+            }
+            self.scale.overflowed(step, norm)?;
+        };
         self.refresh();
         Ok(StepReport {
             loss: losses.sum / losses.tokens as f64,
             grad_norm,
             tokens: losses.tokens,
             input_tokens: micro_batches.iter().map(|batch| batch.ids.len()).sum(),
+            scale: self.scale,
         })
     }
 
@@ -202,20 +261,29 @@ impl Trainer {
         }
         self.gradient.view_mut().clear();
         self.refresh();
-        let mut total = LossSum::default();
+        self.gradient_scale = self.scale.factor();
+        let factor = self.gradient_scale as f32 / supervised as f32;
+        let (mut tally, mut tokens) = (Tally::default(), 0);
         let mut first_row = 0;
         for batch in micro_batches {
-            let losses = self.micro_batch(batch, 1.0 / supervised as f32, first_row)?;
-            total = LossSum { sum: total.sum + losses.sum, tokens: total.tokens + losses.tokens };
+            tokens += self.micro_batch(batch, factor, first_row, &mut tally)?;
             first_row += batch.rows;
         }
         if let Some(prompt) = &mut self.prompt {
             prompt.backward(self.values.view(), self.gradient.view_mut());
         }
-        Ok(total)
+        // The losses of all micro-batches are read here, once a step.
+        self.stack.base().device.check()?;
+        Ok(LossSum { sum: tally.sum(), tokens })
     }
 
-    fn micro_batch(&mut self, batch: &Batch, factor: f32, first_row: usize) -> Result<LossSum> {
+    fn micro_batch(
+        &mut self,
+        batch: &Batch,
+        factor: f32,
+        first_row: usize,
+        tally: &mut Tally,
+    ) -> Result<usize> {
         let TrainerOptions { seed, seq_len, label_smoothing, .. } = self.options;
         let step = self.optimizer.step();
         let dropout = Pass::dropout(self.dropout, seed, step, first_row, batch.seq_len, seq_len);
@@ -230,7 +298,7 @@ impl Trainer {
             }
         };
         let mut to = Gradients { store: self.gradient.view_mut(), prompt: d_prompt };
-        self.stack.loss_and_gradients(Trained { values, prompt }, &mut to, batch, pass)
+        self.stack.accumulate(Trained { values, prompt }, &mut to, batch, pass, tally)
     }
 
     /// Mean loss over `batches`, without dropout or smoothing; changes nothing.
@@ -278,19 +346,41 @@ impl Trainer {
         Ok(())
     }
 
+    /// What it computes on.
+    pub fn device(&self) -> Device {
+        self.stack.base().device
+    }
+
     /// The adapter set being trained.
     pub fn set(&self) -> &AdapterSet {
         &self.set
     }
 
     /// The flat store.
-    pub fn values(&self) -> &[f32] {
-        self.values.view().host()
+    pub fn values(&self) -> Cow<'_, [f32]> {
+        let view = self.values.view();
+        if view.device().is_host() { Cow::Borrowed(view.host()) } else { Cow::Owned(view.to_vec()) }
     }
 
     /// The gradient that the last step or [`Trainer::accumulate`] left, in the layout of the store.
     pub fn gradient(&self) -> Vec<f32> {
-        self.gradient.view().to_vec()
+        let mut gradient: Vec<f32> = self.gradient.view().to_vec();
+        if self.gradient_scale != 1.0 {
+            gradient.iter_mut().for_each(|g| *g = (f64::from(*g) / self.gradient_scale) as f32);
+        }
+        gradient
+    }
+
+    /// The loss scale, for a save; `None` where there is none.
+    pub fn loss_scale(&self) -> Option<LossScale> {
+        self.scale.is_dynamic().then_some(self.scale)
+    }
+
+    /// Goes on with the loss scale of a save.
+    pub fn restore_loss_scale(&mut self, scale: Option<LossScale>) {
+        if let Some(scale) = scale.filter(|_| self.scale.is_dynamic()) {
+            self.scale = scale;
+        }
     }
 
     /// Keys and values `(p, 2 l c)` of a prefix with a projection; `None` without one.

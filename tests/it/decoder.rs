@@ -5,7 +5,7 @@ use std::{ops::Range, sync::Arc};
 use engraft::{
     data::{NO_LOSS, Row},
     kernels::arena::Arenas,
-    kernels::device::Buffer,
+    kernels::device::{Buffer, DType},
     model::{Base, Decoder, Limits, Policy, Prompt, Stack, Trained, Wiring},
 };
 use engraft_adapters::rng;
@@ -69,7 +69,7 @@ fn stack_losses(base: &Arc<Base>, case: &Case, ids: &[u32], places: Range<usize>
     let limits = Limits { rows: 1, tokens: ids.len() };
     let wiring = wiring(base, case);
     let mut arenas = Arenas::real(None);
-    let mut prompt = Prompt::new(&wiring, &base.config, false, &mut arenas).unwrap();
+    let mut prompt = Prompt::new(&wiring, &base.config, DType::F32, false, &mut arenas).unwrap();
     let mut stack =
         Stack::new(Arc::clone(base), wiring, limits, Policy::default(), false, &mut arenas).unwrap();
     let store = Buffer::from_slice(&case.values).unwrap();

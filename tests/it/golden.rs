@@ -318,7 +318,7 @@ fn separate_q_and_v_match_peft() {
     }
     // Written for PEFT, it is the fused file again, with zeros where PEFT's has them.
     let folder = tempfile::tempdir().unwrap();
-    peft::save(&folder.path().join("a"), &set, trained, None, &base.description()).unwrap();
+    peft::save(&folder.path().join("a"), &set, &trained, None, &base.description()).unwrap();
     let file = folder.path().join("a/adapter_model.safetensors");
     let written = candle_core::safetensors::load(file, &Device::Cpu).unwrap();
     for (name, tensor) in written {

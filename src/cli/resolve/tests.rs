@@ -130,6 +130,7 @@ fn what_is_fixed_reaches_the_plan() {
         inputs: Some(Place::Memory),
         moments: Some(Place::Disk),
         optimizer: Some(OptimizerKind::AdamW8bit),
+        activations: None,
     };
     assert_eq!((options.wish, options.memory), (wish, Limit::Bytes(1536 << 20)));
     let auto =

@@ -13,6 +13,8 @@ use super::device::{Device, View, ViewMut};
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 pub mod reference;
 #[cfg(test)]
 mod tests;
@@ -36,6 +38,8 @@ pub enum Activation {
 pub fn forward(kind: Activation, x: View, y: ViewMut) {
     match y.device() {
         Device::Cpu => cpu::forward(kind, x.host(), y.host()),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::forward(gpu, kind, x, y),
     }
 }
 
@@ -43,5 +47,7 @@ pub fn forward(kind: Activation, x: View, y: ViewMut) {
 pub fn backward(kind: Activation, x: View, d: ViewMut) {
     match d.device() {
         Device::Cpu => cpu::backward(kind, x.host(), d.host()),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::backward(gpu, kind, x, d),
     }
 }

@@ -44,6 +44,13 @@ impl Factors {
         }
     }
 
+    /// Without the factor, which a device finds by itself, in the order of its kernels.
+    #[cfg(feature = "cuda")]
+    pub fn on_device(self) -> [f32; 8] {
+        let Self { betas: (b1, b2), complements: (c1, c2), step_size, root, keep, epsilon, .. } = self;
+        [b1, b2, c1, c2, step_size, root, keep, epsilon]
+    }
+
     /// Updates slices of one length; to be called inside [`vectorised`].
     #[inline(always)]
     pub fn apply(self, w: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32]) {

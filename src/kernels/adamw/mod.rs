@@ -5,8 +5,12 @@
 //! `w -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)`.
 
 use super::device::{Device, View, ViewMut};
+#[cfg(feature = "cuda")]
+use super::{cuda::Gpu, elementwise};
 
 pub(super) mod cpu;
+#[cfg(feature = "cuda")]
+pub(super) mod cuda;
 pub mod reference;
 #[cfg(test)]
 mod tests;
@@ -32,6 +36,73 @@ pub struct Update {
 pub fn square_sum(gradient: View) -> f64 {
     match gradient.device() {
         Device::Cpu => cpu::square_sum(gradient.host()),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => {
+            cuda::clipping(gpu, gradient, 0.0, 1.0);
+            cuda::control(gpu).0
+        }
+    }
+}
+
+/// The norm of a gradient and the factor that follows from it: known on the host, or left on a device where the
+/// update finds them.
+#[derive(Debug, Clone, Copy)]
+pub enum Clipping {
+    /// Known.
+    Known {
+        /// Norm of the unscaled gradient.
+        norm: f64,
+        /// Unscaling and clipping.
+        factor: f64,
+    },
+    /// On its way. An [`update`] of a gradient that is not finite then changes nothing.
+    #[cfg(feature = "cuda")]
+    OnDevice(&'static Gpu),
+}
+
+impl Clipping {
+    /// What [`Update::factor`] has to be.
+    pub fn factor(self) -> f64 {
+        match self {
+            Self::Known { factor, .. } => factor,
+            #[cfg(feature = "cuda")]
+            Self::OnDevice(_) => 1.0,
+        }
+    }
+
+    /// Whether an update may be asked for: not of a gradient that is known not to be finite.
+    pub fn allows_update(self) -> bool {
+        match self {
+            Self::Known { norm, .. } => norm.is_finite(),
+            #[cfg(feature = "cuda")]
+            Self::OnDevice(_) => true,
+        }
+    }
+
+    /// The norm of the unscaled gradient, waiting for a device that still computes it.
+    pub fn norm(self) -> f64 {
+        match self {
+            Self::Known { norm, .. } => norm,
+            #[cfg(feature = "cuda")]
+            Self::OnDevice(gpu) => cuda::control(gpu).1,
+        }
+    }
+}
+
+/// Norm of `gradient / loss_scale`, and `1 / loss_scale` times the factor of clipping to `clip` (0: none),
+/// `min(1, clip / (norm + 1e-6))` as in PyTorch's `clip_grad_norm_`.
+pub fn clipping(gradient: View, clip: f64, loss_scale: f64) -> Clipping {
+    match gradient.device() {
+        Device::Cpu => {
+            let norm = cpu::square_sum(gradient.host()).sqrt() / loss_scale;
+            let factor = if clip > 0.0 { (clip / (norm + 1e-6)).min(1.0) } else { 1.0 };
+            Clipping::Known { norm, factor: factor / loss_scale }
+        }
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => {
+            cuda::clipping(gpu, gradient, clip, loss_scale);
+            Clipping::OnDevice(gpu)
+        }
     }
 }
 
@@ -39,6 +110,8 @@ pub fn square_sum(gradient: View) -> f64 {
 pub fn update(values: ViewMut, gradient: View, first: ViewMut, second: ViewMut, update: Update) {
     match gradient.device() {
         Device::Cpu => cpu::update(values.host(), gradient.host(), first.host(), second.host(), update),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::update(gpu, values, gradient, first, second, update),
     }
 }
 
@@ -46,5 +119,7 @@ pub fn update(values: ViewMut, gradient: View, first: ViewMut, second: ViewMut, 
 pub fn add(from: View, to: ViewMut) {
     match from.device() {
         Device::Cpu => to.host::<f32>().iter_mut().zip(from.host::<f32>()).for_each(|(to, from)| *to += from),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => elementwise::cuda::add(gpu, from, &to),
     }
 }

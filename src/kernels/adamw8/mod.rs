@@ -21,6 +21,8 @@ use super::{
 
 mod codebook;
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 pub mod reference;
 #[cfg(test)]
 mod tests;
@@ -73,5 +75,7 @@ pub struct Moments<'a> {
 pub fn update(values: ViewMut, gradient: View, moments: Moments, pieces: &[Piece], update: Update) {
     match gradient.device() {
         Device::Cpu => cpu::update(values.host(), gradient.host(), moments, pieces, update),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::update(gpu, values, gradient, moments, pieces, update),
     }
 }

@@ -14,6 +14,8 @@ use super::{
 };
 
 mod cpu;
+#[cfg(feature = "cuda")]
+pub(super) mod cuda;
 pub mod reference;
 #[cfg(test)]
 mod tests;
@@ -62,12 +64,17 @@ impl Dropout {
     /// No dropout.
     pub const NONE: Self = Self { key: 0, p: 0.0, first_row: 0, seq_len: 1, stride: 1 };
 
+    /// The key of a delta whose A begins at `a`.
+    #[inline(always)]
+    fn key_of(&self, a: usize) -> u64 {
+        self.key ^ (a as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+    }
+
     /// The factor of input element `column` of row `row` of `n`, of a delta whose A begins at `a`.
     #[inline(always)]
     fn factor(&self, a: usize, inputs: usize, row: usize, column: usize) -> f32 {
         let token = (self.first_row + row / self.seq_len) * self.stride + row % self.seq_len;
-        let key = self.key ^ (a as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        let kept = engraft_adapters::rng::uniform(key, (token * inputs + column) as u64) >= self.p;
+        let kept = engraft_adapters::rng::uniform(self.key_of(a), (token * inputs + column) as u64) >= self.p;
         if kept { 1.0 / (1.0 - self.p) } else { 0.0 }
     }
 }
@@ -99,6 +106,11 @@ pub fn forward(
             let shape = (n, layer.weight.rows, layer.weight.cols);
             cpu::add_deltas(x.host(), deltas, values.host(), dropout, low.host(), y.host(), shape);
         }
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => {
+            let shape = (n, layer.weight.rows, layer.weight.cols);
+            cuda::add_deltas(gpu, x, deltas, values, dropout, low, y, shape);
+        }
     }
 }
 
@@ -107,6 +119,8 @@ pub fn forward(
 pub fn low(x: View, inputs: usize, deltas: &[Delta], values: View, dropout: Dropout, low: ViewMut, n: usize) {
     match x.device() {
         Device::Cpu => cpu::low(x.host(), deltas, values.host(), dropout, low.host(), (n, inputs)),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::low(gpu, x, deltas, values, dropout, low, (n, inputs)),
     }
 }
 
@@ -147,6 +161,11 @@ pub fn backward(
                 dx,
                 shape,
             );
+        }
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => {
+            let shape = (n, layer.weight.rows, layer.weight.cols);
+            cuda::backward_deltas(gpu, dy, x, deltas, (values, grads), dropout, (low, d_low), dx, shape);
         }
     }
 }

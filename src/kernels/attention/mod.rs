@@ -11,6 +11,8 @@ use super::device::{Device, View, ViewMut};
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod cpu;
+#[cfg(feature = "cuda")]
+pub(super) mod cuda;
 pub mod reference;
 #[cfg(test)]
 mod tests;
@@ -83,6 +85,8 @@ pub fn forward(
         Device::Cpu => {
             cpu::forward((q, k, v), prefix, starts.host(), scale, shape, out.host(), lse.host());
         }
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::forward(gpu, (q, k, v), prefix, starts, scale, shape, out, lse),
     }
 }
 
@@ -106,6 +110,8 @@ pub struct Seen<'a> {
 pub fn backward(dout: View, seen: Seen, scale: f32, shape: Shape, d_qkv: ViewMut, d_prefix: ViewMut) {
     match d_qkv.device() {
         Device::Cpu => cpu::backward(dout.host(), seen, scale, shape, d_qkv.host(), d_prefix.host()),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::backward(gpu, dout, seen, scale, shape, d_qkv, d_prefix),
     }
 }
 
@@ -114,6 +120,8 @@ pub fn backward(dout: View, seen: Seen, scale: f32, shape: Shape, d_qkv: ViewMut
 pub fn sum_prefix(parts: View, shape: Shape, gradient: ViewMut, (row, k, v): (usize, usize, usize)) {
     match parts.device() {
         Device::Cpu => cpu::sum_prefix(parts.host(), shape, gradient.host(), (row, k, v)),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::sum_prefix(gpu, parts, shape, gradient, (row, k, v)),
     }
 }
 
@@ -122,6 +130,8 @@ pub fn sum_prefix(parts: View, shape: Shape, gradient: ViewMut, (row, k, v): (us
 pub fn append(from: Heads, to: ViewMut, sizes: (usize, usize, usize), place: (usize, usize)) {
     match to.device() {
         Device::Cpu => cpu::append(from, to.host(), sizes, place),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::append(gpu, from, to, sizes, place),
     }
 }
 

@@ -6,14 +6,19 @@
 //! E is frozen, so no gradient of it exists. Only one chunk of logits is ever in memory.
 
 use super::{
-    device::{Device, View, ViewMut},
+    device::{DType, Device, View, ViewMut},
     matmul::{self, Matrix, Start},
 };
+
+pub use tally::Tally;
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 pub mod reference;
+mod tally;
 #[cfg(test)]
 mod tests;
 
@@ -30,7 +35,13 @@ pub struct Supervised<'a> {
     pub smoothing: f32,
 }
 
-/// Workspace: `gathered (chunk, c)` and `logits (chunk, v)`.
+/// FP32 logits between the rows of a chunk of `v` logits each: with 16-bit activations their gradients lie in the
+/// same bytes, in rows that products on tensor cores like.
+pub fn stride(v: usize, activations: DType) -> usize {
+    if activations == DType::F32 { v } else { v.next_multiple_of(8) }
+}
+
+/// Workspace: `gathered (chunk, c)` and `logits (chunk, v)`, rows of the latter [`stride`] apart.
 pub struct Work<'a> {
     /// Hidden states of a chunk, then their gradients.
     pub gathered: ViewMut<'a>,
@@ -48,7 +59,8 @@ pub fn forward_backward(
     gradient: Option<(ViewMut, f32)>,
 ) {
     let (c, m) = (head.cols, input.rows.len());
-    let chunk = work.logits.len() / head.rows;
+    let stride = stride(head.rows, input.hidden.dtype());
+    let chunk = work.logits.len() / stride;
     let Work { mut gathered, mut logits } = work;
     let (mut losses, mut gradient) = (losses, gradient);
     if let Some((d_hidden, _)) = &mut gradient {
@@ -59,16 +71,37 @@ pub fn forward_backward(
         let rows = input.rows.slice(first, count);
         let targets = input.targets.slice(first, count);
         let mut hidden = gathered.reborrow().slice(0, count * c);
-        let mut z = logits.reborrow().slice(0, count * head.rows);
+        let mut z = logits.reborrow().slice(0, count * stride);
         gather(input.hidden, rows, hidden.reborrow(), c);
-        matmul::frozen_nt(hidden.as_view(), head, Start::Zero, z.reborrow(), count);
+        logits_of(hidden.as_view(), head, z.reborrow(), count);
         let losses = losses.reborrow().slice(first, count);
         let factor = gradient.as_ref().map(|(_, factor)| *factor);
-        cross_entropy(z.reborrow(), targets, input.smoothing, factor, losses);
+        cross_entropy(z.reborrow(), head.rows, hidden.dtype(), targets, input.smoothing, factor, losses);
         if let Some((d_hidden, _)) = &mut gradient {
-            matmul::frozen_nn(z.as_view(), head, Start::Zero, hidden.reborrow(), count);
+            hidden_gradient(z.as_view(), head, hidden.reborrow(), count);
             scatter(hidden.as_view(), rows, d_hidden.reborrow(), c);
         }
+    }
+}
+
+/// `z (count, v) = hidden E^T`, rows of z [`stride`] apart.
+fn logits_of(hidden: View, head: Matrix, z: ViewMut, count: usize) {
+    match z.device() {
+        Device::Cpu => matmul::frozen_nt(hidden, head, Start::Zero, z, count),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => {
+            let stride = stride(head.rows, hidden.dtype());
+            matmul::cuda::frozen_nt(gpu, hidden, head, Start::Zero, (z, stride), count);
+        }
+    }
+}
+
+/// `d_hidden (count, c) = dz E`, where dz is what [`cross_entropy`] left.
+fn hidden_gradient(dz: View, head: Matrix, d_hidden: ViewMut, count: usize) {
+    match d_hidden.device() {
+        Device::Cpu => matmul::frozen_nn(dz, head, Start::Zero, d_hidden, count),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::hidden_gradient(gpu, dz, head, d_hidden, count),
     }
 }
 
@@ -76,6 +109,8 @@ pub fn forward_backward(
 pub fn gather(from: View, rows: View, to: ViewMut, c: usize) {
     match to.device() {
         Device::Cpu => cpu::gather(from.host(), rows.host(), to.host(), c),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::gather(gpu, from, rows, to, c),
     }
 }
 
@@ -83,12 +118,29 @@ pub fn gather(from: View, rows: View, to: ViewMut, c: usize) {
 fn scatter(from: View, rows: View, to: ViewMut, c: usize) {
     match to.device() {
         Device::Cpu => cpu::scatter(from.host(), rows.host(), to.host(), c),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::scatter(gpu, from, rows, to, c),
     }
 }
 
-/// Losses of rows of logits `z (m, v)`; with a factor, `z` becomes its own gradient.
-fn cross_entropy(z: ViewMut, targets: View, smoothing: f32, factor: Option<f32>, losses: ViewMut) {
+/// Losses of rows of `v` logits in `z`, [`stride`] apart; with a factor, `z` becomes its own gradient, in the type
+/// of the activations.
+fn cross_entropy(
+    z: ViewMut,
+    v: usize,
+    activations: DType,
+    targets: View,
+    smoothing: f32,
+    factor: Option<f32>,
+    losses: ViewMut,
+) {
     match z.device() {
         Device::Cpu => cpu::cross_entropy(z.host(), targets.host(), smoothing, factor, losses.host()),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => {
+            cuda::cross_entropy(gpu, z, (v, activations), targets, smoothing, factor, losses)
+        }
     }
+    #[cfg(not(feature = "cuda"))]
+    let _ = (v, activations);
 }

@@ -7,6 +7,8 @@
 use super::device::{Device, View, ViewMut};
 
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 pub mod reference;
 #[cfg(test)]
 mod tests;
@@ -26,6 +28,8 @@ pub struct Norm<'a> {
 pub fn forward(x: View, norm: Norm, y: ViewMut, stats: ViewMut) {
     match y.device() {
         Device::Cpu => cpu::forward(x.host(), norm, y.host(), stats.host()),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::forward(gpu, x, norm, y, stats),
     }
 }
 
@@ -33,5 +37,7 @@ pub fn forward(x: View, norm: Norm, y: ViewMut, stats: ViewMut) {
 pub fn backward(dy: View, x: View, stats: View, norm: Norm, dx: ViewMut) {
     match dx.device() {
         Device::Cpu => cpu::backward(dy.host(), x.host(), stats.host(), norm, dx.host()),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::backward(gpu, dy, x, stats, norm, dx),
     }
 }

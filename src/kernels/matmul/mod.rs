@@ -1,4 +1,5 @@
-//! Matrix products with a frozen FP16 matrix, and small dense FP32 ones. Accumulation is FP32.
+//! Matrix products with a frozen FP16 matrix, and small dense FP32 ones. Accumulation is FP32. Activations are
+//! FP32 on CPUs, of any type on CUDA devices.
 //!
 //! GPT-2 stores weights as Conv1D `[in, out]`. Forward and backward of a linear layer, and the two of
 //! the head, read the same bytes in one of two ways:
@@ -13,6 +14,8 @@ use super::device::{Device, View, ViewMut};
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod cpu;
+#[cfg(feature = "cuda")]
+pub(super) mod cuda;
 #[cfg(test)]
 mod tests;
 
@@ -49,6 +52,8 @@ pub enum Start<'a> {
 pub fn frozen_nn(x: View, w: Matrix, start: Start, y: ViewMut, n: usize) {
     match y.device() {
         Device::Cpu => cpu::frozen_nn(x.host(), w, start, y.host(), n),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::frozen_nn(gpu, (x, w.rows), w, start, y, n),
     }
 }
 
@@ -56,6 +61,8 @@ pub fn frozen_nn(x: View, w: Matrix, start: Start, y: ViewMut, n: usize) {
 pub fn frozen_nt(x: View, w: Matrix, start: Start, y: ViewMut, n: usize) {
     match y.device() {
         Device::Cpu => cpu::frozen_nt(x.host(), w, start, y.host(), n),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::frozen_nt(gpu, x, w, start, (y, w.rows), n),
     }
 }
 
@@ -64,6 +71,8 @@ pub fn frozen_nt(x: View, w: Matrix, start: Start, y: ViewMut, n: usize) {
 pub fn dense_forward(x: View, w: View, b: View, y: ViewMut, (n, inputs, outputs): (usize, usize, usize)) {
     match y.device() {
         Device::Cpu => cpu::dense_forward(x.host(), w.host(), b.host(), y.host(), (n, inputs, outputs)),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::dense_forward(gpu, x, w, b, y, (n, inputs, outputs)),
     }
 }
 
@@ -78,6 +87,8 @@ pub fn dense_backward(
 ) {
     match dy.device() {
         Device::Cpu => cpu::dense_backward(dy.host(), x.host(), (dw.host(), db.host()), shape),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::dense_backward(gpu, dy, x, (dw, db), shape),
     }
     if let Some(dx) = dx {
         dense_input_gradient(dy, w, dx, shape, false);
@@ -88,5 +99,7 @@ pub fn dense_backward(
 pub fn dense_input_gradient(dy: View, w: View, dx: ViewMut, shape: (usize, usize, usize), accumulate: bool) {
     match dy.device() {
         Device::Cpu => cpu::dense_input_gradient(dy.host(), w.host(), dx.host(), shape, accumulate),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::dense_input_gradient(gpu, dy, w, dx, shape, accumulate),
     }
 }

@@ -27,7 +27,7 @@ use self::{
 };
 use crate::{
     error::{Error, Result},
-    kernels::device::{Bytes, DType, Frozen},
+    kernels::device::{Bytes, DType, Device, Frozen},
     model::config::Config,
 };
 
@@ -143,6 +143,26 @@ impl Weights {
         }
         let fingerprint = convert::fingerprint(&source, &wanted, config.tied)?;
         Self::map(&source, &wanted, config, fingerprint)
+    }
+
+    /// Brings all tensors to `device`, tensor by tensor; what was mapped of files is let go.
+    ///
+    /// # Errors
+    /// As [`Frozen::bring`].
+    pub fn bring(&mut self, device: Device) -> Result<()> {
+        let mut tensors = vec![&mut self.wte, &mut self.wpe];
+        for block in &mut self.blocks {
+            let BlockWeights { ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj } = block;
+            for norm in [ln_1, ln_2] {
+                tensors.extend([&mut norm.gain, &mut norm.bias]);
+            }
+            for linear in [c_attn, attn_proj, c_fc, mlp_proj] {
+                tensors.extend([&mut linear.weight, &mut linear.bias]);
+            }
+        }
+        tensors.extend([&mut self.ln_f.gain, &mut self.ln_f.bias]);
+        tensors.extend(&mut self.head);
+        Frozen::bring(&mut tensors, device)
     }
 
     /// The finished copy in the cache, if there is one.

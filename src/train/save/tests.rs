@@ -14,6 +14,7 @@ fn info(step: u64) -> SaveInfo {
         spec: AdapterSpec::default(),
         tensors: vec!["a".to_owned()],
         optimizer: "adamw8bit".to_owned(),
+        loss_scale: None,
     }
 }
 

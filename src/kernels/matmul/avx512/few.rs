@@ -161,6 +161,7 @@ impl Block<'_> {
     /// # Safety
     /// The CPU has AVX-512 F, and the elements of y belong to the caller.
     #[target_feature(enable = "avx512f")]
+    #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers: 9 against 19 GB/s")]
     unsafe fn add<const S: usize, const R: usize>(&self, y: impl Fn(usize) -> *mut f32) -> usize {
         let depth = self.depth;
         assert!(self.x.len() >= R * depth && self.w.len() >= S * depth, "rows of a block");

@@ -1,0 +1,115 @@
+// A cuBLASLt for machines without a GPU: one product by plain loops, exactly as its descriptors say.
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+typedef int Result; // 0: success
+typedef void *Handle;
+constexpr Result INVALID = 7;
+enum Type { F32 = 0, F16 = 2, BF16 = 14 };
+enum Attribute { TRANSPOSE_A = 3, TRANSPOSE_B = 4, EPILOGUE = 7, BIAS = 8 };
+constexpr int SUMS_IN_F32 = 68, WITH_BIAS = 4;
+
+struct Layout {
+  int type;
+  uint64_t rows, columns;
+  int64_t stride;
+};
+struct Product {
+  int transpose_a, transpose_b, epilogue;
+  const void *bias;
+};
+struct Choice {
+  uint64_t algorithm[8];
+  size_t workspace;
+  int state;
+  float waves;
+  int reserved[4];
+};
+
+static Result refuse(const char *why) { return fprintf(stderr, "shim: cuBLASLt: %s\n", why), INVALID; }
+
+static float get(int type, const void *from, size_t at) {
+  if (type == F32) return static_cast<const float *>(from)[at];
+  if (type == F16) return float(static_cast<const _Float16 *>(from)[at]);
+  uint32_t bits = uint32_t(static_cast<const uint16_t *>(from)[at]) << 16;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static void put(int type, void *to, size_t at, float value) {
+  if (type == F32) {
+    static_cast<float *>(to)[at] = value;
+  } else if (type == F16) {
+    static_cast<_Float16 *>(to)[at] = _Float16(value);
+  } else {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    static_cast<uint16_t *>(to)[at] = uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  }
+}
+
+extern "C" {
+Result cublasLtCreate(Handle *library) { return *library = malloc(1), 0; }
+Result cublasLtDestroy(Handle library) { return free(library), 0; }
+Result cublasLtMatrixLayoutCreate(Handle *layout, int type, uint64_t rows, uint64_t columns, int64_t stride) {
+  if (stride < int64_t(rows)) return refuse("columns overlap");
+  return *layout = new Layout{type, rows, columns, stride}, 0;
+}
+Result cublasLtMatrixLayoutDestroy(Handle layout) { return delete static_cast<Layout *>(layout), 0; }
+Result cublasLtMatmulDescCreate(Handle *product, int sums, int scale) {
+  if (sums != SUMS_IN_F32 || scale != F32) return refuse("sums are not FP32");
+  return *product = new Product{}, 0;
+}
+Result cublasLtMatmulDescDestroy(Handle product) { return delete static_cast<Product *>(product), 0; }
+Result cublasLtMatmulDescSetAttribute(Handle handle, int attribute, const void *value, size_t size) {
+  Product &product = *static_cast<Product *>(handle);
+  if (attribute == BIAS && size == 8) return memcpy(&product.bias, value, size), 0;
+  int number = 0;
+  if (size != sizeof number) return refuse("an attribute of another size");
+  memcpy(&number, value, size);
+  if (attribute == TRANSPOSE_A) return product.transpose_a = number, 0;
+  if (attribute == TRANSPOSE_B) return product.transpose_b = number, 0;
+  if (attribute == EPILOGUE) return product.epilogue = number, 0;
+  return refuse("an attribute that the shim does not know");
+}
+Result cublasLtMatmulPreferenceCreate(Handle *preference) { return *preference = malloc(1), 0; }
+Result cublasLtMatmulPreferenceDestroy(Handle preference) { return free(preference), 0; }
+Result cublasLtMatmulPreferenceSetAttribute(Handle, int, const void *, size_t) { return 0; }
+Result cublasLtMatmulAlgoGetHeuristic(Handle, Handle, Handle, Handle, Handle, Handle, Handle, int, Choice *choice,
+                                      int *count) {
+  return *choice = Choice{}, *count = 1, 0;
+}
+
+Result cublasLtMatmul(Handle, Handle product_, const float *alpha, const void *A, Handle a_, const void *B, Handle b_,
+                      const float *beta, const void *C, Handle c_, void *D, Handle d_, const void *, void *, size_t,
+                      Handle) {
+  const Product &product = *static_cast<Product *>(product_);
+  const Layout &a = *static_cast<Layout *>(a_), &b = *static_cast<Layout *>(b_);
+  const Layout &c = *static_cast<Layout *>(c_), &d = *static_cast<Layout *>(d_);
+  bool ta = product.transpose_a, tb = product.transpose_b;
+  size_t m = d.rows, n = d.columns, k = ta ? a.rows : a.columns;
+  bool fit = (ta ? a.columns : a.rows) == m && (tb ? b.rows : b.columns) == n && (tb ? b.columns : b.rows) == k;
+  if (!fit || a.type != b.type) return refuse("the matrices do not fit");
+  std::vector<float> left(m * k), right(n * k);
+  for (size_t i = 0; i < m; i++)
+    for (size_t q = 0; q < k; q++) left[i * k + q] = get(a.type, A, ta ? q + i * a.stride : i + q * a.stride);
+  for (size_t j = 0; j < n; j++)
+    for (size_t q = 0; q < k; q++) right[j * k + q] = get(b.type, B, tb ? j + q * b.stride : q + j * b.stride);
+  for (size_t j = 0; j < n; j++) {
+    for (size_t i = 0; i < m; i++) {
+      float sum = 0;
+      for (size_t q = 0; q < k; q++) sum += left[i * k + q] * right[j * k + q];
+      sum *= *alpha;
+      if (*beta != 0) sum += *beta * get(c.type, C, i + j * c.stride);
+      if (product.epilogue == WITH_BIAS) sum += get(d.type, product.bias, i);
+      put(d.type, D, i + j * d.stride, sum);
+    }
+  }
+  return 0;
+}
+}

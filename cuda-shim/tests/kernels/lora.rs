@@ -1,0 +1,145 @@
+//! The thin products of a low-rank delta, forward and backward, with and without dropout, against the twin of
+//! the whole adapted layer with a frozen weight of zeros.
+
+use cuda_shim::{Launcher, kernels};
+use engraft::kernels::adapted_linear::reference::{self, Shape};
+use engraft_adapters::rng;
+use half::{bf16, f16};
+
+use crate::{args, harness::*};
+
+macro_rules! deltas {
+    ($($type:ident: $low:ident $few:ident $add:ident $d_low:ident $da:ident $db:ident $dx:ident;)*) => {
+        kernels!($($low, $few, $add, $d_low, $da, $db, $dx,)* sum_parts_launch);
+        const KERNELS: [Kernels; 3] = [$(Kernels {
+            low: $low, few: $few, add: $add, d_low: $d_low, da: $da, db: $db, dx: $dx,
+        }),*];
+    };
+}
+deltas!(
+    f32: lora_low_f32_launch lora_low_few_f32_launch lora_add_f32_launch lora_d_low_f32_launch
+        lora_da_f32_launch lora_db_f32_launch lora_dx_f32_launch;
+    f16: lora_low_f16_launch lora_low_few_f16_launch lora_add_f16_launch lora_d_low_f16_launch
+        lora_da_f16_launch lora_db_f16_launch lora_dx_f16_launch;
+    bf16: lora_low_bf16_launch lora_low_few_bf16_launch lora_add_bf16_launch lora_d_low_bf16_launch
+        lora_da_bf16_launch lora_db_bf16_launch lora_dx_bf16_launch;
+);
+
+#[derive(Clone, Copy)]
+struct Kernels {
+    low: Launcher,
+    few: Launcher,
+    add: Launcher,
+    d_low: Launcher,
+    da: Launcher,
+    db: Launcher,
+    dx: Launcher,
+}
+
+/// As the kernels take it.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Dropout {
+    key: u64,
+    p: f32,
+    first_row: i32,
+    seq_len: i32,
+    stride: i32,
+}
+
+impl Dropout {
+    /// The factor of an element, as `adapted_linear::Dropout` defines it.
+    fn factor(self, inputs: usize, row: usize, column: usize) -> f64 {
+        let [first, t, stride] = [self.first_row, self.seq_len, self.stride].map(|size| size as usize);
+        let token = (first + row / t) * stride + row % t;
+        match rng::uniform(self.key, (token * inputs + column) as u64) >= self.p {
+            true => f64::from(1.0 / (1.0 - self.p)),
+            false => 0.0,
+        }
+    }
+}
+
+const SCALE: f32 = 1.7;
+
+fn check<T: Activation>(s: Shape, p: f32, splits: usize, seed: u64) {
+    let kernels = KERNELS[T::INDEX];
+    let Shape { n, inputs, outputs, rank, first, columns } = s;
+    let dropout = Dropout { key: rng::key(&[seed]), p, first_row: 2, seq_len: 15, stride: 16 };
+    let (x, dy) = (rounded::<T>(1, n * inputs), rounded::<T>(2, n * outputs));
+    let (a, b) = (rounded::<f32>(3, rank * inputs), rounded::<f32>(4, columns * rank));
+    let (y, dx, da, db) = (
+        rounded::<T>(5, n * outputs),
+        rounded::<T>(6, n * inputs),
+        rounded::<f32>(7, a.len()),
+        rounded::<f32>(8, b.len()),
+    );
+    let factors: Vec<f64> = (0..n * inputs)
+        .map(|at| if p == 0.0 { 1.0 } else { dropout.factor(inputs, at / inputs, at % inputs) })
+        .collect();
+
+    let (x_in, a_in, b_in) = (Device::<T>::of(&x), Device::<f32>::of(&a), Device::<f32>::of(&b));
+    let (low, y_out) = (Device::<f32>::poisoned(n * rank), Device::<T>::of(&y));
+    let [n_, in_, out_, rank_, first_, columns_] =
+        [n, inputs, outputs, rank, first, columns].map(|x| x as i32);
+    let (tiles, ranks) = (n.div_ceil(64), rank.div_ceil(16));
+    let args = args![x_in.head(), a_in.head(), dropout, low.head(), n_, in_, rank_];
+    run(kernels.low, [tiles, ranks, 1], 256, 0, seed, args);
+    if n <= 8 {
+        let few = Device::<f32>::poisoned(n * rank);
+        let args = args![x_in.head(), a_in.head(), dropout, few.head(), n_, in_, rank_];
+        run(kernels.few, [rank.div_ceil(4), n, 1], 128, 0, seed, args);
+        assert_close(&few.wide(), &low.wide(), 1e-6, "low of few rows");
+    }
+    let args = args![low.head(), b_in.head(), SCALE, y_out.head(), n_, out_, first_, columns_, rank_];
+    run(kernels.add, [tiles, columns.div_ceil(64), 1], 256, 0, seed, args);
+    let (zeros, scale) = (vec![0.0; inputs * outputs], f64::from(SCALE));
+    let part = reference::forward(&x, &zeros, &vec![0.0; outputs], &a, &b, scale, &factors, s);
+    let expected: Vec<f64> = y.iter().zip(part).map(|(y, part)| y + part).collect();
+    assert_close(&y_out.wide(), &expected, T::ROUNDING + 1e-5, "y");
+
+    let (dy_in, d_low) = (Device::<T>::of(&dy), Device::<f32>::poisoned(n * rank));
+    let args = args![dy_in.head(), b_in.head(), SCALE, d_low.head(), n_, out_, first_, columns_, rank_];
+    run(kernels.d_low, [tiles, ranks, 1], 256, 0, seed, args);
+    let (da_out, db_out, dx_out) = (Device::<f32>::of(&da), Device::<f32>::of(&db), Device::<T>::of(&dx));
+    let parts = Device::<f32>::poisoned(splits * a.len());
+    let args = args![x_in.head(), d_low.head(), dropout, parts.head(), n_, in_, rank_];
+    run(kernels.da, [inputs.div_ceil(64), ranks, splits], 256, 0, seed, args);
+    sum(&parts, splits, 1.0, &da_out, a.len());
+    let parts = Device::<f32>::poisoned(splits * b.len());
+    let args = args![dy_in.head(), low.head(), parts.head(), n_, out_, first_, columns_, rank_];
+    run(kernels.db, [columns.div_ceil(64), ranks, splits], 256, 0, seed, args);
+    sum(&parts, splits, SCALE, &db_out, b.len());
+    let args = args![d_low.head(), a_in.head(), dropout, dx_out.head(), n_, in_, rank_];
+    run(kernels.dx, [tiles, inputs.div_ceil(64), 1], 256, 0, seed, args);
+
+    let (dx_part, da_part, db_part) = reference::backward(&dy, &x, &zeros, &a, &b, scale, &factors, s);
+    let plus =
+        |before: &[f64], part: Vec<f64>| before.iter().zip(part).map(|(a, b)| a + b).collect::<Vec<_>>();
+    assert_close(&dx_out.wide(), &plus(&dx, dx_part), T::ROUNDING + 1e-5, "dx");
+    assert_close(&da_out.wide(), &plus(&da, da_part), 2e-5, "dA");
+    assert_close(&db_out.wide(), &plus(&db, db_part), 2e-5, "dB");
+}
+
+fn sum(parts: &Device<f32>, splits: usize, scale: f32, gradient: &Device<f32>, count: usize) {
+    let args = args![parts.head(), splits as i32, scale, gradient.head(), count as i64];
+    run(sum_parts_launch, [count.div_ceil(256), 1, 1], 256, 0, 1, args);
+}
+
+/// Odd sizes of one tile; whole vectors of several tiles, terms behind one step, more ranks than a tile has.
+const SHAPES: [Shape; 3] = [
+    Shape { n: 7, inputs: 37, outputs: 61, rank: 3, first: 13, columns: 29 },
+    Shape { n: 150, inputs: 80, outputs: 144, rank: 8, first: 48, columns: 72 },
+    Shape { n: 70, inputs: 67, outputs: 101, rank: 19, first: 20, columns: 81 },
+];
+
+#[test]
+fn deltas_match_their_twin() {
+    for (at, s) in SHAPES.into_iter().enumerate() {
+        for (p, splits) in [(0.0, 1), (0.3, 3)] {
+            let seed = 1 + at as u64;
+            check::<f32>(s, p, splits, seed);
+            check::<f16>(s, p, splits, seed + 7);
+            check::<bf16>(s, p, splits, seed + 14);
+        }
+    }
+}

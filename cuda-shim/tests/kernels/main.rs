@@ -1,0 +1,11 @@
+//! CUDA kernels on the CPU against the REFERENCE twins: odd shapes, every type of activations, several orders
+//! of threads.
+
+mod attention;
+mod harness;
+mod lora;
+mod optimizer;
+mod pointwise;
+mod products;
+mod rows;
+mod shim;

@@ -1,0 +1,149 @@
+//! Kernels that take rows: embedding, layer norm, gather and scatter, cross-entropy.
+
+use cuda_shim::{Launcher, kernels};
+use engraft::kernels::{head_loss, layernorm::reference};
+use half::{bf16, f16};
+
+use crate::{args, harness::*};
+
+kernels!(
+    embed_f32_launch,
+    embed_f16_launch,
+    embed_bf16_launch,
+    layernorm_forward_f32_launch,
+    layernorm_forward_f16_launch,
+    layernorm_forward_bf16_launch,
+    layernorm_backward_f32_launch,
+    layernorm_backward_f16_launch,
+    layernorm_backward_bf16_launch,
+    gather_f32_launch,
+    gather_f16_launch,
+    gather_bf16_launch,
+    scatter_f32_launch,
+    scatter_f16_launch,
+    scatter_bf16_launch,
+    cross_entropy_f32_launch,
+    cross_entropy_f16_launch,
+    cross_entropy_bf16_launch,
+);
+
+/// Widths: odd, a vector, more than a warp takes at once.
+const WIDTHS: [usize; 4] = [5, 8, 264, 1043];
+
+fn embed<T: Activation>(kernel: Launcher) {
+    for c in WIDTHS {
+        let (ids, positions) = ([6.0, 0.0, 2.0], [0.0, 4.0, 4.0]);
+        let (wte, wpe) = (rounded::<f16>(1, 7 * c), rounded::<f16>(2, 5 * c));
+        let x = Device::<T>::poisoned(3 * c);
+        let tables = (Device::<f16>::of(&wte), Device::<f16>::of(&wpe));
+        let (i, p) = (Device::<u32>::of(&ids), Device::<u32>::of(&positions));
+        let args = args![i.head(), p.head(), tables.0.head(), tables.1.head(), x.head(), c as i32];
+        run(kernel, [3, 1, 1], 128, 0, 1, args);
+        let rows = ids.into_iter().zip(positions).flat_map(|(id, position)| {
+            let (token, place) = (&wte[id as usize * c..][..c], &wpe[position as usize * c..][..c]);
+            token.iter().zip(place).map(|(a, b)| a + b).collect::<Vec<_>>()
+        });
+        assert_close(&x.wide(), &rows.collect::<Vec<_>>(), T::ROUNDING, "x");
+    }
+}
+
+#[test]
+fn embedding_adds_rows_of_both_tables() {
+    embed::<f32>(embed_f32_launch);
+    embed::<f16>(embed_f16_launch);
+    embed::<bf16>(embed_bf16_launch);
+}
+
+fn layernorm<T: Activation>(forward: Launcher, backward: Launcher) {
+    let n = 7;
+    for (c, seed) in WIDTHS.into_iter().flat_map(|c| SEEDS.into_iter().map(move |seed| (c, seed))) {
+        let x: Vec<f64> = numbers(1, n * c).iter().map(|x| T::of(3.0 * x + 5.0).wide()).collect();
+        let (gain, bias) = (rounded::<f16>(2, c), rounded::<f16>(3, c));
+        let (dy, dx) = (rounded::<T>(4, n * c), rounded::<T>(5, n * c));
+        let (x_in, g, b) = (Device::<T>::of(&x), Device::<f16>::of(&gain), Device::<f16>::of(&bias));
+        let (y, stats) = (Device::<T>::poisoned(n * c), Device::<f32>::poisoned(n * 2));
+        let grid = [n.div_ceil(4), 1, 1];
+        let (rows, width) = (n as i32, c as i32);
+        let args = args![x_in.head(), g.head(), b.head(), 1e-5f32, y.head(), stats.head(), rows, width];
+        run(forward, grid, 128, 0, seed, args);
+        let (expected, expected_stats) = reference::forward(&x, &gain, &bias, 1e-5);
+        assert_close(&y.wide(), &expected, T::ROUNDING + 2e-6, "y");
+        assert_close(&stats.wide(), &expected_stats, 2e-6, "stats");
+
+        let (dy_in, sum) = (Device::<T>::of(&dy), Device::<T>::of(&dx));
+        let args = args![dy_in.head(), x_in.head(), stats.head(), g.head(), sum.head(), rows, width];
+        run(backward, grid, 128, 0, seed, args);
+        let part = reference::backward(&dy, &x, &expected_stats, &gain);
+        let expected: Vec<f64> = dx.iter().zip(part).map(|(a, b)| a + b).collect();
+        assert_close(&sum.wide(), &expected, T::ROUNDING + 2e-6, "dx");
+    }
+}
+
+#[test]
+fn layernorm_matches_its_twin() {
+    layernorm::<f32>(layernorm_forward_f32_launch, layernorm_backward_f32_launch);
+    layernorm::<f16>(layernorm_forward_f16_launch, layernorm_backward_f16_launch);
+    layernorm::<bf16>(layernorm_forward_bf16_launch, layernorm_backward_bf16_launch);
+}
+
+fn gather_scatter<T: Activation>(gather: Launcher, scatter: Launcher) {
+    let (n, c) = (9, 133);
+    let (from, rows) = (rounded::<T>(1, n * c), [1.0, 2.0, 5.0, 8.0]);
+    let (source, index) = (Device::<T>::of(&from), Device::<u32>::of(&rows));
+    let (some, back) = (Device::<T>::poisoned(4 * c), Device::<T>::of(&vec![0.0; n * c]));
+    run(gather, [4, 1, 1], 128, 0, 1, args![source.head(), index.head(), some.head(), c as i32]);
+    run(scatter, [4, 1, 1], 128, 0, 1, args![some.head(), index.head(), back.head(), c as i32]);
+    let named = |at: usize| rows.contains(&((at / c) as f64));
+    let expected: Vec<f64> = (0..n * c).map(|at| if named(at) { from[at] } else { 0.0 }).collect();
+    assert_eq!(back.wide(), expected);
+    assert_eq!(some.wide()[..c], from[c..2 * c]);
+}
+
+#[test]
+fn rows_are_gathered_and_scattered() {
+    gather_scatter::<f32>(gather_f32_launch, scatter_f32_launch);
+    gather_scatter::<f16>(gather_f16_launch, scatter_f16_launch);
+    gather_scatter::<bf16>(gather_bf16_launch, scatter_bf16_launch);
+}
+
+/// The twin computes logits itself; a head that is the identity makes them the hidden states.
+fn cross_entropy<T: Activation>(kernel: Launcher, v: usize, smoothing: f64, in_place: bool, seed: u64) {
+    let (m, factor) = (3, 0.37f32);
+    let ld = v.next_multiple_of(8);
+    let z: Vec<f64> = numbers(1, m * ld).iter().map(|x| f64::from((x * 9.0) as f32)).collect();
+    let targets = [0, v as i32 - 1, 3];
+    let identity: Vec<f64> = (0..v * v).map(|at| if at / v == at % v { 1.0 } else { 0.0 }).collect();
+    let rows: Vec<f64> = (0..m).flat_map(|row| z[row * ld..][..v].to_vec()).collect();
+    let (expected, d_expected) =
+        head_loss::reference::forward_backward(&rows, &targets, &identity, v, smoothing);
+
+    let (logits, index) = (Device::<f32>::of(&z), Device::<i32>::of(&targets.map(f64::from)));
+    let (losses, apart) = (Device::<f32>::poisoned(m), Device::<T>::poisoned(m * ld));
+    let wide = size_of::<f32>() / size_of::<T>();
+    let (dz, ld_dz) = if in_place { (logits.head().cast(), wide * ld) } else { (apart.head(), ld) };
+    let (e, width) = (smoothing as f32, v as i32);
+    let (to, strides) = (losses.head(), (ld as i64, ld_dz as i64));
+    let args = args![logits.head(), strides.0, index.head(), e, factor, to, dz, strides.1, width];
+    run(kernel, [m, 1, 1], 512, 0, seed, args);
+    assert_close(&losses.wide(), &expected, 4e-6, "loss");
+    logits.get();
+    for row in 0..m {
+        // SAFETY: the row lies inside the buffer that the kernel wrote.
+        let found = unsafe { std::slice::from_raw_parts(dz.add(row * ld_dz), ld) };
+        let expected: Vec<f64> =
+            (0..ld).map(|j| if j < v { d_expected[row * v + j] * f64::from(factor) } else { 0.0 }).collect();
+        let found: Vec<f64> = found.iter().map(|&x| x.wide()).collect();
+        assert_close(&found, &expected, T::ROUNDING + 1e-6, "dz");
+    }
+}
+
+#[test]
+fn cross_entropy_matches_its_twin() {
+    for (v, smoothing) in [(61, 0.2), (700, 0.0), (1043, 0.1)] {
+        for (in_place, seed) in [(true, 1), (false, 2), (true, 3)] {
+            cross_entropy::<f32>(cross_entropy_f32_launch, v, smoothing, in_place, seed);
+            cross_entropy::<f16>(cross_entropy_f16_launch, v, smoothing, in_place, seed);
+            cross_entropy::<bf16>(cross_entropy_bf16_launch, v, smoothing, in_place, seed);
+        }
+    }
+}

@@ -1,0 +1,387 @@
+//! Every op on the device against the CPU side, on the same inputs: rounded to the type of the activations first.
+
+use engraft::{
+    error::Result,
+    kernels::{
+        activation::{self, Activation},
+        adamw, adamw8,
+        adapted_linear::{self, Delta, Dropout, Layer},
+        arena::{Arenas, Place},
+        attention::{self, Heads, Prefix, Seen, Shape},
+        device::{
+            Buffer,
+            DType::{self, BF16, F16, F32},
+            Device, View,
+        },
+        embed,
+        head_loss::{self, Supervised},
+        layernorm,
+        matmul::{self, Matrix, Start},
+    },
+};
+use engraft_adapters::rng;
+use half::{bf16, f16};
+
+use crate::Line;
+
+/// Where an op runs and how its activations are stored; `rounded` is the type that inputs are rounded to.
+#[derive(Clone, Copy)]
+struct On {
+    device: Device,
+    stored: DType,
+    rounded: DType,
+}
+
+fn numbers(seed: u64, len: usize) -> Vec<f32> {
+    (0..len as u64).map(|at| 2.0 * rng::uniform(seed, at) - 1.0).collect()
+}
+
+fn rounded(values: Vec<f32>, dtype: DType) -> Vec<f32> {
+    match dtype {
+        F16 => values.into_iter().map(|value| f16::from_f32(value).to_f32()).collect(),
+        BF16 => values.into_iter().map(|value| bf16::from_f32(value).to_f32()).collect(),
+        _ => values,
+    }
+}
+
+impl On {
+    /// Random activations.
+    fn activations(self, seed: u64, len: usize) -> Result<Buffer> {
+        self.stored_as(rounded(numbers(seed, len), self.rounded))
+    }
+
+    fn stored_as(self, values: Vec<f32>) -> Result<Buffer> {
+        match self.stored {
+            F16 => Buffer::on(self.device, &values.into_iter().map(f16::from_f32).collect::<Vec<_>>()),
+            BF16 => Buffer::on(self.device, &values.into_iter().map(bf16::from_f32).collect::<Vec<_>>()),
+            _ => Buffer::on(self.device, &values),
+        }
+    }
+
+    /// Random frozen weights.
+    fn frozen(self, seed: u64, len: usize) -> Result<Buffer> {
+        Buffer::on(self.device, &numbers(seed, len).into_iter().map(f16::from_f32).collect::<Vec<_>>())
+    }
+
+    /// Random FP32 values.
+    fn wide(self, seed: u64, len: usize) -> Result<Buffer> {
+        Buffer::on(self.device, &numbers(seed, len))
+    }
+
+    /// Zeros of a type.
+    fn zeros(self, dtype: DType, len: usize) -> Result<Buffer> {
+        Arenas::real(None)
+            .on(self.device)
+            .build("check", Place::Memory, |arena| arena.take("zeros", dtype, &[len]))
+    }
+
+    /// Zeros of the activations' type.
+    fn room(self, len: usize) -> Result<Buffer> {
+        self.zeros(self.stored, len)
+    }
+}
+
+/// Named outputs of an op.
+type Outputs = Vec<(&'static str, Vec<f32>)>;
+type Check = (&'static str, fn(On) -> Result<Outputs>);
+
+const CHECKS: [Check; 13] = [
+    ("embed", embeddings),
+    ("layernorm", layernorms),
+    ("activation", activations),
+    ("frozen product, many rows", |on| products(on, 37)),
+    ("frozen product, few rows", |on| products(on, 3)),
+    ("dense product", dense),
+    ("adapted linear, many rows", |on| linears(on, 301)),
+    ("adapted linear, few rows", |on| linears(on, 5)),
+    ("attention, heads of 64", |on| attentions(on, 64)),
+    ("attention, heads of 20", |on| attentions(on, 20)),
+    ("attention of one query", decoding),
+    ("head and loss", heads),
+    ("adamw, both kinds of moments", updates),
+];
+
+/// What rounding may change: of results to the type of activations, and of sums in another order.
+fn bound(activations: DType) -> f64 {
+    match activations {
+        F16 => 4e-3,
+        BF16 => 3e-2,
+        _ => 2e-5,
+    }
+}
+
+pub fn check(device: Device, types: &[DType]) -> Result<Vec<Line>> {
+    let mut lines = Vec::new();
+    for &dtype in types {
+        for (what, run) in CHECKS {
+            let expected = run(On { device: Device::Cpu, stored: F32, rounded: dtype })?;
+            let found = run(On { device, stored: dtype, rounded: dtype })?;
+            device.check()?;
+            for ((part, expected), (_, found)) in expected.iter().zip(&found) {
+                let error = largest_error(expected, found);
+                lines.push(Line::new(format!("{what}: {part}"), dtype, error, bound(dtype)));
+            }
+        }
+    }
+    Ok(lines)
+}
+
+/// The largest difference over the largest expected element; infinite where something is not finite.
+fn largest_error(expected: &[f32], found: &[f32]) -> f64 {
+    if expected.len() != found.len() {
+        return f64::INFINITY;
+    }
+    let largest = expected.iter().fold(1e-30f64, |most, value| most.max(f64::from(value.abs())));
+    let errors = expected.iter().zip(found).map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs() / largest);
+    errors.fold(0.0, |most, error| if error.is_finite() { most.max(error) } else { f64::INFINITY })
+}
+
+fn embeddings(on: On) -> Result<Outputs> {
+    let (n, c, vocab, positions) = (29, 23, 61, 40);
+    let ids: Vec<u32> = (0..n).map(|i| i * 17 % vocab).collect();
+    let places: Vec<u32> = (0..n).map(|i| i * 7 % positions).collect();
+    let (ids, places) = (Buffer::on(on.device, &ids)?, Buffer::on(on.device, &places)?);
+    let (wte, wpe) = (on.frozen(1, vocab as usize * c)?, on.frozen(2, positions as usize * c)?);
+    let mut x = on.room(n as usize * c)?;
+    embed::forward(ids.view(), places.view(), wte.view(), wpe.view(), x.view_mut(), c);
+    Ok(vec![("x", x.view().to_floats())])
+}
+
+fn layernorms(on: On) -> Result<Outputs> {
+    let mut outputs = Vec::new();
+    for (n, c) in [(1, 768), (19, 1601), (7, 24)] {
+        let (x, dy) = (on.activations(1, n * c)?, on.activations(2, n * c)?);
+        let (gain, bias) = (on.frozen(3, c)?, on.frozen(4, c)?);
+        let norm = layernorm::Norm { gain: gain.view(), bias: bias.view(), epsilon: 1e-5 };
+        let (mut y, mut stats, mut dx) = (on.room(n * c)?, on.zeros(F32, 2 * n)?, on.activations(5, n * c)?);
+        layernorm::forward(x.view(), norm, y.view_mut(), stats.view_mut());
+        layernorm::backward(dy.view(), x.view(), stats.view(), norm, dx.view_mut());
+        outputs.extend([("y", y.view().to_floats()), ("dx", dx.view().to_floats())]);
+    }
+    Ok(outputs)
+}
+
+fn activations(on: On) -> Result<Outputs> {
+    use Activation::{Gelu, GeluTanh, Relu, Silu, Tanh};
+    let len = 4099;
+    let mut outputs = Vec::new();
+    for (name, kind) in
+        [("gelu_new", GeluTanh), ("gelu", Gelu), ("relu", Relu), ("silu", Silu), ("tanh", Tanh)]
+    {
+        let wide: Vec<f32> = numbers(1, len).into_iter().map(|x| 6.0 * x).collect();
+        let x = on.stored_as(rounded(wide, on.rounded))?;
+        let (mut y, mut d) = (on.room(len)?, on.activations(2, len)?);
+        activation::forward(kind, x.view(), y.view_mut());
+        activation::backward(kind, x.view(), d.view_mut());
+        outputs.extend([(name, y.view().to_floats()), (name, d.view().to_floats())]);
+    }
+    Ok(outputs)
+}
+
+fn products(on: On, n: usize) -> Result<Outputs> {
+    let (rows, cols) = (200, 136);
+    let (w, bias) = (on.frozen(1, rows * cols)?, on.frozen(2, cols)?);
+    let w = Matrix { data: w.view(), rows, cols };
+    let (x, dy, residual) =
+        (on.activations(3, n * rows)?, on.activations(4, n * cols)?, on.activations(5, n * cols)?);
+    let (mut biased, mut added, mut dx) = (on.room(n * cols)?, on.room(n * cols)?, on.room(n * rows)?);
+    let mut logits = on.zeros(F32, n * rows)?;
+    matmul::frozen_nn(x.view(), w, Start::Bias(bias.view()), biased.view_mut(), n);
+    matmul::frozen_nn(x.view(), w, Start::Residual(residual.view(), bias.view()), added.view_mut(), n);
+    matmul::frozen_nt(dy.view(), w, Start::Zero, dx.view_mut(), n);
+    matmul::frozen_nt(dy.view(), w, Start::Zero, logits.view_mut(), n);
+    Ok(vec![
+        ("x W + b", biased.view().to_floats()),
+        ("residual + x W + b", added.view().to_floats()),
+        ("dy W^T", dx.view().to_floats()),
+        ("logits", logits.view().to_vec()),
+    ])
+}
+
+fn dense(on: On) -> Result<Outputs> {
+    let (n, inputs, outputs) = (11, 37, 53);
+    let (x, w, b, dy) = (
+        on.wide(1, n * inputs)?,
+        on.wide(2, inputs * outputs)?,
+        on.wide(3, outputs)?,
+        on.wide(4, n * outputs)?,
+    );
+    let (mut y, mut dw, mut db) =
+        (on.zeros(F32, n * outputs)?, on.wide(5, inputs * outputs)?, on.wide(6, outputs)?);
+    let mut dx = on.zeros(F32, n * inputs)?;
+    let shape = (n, inputs, outputs);
+    matmul::dense_forward(x.view(), w.view(), b.view(), y.view_mut(), shape);
+    let gradients = (dw.view_mut(), db.view_mut());
+    matmul::dense_backward(dy.view(), x.view(), w.view(), gradients, Some(dx.view_mut()), shape);
+    matmul::dense_input_gradient(dy.view(), w.view(), dx.view_mut(), shape, true);
+    Ok([("y", y), ("dW", dw), ("db", db), ("dx", dx)].map(|(name, out)| (name, out.view().to_vec())).into())
+}
+
+fn linears(on: On, n: usize) -> Result<Outputs> {
+    let (inputs, outputs) = (96, 120);
+    let (w, bias) = (on.frozen(1, inputs * outputs)?, on.frozen(2, outputs)?);
+    let layer = Layer { weight: Matrix { data: w.view(), rows: inputs, cols: outputs }, bias: bias.view() };
+    // A at 1, B behind it; then a second delta on some columns.
+    let first = Delta { a: 1, b: 1 + 3 * inputs, rank: 3, columns: 0..outputs, scale: 1.7 };
+    let at = first.b + 3 * outputs;
+    let second = Delta { a: at, b: at + 17 * inputs, rank: 17, columns: 40..77, scale: 0.3 };
+    let trainables = second.b + 17 * 37;
+    let deltas = [first, second];
+    let dropout = Dropout { key: 99, p: 0.2, first_row: 2, seq_len: n.div_ceil(2), stride: n };
+    let (values, x, dy) =
+        (on.wide(3, trainables)?, on.activations(4, n * inputs)?, on.activations(5, n * outputs)?);
+    let residual = on.activations(6, n * outputs)?;
+    let (mut low, mut d_low) = (on.zeros(F32, n * 20)?, on.zeros(F32, n * 20)?);
+    let (mut y, mut dx, mut grads) = (on.room(n * outputs)?, on.room(n * inputs)?, on.wide(7, trainables)?);
+    let skip = Some(residual.view());
+    adapted_linear::forward(
+        x.view(),
+        layer,
+        skip,
+        &deltas,
+        values.view(),
+        dropout,
+        low.view_mut(),
+        y.view_mut(),
+        n,
+    );
+    adapted_linear::backward(
+        dy.view(),
+        x.view(),
+        layer,
+        &deltas,
+        values.view(),
+        grads.view_mut(),
+        dropout,
+        low.view(),
+        d_low.view_mut(),
+        Some(dx.view_mut()),
+        n,
+    );
+    Ok(vec![
+        ("y", y.view().to_floats()),
+        ("low", low.view().to_vec()),
+        ("gradients of A and B", grads.view().to_vec()),
+        ("dx", dx.view().to_floats()),
+    ])
+}
+
+/// Two rows of 71 tokens in three documents behind a prefix of 5, and without one.
+fn attentions(on: On, width: usize) -> Result<Outputs> {
+    let (batch, t, heads) = (2, 71, 3);
+    let c = heads * width;
+    let starts: Vec<u32> = (0..(batch * t) as u32).map(|i| [0, 0, 20, 50][(i as usize % t) / 20]).collect();
+    let starts = Buffer::on(on.device, &starts)?;
+    let mut outputs = Vec::new();
+    for p in [0, 5] {
+        let shape = Shape { batch, queries: t, past: 0, heads, width, prefix: p };
+        let (qkv, dout) = (on.activations(1, batch * t * 3 * c)?, on.activations(2, batch * t * c)?);
+        let (pk, pv) = (on.activations(3, p * c)?, on.activations(4, p * c)?);
+        let prefix = (p > 0).then(|| Prefix { k: dense_heads(pk.view(), c), v: dense_heads(pv.view(), c) });
+        let (mut out, mut lse) = (on.room(batch * t * c)?, on.zeros(F32, batch * heads * t)?);
+        let parts = attention::packed(qkv.view(), t, c);
+        attention::forward(parts, prefix, starts.view(), 0.4, shape, out.view_mut(), lse.view_mut());
+        let (mut d_qkv, mut d_prefix) = (on.room(batch * t * 3 * c)?, on.zeros(F32, batch * 2 * p * c)?);
+        let seen = Seen { qkv: qkv.view(), prefix, starts: starts.view(), out: out.view(), lse: lse.view() };
+        attention::backward(dout.view(), seen, 0.4, shape, d_qkv.view_mut(), d_prefix.view_mut());
+        outputs.extend([("out", out.view().to_floats()), ("lse", lse.view().to_vec())]);
+        outputs.push(("d qkv", d_qkv.view().to_floats()));
+        if p > 0 {
+            let mut summed = on.wide(5, 2 * p * c)?;
+            attention::sum_prefix(d_prefix.view(), shape, summed.view_mut(), (c, 0, p * c));
+            outputs.push(("d prefix", summed.view().to_vec()));
+        }
+    }
+    Ok(outputs)
+}
+
+fn dense_heads(data: View, c: usize) -> Heads {
+    Heads { data, row: c, batch: 0 }
+}
+
+/// A query in each of two rows behind a cache of 300 tokens, appended in two pieces, and a prefix.
+fn decoding(on: On) -> Result<Outputs> {
+    let (batch, past, heads, width, p, capacity) = (2, 300, 2, 64, 5, 310);
+    let c = heads * width;
+    let mut caches = [on.room(batch * capacity * c)?, on.room(batch * capacity * c)?];
+    for (seed, cache) in (10..).zip(&mut caches) {
+        for (first, tokens) in [(0, past), (past, 1)] {
+            let from = on.activations(seed + first as u64, batch * tokens * c)?;
+            let from = Heads { data: from.view(), row: c, batch: tokens * c };
+            attention::append(from, cache.view_mut(), (batch, tokens, c), (first * c, capacity * c));
+        }
+    }
+    let (q, pk, pv) = (on.activations(1, batch * c)?, on.activations(3, p * c)?, on.activations(4, p * c)?);
+    let starts = Buffer::on(on.device, &vec![0u32; batch])?;
+    let prefix = Some(Prefix { k: dense_heads(pk.view(), c), v: dense_heads(pv.view(), c) });
+    let [k, v] = caches.each_ref().map(|cache| Heads { data: cache.view(), row: c, batch: capacity * c });
+    let query = Heads { data: q.view(), row: c, batch: c };
+    let shape = Shape { batch, queries: 1, past, heads, width, prefix: p };
+    let (mut out, mut lse) = (on.room(batch * c)?, on.zeros(F32, batch * heads)?);
+    let operands = (query, k, v);
+    attention::forward(operands, prefix, starts.view(), 0.4, shape, out.view_mut(), lse.view_mut());
+    Ok(vec![("out", out.view().to_floats()), ("lse", lse.view().to_vec())])
+}
+
+fn heads(on: On) -> Result<Outputs> {
+    let (n, c, v, chunk) = (41, 48, 1003, 16);
+    let rows: Vec<u32> = (0..n as u32).filter(|row| row % 3 != 1).collect();
+    let targets: Vec<i32> = rows.iter().map(|row| (row * 37 % v as u32) as i32).collect();
+    let m = rows.len();
+    let (rows, targets) = (Buffer::on(on.device, &rows)?, Buffer::on(on.device, &targets)?);
+    let (hidden, table) = (on.activations(1, n * c)?, on.frozen(2, v * c)?);
+    let (mut gathered, mut losses) = (on.room(chunk * c)?, on.zeros(F32, m)?);
+    let mut logits = on.zeros(F32, chunk * head_loss::stride(v, on.stored))?;
+    let mut d_hidden = on.room(n * c)?;
+    let input =
+        Supervised { hidden: hidden.view(), rows: rows.view(), targets: targets.view(), smoothing: 0.1 };
+    let head = Matrix { data: table.view(), rows: v, cols: c };
+    let work = head_loss::Work { gathered: gathered.view_mut(), logits: logits.view_mut() };
+    head_loss::forward_backward(input, head, work, losses.view_mut(), Some((d_hidden.view_mut(), 3.0)));
+    Ok(vec![("losses", losses.view().to_vec()), ("d hidden", d_hidden.view().to_floats())])
+}
+
+fn updates(on: On) -> Result<Outputs> {
+    let segments = [100, adamw8::SMALLEST + 77, 70_003];
+    let len: usize = segments.iter().sum();
+    let coded: usize = len - 100;
+    let pieces: Vec<adamw8::Piece> =
+        segments.iter().flat_map(|&len| adamw8::pieces(len, len > 100)).collect();
+    let blocks: usize = pieces.iter().map(|piece| piece.blocks()).sum();
+    let (mut wide, mut narrow) = (on.wide(1, len)?, on.wide(1, len)?);
+    let (mut first, mut second) = (on.zeros(F32, len)?, on.zeros(F32, len)?);
+    let mut small = [on.zeros(F32, 100)?, on.zeros(F32, 100)?];
+    let mut codes = [on.zeros(DType::U8, coded)?, on.zeros(DType::U8, coded)?];
+    let mut scales = [on.zeros(F32, blocks)?, on.zeros(F32, blocks)?];
+    let mut norms = Vec::new();
+    for step in 1..=3 {
+        let gradient = on.wide(10 + step, len)?;
+        let clipping = adamw::clipping(gradient.view(), 1.0, 8.0);
+        let update = adamw::Update {
+            step,
+            lr: 1e-2,
+            betas: (0.9, 0.999),
+            epsilon: 1e-8,
+            weight_decay: 0.1,
+            factor: clipping.factor(),
+        };
+        adamw::update(wide.view_mut(), gradient.view(), first.view_mut(), second.view_mut(), update);
+        let ([a, b], [m, v], [m_scales, v_scales]) = (&mut small, &mut codes, &mut scales);
+        let moments = adamw8::Moments {
+            first: a.view_mut(),
+            second: b.view_mut(),
+            first_codes: m.view_mut(),
+            first_scales: m_scales.view_mut(),
+            second_codes: v.view_mut(),
+            second_scales: v_scales.view_mut(),
+        };
+        adamw8::update(narrow.view_mut(), gradient.view(), moments, &pieces, update);
+        norms.push(clipping.norm() as f32);
+    }
+    Ok(vec![
+        ("norm", norms),
+        ("values", wide.view().to_vec()),
+        ("second moments", second.view().to_vec()),
+        ("values, 8-bit moments", narrow.view().to_vec()),
+    ])
+}

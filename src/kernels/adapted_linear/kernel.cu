@@ -1,0 +1,307 @@
+// The thin products of low-rank deltas, in FP32 on any type of activations, and dropout in front of A.
+//
+// One tiled product serves all of them: a block of 256 threads makes 64 rows and 16 or 64 columns of the result.
+// Sums over the n rows of a batch (dA, dB) are cut into shares, one a block in z, which `sum_parts` adds in
+// order: no atomics, the same bits in every run.
+#include "common.cuh"
+
+/// Which elements of a delta's input are dropped; the fields of `adapted_linear::Dropout`, the delta's place
+/// already mixed into the key.
+struct Dropout {
+  unsigned long long key;
+  float p;
+  int first_row, seq_len, stride;
+
+  static __device__ __forceinline__ unsigned long long mix(unsigned long long x) {
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    return x ^ (x >> 31);
+  }
+
+  /// x (8) of row `row` from `column` on, each element dropped or divided by 1 - p: the generator is that of
+  /// `engraft_adapters::rng`, bit for bit.
+  __device__ __forceinline__ void apply(i64 row, int column, int inputs, float (&x)[WIDE]) const {
+    if (p == 0.f) return;
+    i64 token = (first_row + row / seq_len) * stride + row % seq_len;
+    unsigned long long index = token * inputs + column;
+    float kept = 1.f / (1.f - p);
+#pragma unroll
+    for (int i = 0; i < WIDE; i++) {
+      unsigned long long bits = mix(mix((index + i) * 0x9e3779b97f4a7c15ull + key) ^ key);
+      float uniform = float(unsigned(bits >> 40)) * (1.f / (1 << 24));
+      x[i] = uniform >= p ? x[i] * kept : 0.f;
+    }
+  }
+};
+
+/// A matrix in memory, read in runs of 8 along its rows.
+template <class T> struct Matrix {
+  const T *data;
+  int rows, columns, stride;
+
+  __device__ __forceinline__ void fetch(i64 row, int column, float (&x)[WIDE]) const {
+    load(data + row * stride + column, row < rows ? columns - column : 0, x);
+  }
+};
+
+/// A matrix whose elements are dropped as it is read.
+template <class T> struct Dropped {
+  Matrix<T> matrix;
+  Dropout dropout;
+
+  __device__ __forceinline__ void fetch(i64 row, int column, float (&x)[WIDE]) const {
+    matrix.fetch(row, column, x);
+    dropout.apply(row, column, matrix.columns, x);
+  }
+};
+
+constexpr int THREADS = 256;
+constexpr int TILE = 64; // rows of a block's result
+constexpr int PAD = 4;
+
+/// A tile of an operand in shared memory, `[term][place]`, and this thread's runs of the next one.
+///
+/// ALONG: terms are neighbours in memory (an operand (place, term)), else places are (term, place).
+template <int DEPTH, int PLACES, bool ALONG> struct Operand {
+  static constexpr int RUNS = PLACES * DEPTH / WIDE, STEPS = (RUNS + THREADS - 1) / THREADS;
+  static constexpr int PER_LINE = (ALONG ? DEPTH : PLACES) / WIDE;
+  float next[STEPS][WIDE];
+
+  /// `f(line, place in the line, values)` for each of this thread's runs.
+  template <class F> __device__ __forceinline__ void each(const F &f) {
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+      int at = step * THREADS + threadIdx.x;
+      if (at < RUNS) f(at / PER_LINE, at % PER_LINE * WIDE, next[step]);
+    }
+  }
+
+  template <class M> __device__ __forceinline__ void fetch(const M &from, int place, int term, int end) {
+    each([&](int line, int run, float(&x)[WIDE]) {
+      if (ALONG) {
+        from.fetch(place + line, term + run, x); // 0 behind the last term
+      } else if (term + line < end) {
+        from.fetch(term + line, place + run, x);
+      } else {
+#pragma unroll
+        for (int i = 0; i < WIDE; i++) x[i] = 0.f;
+      }
+    });
+  }
+
+  __device__ __forceinline__ void put(float (&tile)[DEPTH][PLACES + PAD]) {
+    each([&](int line, int run, float(&x)[WIDE]) {
+#pragma unroll
+      for (int i = 0; i < WIDE; i++) (ALONG ? tile[run + i][line] : tile[line][run + i]) = x[i];
+    });
+  }
+};
+
+/// Terms of a step: deeper where the tile is narrow, since its steps wait for memory more than they compute.
+template <int COLUMNS> constexpr int DEPTH_OF = COLUMNS == 16 ? 64 : 32;
+
+/// Terms `first .. end` of left (rows, terms) right (terms, columns), for the tile at (`row`, `column`);
+/// `out(row, column, values)` receives it in runs of 8 columns, also beyond the edges.
+///
+/// Operands that lie along the terms have no more than `end`. A thread holds 4 x 4 elements. Sixteen columns keep 64
+/// threads busy, so that four groups share the terms of each step; their sums are added in order.
+template <int COLUMNS, bool LEFT_ALONG, bool RIGHT_ALONG, class L, class R, class Out>
+__device__ __forceinline__ void tile_product(int row, int column, int first, int end, const L &left, const R &right,
+                                             const Out &out) {
+  constexpr int GROUP = TILE / 4 * COLUMNS / 4, GROUPS = THREADS / GROUP;
+  constexpr int DEPTH = DEPTH_OF<COLUMNS>, SHARE = DEPTH / GROUPS;
+  SHARED(float[DEPTH][TILE + PAD], a);
+  SHARED(float[DEPTH][COLUMNS + PAD], b);
+  SHARED(float[GROUPS][TILE][COLUMNS], result);
+  int group = threadIdx.x / GROUP, x = threadIdx.x % GROUP % (COLUMNS / 4) * 4;
+  int y = threadIdx.x % GROUP / (COLUMNS / 4) * 4;
+  Operand<DEPTH, TILE, LEFT_ALONG> l;
+  Operand<DEPTH, COLUMNS, RIGHT_ALONG> r;
+  float sum[4][4] = {};
+  l.fetch(left, row, first, end);
+  r.fetch(right, column, first, end);
+  for (int term = first; term < end; term += DEPTH) {
+    __syncthreads(); // the step before is done with the tiles
+    l.put(a);
+    r.put(b);
+    __syncthreads();
+    l.fetch(left, row, term + DEPTH, end); // on its way while this step computes
+    r.fetch(right, column, term + DEPTH, end);
+#pragma unroll
+    for (int step = 0; step < SHARE; step++) {
+      int k = group * SHARE + step;
+      Vector<float> p = *reinterpret_cast<Vector<float> *>(&a[k][y]);
+      Vector<float> q = *reinterpret_cast<Vector<float> *>(&b[k][x]);
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) sum[i][j] += p.at[i] * q.at[j];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) result[group][y + i][x + j] = sum[i][j];
+  __syncthreads();
+  for (int run = threadIdx.x; run < TILE * COLUMNS / WIDE; run += THREADS) {
+    int i = run / (COLUMNS / WIDE), j = run % (COLUMNS / WIDE) * WIDE;
+    float total[WIDE] = {};
+#pragma unroll
+    for (int part = 0; part < GROUPS; part++)
+#pragma unroll
+      for (int e = 0; e < WIDE; e++) total[e] += result[part][i][j + e];
+    out(row + i, column + j, total);
+  }
+}
+
+/// Writes a result (rows, columns), times `scale`.
+struct Write {
+  float *to;
+  int rows, columns;
+  float scale;
+
+  __device__ __forceinline__ void operator()(i64 row, int column, float (&x)[WIDE]) const {
+#pragma unroll
+    for (int i = 0; i < WIDE; i++) x[i] *= scale;
+    if (row < rows) store(x, columns - column, to + row * columns + column);
+  }
+};
+
+/// Adds `scale` times a result to the columns from `to` on of a matrix with rows `stride` apart.
+template <class T> struct Add {
+  T *to;
+  int rows, columns, stride;
+  float scale;
+
+  __device__ __forceinline__ void operator()(i64 row, int column, float (&x)[WIDE]) const {
+    if (row >= rows) return;
+    float sum[WIDE];
+    T *place = to + row * stride + column;
+    load(place, columns - column, sum);
+#pragma unroll
+    for (int i = 0; i < WIDE; i++) sum[i] += scale * x[i];
+    store(sum, columns - column, place);
+  }
+};
+
+/// low (n, r) = drop(x (n, in)) A (r, in)^T. Grid: (ceil(n / 64), ceil(r / 16)).
+template <class T>
+__device__ void lora_low(const T *x, const float *a, Dropout dropout, float *low, int n, int inputs, int rank) {
+  Dropped<T> left = {{x, n, inputs, inputs}, dropout};
+  Matrix<float> right = {a, rank, inputs, inputs};
+  tile_product<16, true, true>(blockIdx.x * TILE, blockIdx.y * 16, 0, inputs, left, right,
+                               Write{low, n, rank, 1.f});
+}
+EXPORT(lora_low, (const T *x, const float *a, Dropout dropout, float *low, int n, int inputs, int rank),
+       (x, a, dropout, low, n, inputs, rank))
+
+/// The same for few rows: a warp an element. Grid: (ceil(r / 4), n) blocks of 128.
+template <class T>
+__device__ void lora_low_few(const T *x, const float *a, Dropout dropout, float *low, int n, int inputs, int rank) {
+  int row = blockIdx.y, r = blockIdx.x * 4 + warp();
+  if (r >= rank) return;
+  float sum = 0, v[WIDE], w[WIDE];
+  for (int at = lane() * WIDE; at < inputs; at += 32 * WIDE) {
+    load(x + i64(row) * inputs + at, inputs - at, v);
+    dropout.apply(row, at, inputs, v);
+    load(a + i64(r) * inputs + at, inputs - at, w);
+#pragma unroll
+    for (int i = 0; i < WIDE; i++) sum += v[i] * w[i];
+  }
+  sum = warp_sum(sum);
+  if (lane() == 0) low[i64(row) * rank + r] = sum;
+}
+EXPORT(lora_low_few, (const T *x, const float *a, Dropout dropout, float *low, int n, int inputs, int rank),
+       (x, a, dropout, low, n, inputs, rank))
+
+/// y (n, outputs)[:, first ..][:, .. columns] += scale low (n, r) B (columns, r)^T.
+/// Grid: (ceil(n / 64), ceil(columns / 64)).
+template <class T>
+__device__ void lora_add(const float *low, const float *b, float scale, T *y, int n, int outputs, int first,
+                         int columns, int rank) {
+  Matrix<float> left = {low, n, rank, rank}, right = {b, columns, rank, rank};
+  tile_product<64, true, true>(blockIdx.x * TILE, blockIdx.y * 64, 0, rank, left, right,
+                               Add<T>{y + first, n, columns, outputs, scale});
+}
+EXPORT(lora_add,
+       (const float *low, const float *b, float scale, T *y, int n, int outputs, int first, int columns, int rank),
+       (low, b, scale, y, n, outputs, first, columns, rank))
+
+/// d_low (n, r) = scale dy (n, outputs)[:, columns] B (columns, r). Grid: (ceil(n / 64), ceil(r / 16)).
+template <class T>
+__device__ void lora_d_low(const T *dy, const float *b, float scale, float *d_low, int n, int outputs, int first,
+                           int columns, int rank) {
+  Matrix<T> left = {dy + first, n, columns, outputs};
+  Matrix<float> right = {b, columns, rank, rank};
+  tile_product<16, true, false>(blockIdx.x * TILE, blockIdx.y * 16, 0, columns, left, right,
+                                Write{d_low, n, rank, scale});
+}
+EXPORT(lora_d_low,
+       (const T *dy, const float *b, float scale, float *d_low, int n, int outputs, int first, int columns, int rank),
+       (dy, b, scale, d_low, n, outputs, first, columns, rank))
+
+/// This block's share of the n rows, in whole steps.
+__device__ __forceinline__ int share_of(int n) {
+  constexpr int DEPTH = DEPTH_OF<16>;
+  int share = (n + gridDim.z - 1) / gridDim.z;
+  return (share + DEPTH - 1) / DEPTH * DEPTH;
+}
+
+/// parts (splits, r, in): shares of d_low (n, r)^T drop(x (n, in)). A tile has 64 inputs and 16 ranks, so it is
+/// made transposed. Grid: (ceil(in / 64), ceil(r / 16), splits).
+template <class T>
+__device__ void lora_da(const T *x, const float *d_low, Dropout dropout, float *parts, int n, int inputs, int rank) {
+  Dropped<T> left = {{x, n, inputs, inputs}, dropout};
+  Matrix<float> right = {d_low, n, rank, rank};
+  int share = share_of(n), first = blockIdx.z * share;
+  parts += i64(blockIdx.z) * rank * inputs;
+  tile_product<16, false, false>(blockIdx.x * TILE, blockIdx.y * 16, first, min(n, first + share), left, right,
+                                 [&](int input, int r, float(&sum)[WIDE]) {
+#pragma unroll
+                                   for (int i = 0; i < WIDE; i++)
+                                     if (input < inputs && r + i < rank) parts[i64(r + i) * inputs + input] = sum[i];
+                                 });
+}
+EXPORT(lora_da, (const T *x, const float *d_low, Dropout dropout, float *parts, int n, int inputs, int rank),
+       (x, d_low, dropout, parts, n, inputs, rank))
+
+/// parts (splits, columns, r): shares of dy (n, outputs)[:, columns]^T low (n, r).
+/// Grid: (ceil(columns / 64), ceil(r / 16), splits).
+template <class T>
+__device__ void lora_db(const T *dy, const float *low, float *parts, int n, int outputs, int first, int columns,
+                        int rank) {
+  Matrix<T> left = {dy + first, n, columns, outputs};
+  Matrix<float> right = {low, n, rank, rank};
+  int share = share_of(n), begin = blockIdx.z * share;
+  parts += i64(blockIdx.z) * columns * rank;
+  tile_product<16, false, false>(blockIdx.x * TILE, blockIdx.y * 16, begin, min(n, begin + share), left, right,
+                                 Write{parts, columns, rank, 1.f});
+}
+EXPORT(lora_db,
+       (const T *dy, const float *low, float *parts, int n, int outputs, int first, int columns, int rank),
+       (dy, low, parts, n, outputs, first, columns, rank))
+
+/// gradient (count) += scale times the sum of parts (splits, count), in order. Grid: ceil(count / 256) blocks of 256.
+extern "C" __global__ void sum_parts(const float *parts, int splits, float scale, float *gradient, i64 count) {
+  i64 at = i64(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (at >= count) return;
+  float sum = 0;
+  for (int part = 0; part < splits; part++) sum += parts[part * count + at];
+  gradient[at] += scale * sum;
+}
+LAUNCHER(sum_parts)
+
+/// dx (n, in) += drop'(d_low (n, r) A (r, in)): the factors of the forward, replayed.
+/// Grid: (ceil(n / 64), ceil(in / 64)).
+template <class T>
+__device__ void lora_dx(const float *d_low, const float *a, Dropout dropout, T *dx, int n, int inputs, int rank) {
+  Matrix<float> left = {d_low, n, rank, rank}, right = {a, rank, inputs, inputs};
+  Add<T> add = {dx, n, inputs, inputs, 1.f};
+  tile_product<64, true, false>(blockIdx.x * TILE, blockIdx.y * 64, 0, rank, left, right,
+                                [&](i64 row, int column, float(&x)[WIDE]) {
+                                  dropout.apply(row, column, inputs, x);
+                                  add(row, column, x);
+                                });
+}
+EXPORT(lora_dx, (const float *d_low, const float *a, Dropout dropout, T *dx, int n, int inputs, int rank),
+       (d_low, a, dropout, dx, n, inputs, rank))

@@ -1,0 +1,119 @@
+// Causal attention over packed documents, a prefix and a cache: what is exported, and the small kernels around it.
+#include "plain.cuh"
+#include "tensor.cuh"
+
+EXPORT(attention_forward,
+       (Heads<T> q, Heads<T> k, Heads<T> v, Heads<T> pk, Heads<T> pv, const unsigned *starts, Shape shape, T *out,
+        float *lse),
+       ({q, k, v, pk, pv}, starts, shape, out, lse))
+EXPORT(attention_dq,
+       (Heads<T> q, Heads<T> k, Heads<T> v, Heads<T> pk, Heads<T> pv, const unsigned *starts, Shape shape,
+        const T *dout, const float *lse, const float *delta, T *d_qkv),
+       ({q, k, v, pk, pv}, starts, shape, dout, lse, delta, d_qkv))
+EXPORT(attention_dkv,
+       (Heads<T> q, Heads<T> k, Heads<T> v, Heads<T> pk, Heads<T> pv, const unsigned *starts, Shape shape,
+        const T *dout, const float *lse, const float *delta, T *d_qkv, float *d_prefix),
+       ({q, k, v, pk, pv}, starts, shape, dout, lse, delta, d_qkv, d_prefix))
+
+// Three blocks a multiprocessor: 168 registers a thread at most, which costs no spills.
+#define BOUNDS __launch_bounds__(THREADS, 3)
+EXPORT_16(attention_forward_mma, BOUNDS,
+          (Heads<T> q, Heads<T> k, Heads<T> v, Heads<T> pk, Heads<T> pv, const unsigned *starts, Shape shape, T *out,
+           float *lse),
+          ({q, k, v, pk, pv}, starts, shape, out, lse))
+EXPORT_16(attention_dq_mma, BOUNDS,
+          (Heads<T> q, Heads<T> k, Heads<T> v, Heads<T> pk, Heads<T> pv, const unsigned *starts, Shape shape,
+           const T *dout, const float *lse, const float *delta, T *d_qkv),
+          ({q, k, v, pk, pv}, starts, shape, dout, lse, delta, d_qkv))
+EXPORT_16(attention_dkv_mma, BOUNDS,
+          (Heads<T> q, Heads<T> k, Heads<T> v, Heads<T> pk, Heads<T> pv, const unsigned *starts, Shape shape,
+           const T *dout, const float *lse, const float *delta, T *d_qkv, float *d_prefix),
+          ({q, k, v, pk, pv}, starts, shape, dout, lse, delta, d_qkv, d_prefix))
+
+/// delta (b, h, t) = do (b, t, h d) out (b, t, h d), head by head. Grid: ceil(b t h / 4) blocks of 128.
+template <class T>
+__device__ void attention_delta(const T *dout, const T *out, float *delta, int batch, int queries, int heads,
+                                int width) {
+  i64 at = i64(blockIdx.x) * 4 + warp();
+  if (at >= i64(batch) * queries * heads) return;
+  float sum = 0;
+  for (int e = lane(); e < width; e += 32) sum += widen(dout[at * width + e]) * widen(out[at * width + e]);
+  sum = warp_sum(sum);
+  i64 token = at / heads, head = at % heads;
+  if (lane() == 0) delta[(token / queries * heads + head) * queries + token % queries] = sum;
+}
+EXPORT(attention_delta,
+       (const T *dout, const T *out, float *delta, int batch, int queries, int heads, int width),
+       (dout, out, delta, batch, queries, heads, width))
+
+/// Adds parts (b, 2, p, c) over the batch, in order, to a gradient whose prefix rows stand `row` apart: keys from
+/// `k` on, values from `v` on. Grid: ceil(2 p c / 256) blocks of 256.
+extern "C" __global__ void attention_sum_prefix(const float *parts, float *gradient, int batch, int prefix, int c,
+                                                i64 row, i64 k, i64 v) {
+  i64 at = i64(blockIdx.x) * blockDim.x + threadIdx.x, half = i64(prefix) * c;
+  if (at >= 2 * half) return;
+  float *to = gradient + (at < half ? k : v) + at % half / c * row + at % c;
+  float sum = *to;
+  for (int b = 0; b < batch; b++) sum += parts[b * 2 * half + at];
+  *to = sum;
+}
+LAUNCHER(attention_sum_prefix)
+
+/// Copies (rows, tokens, c) keys or values into a cache whose rows stand `batch` apart, from element `first` of each
+/// on. Grid: (ceil(tokens c / 2048), rows) blocks of 256.
+template <class T>
+__device__ void attention_append(Heads<T> from, T *to, int rows, int tokens, int c, i64 first, i64 batch) {
+  int row = blockIdx.y;
+  const T *source = from.data + row * from.batch;
+  T *target = to + first + row * batch;
+  i64 at = own(), count = i64(tokens) * c;
+  if (row >= rows || at >= count) return;
+  if (at % c + WIDE <= c) {
+    float run[WIDE];
+    load(source + at / c * from.row + at % c, WIDE, run);
+    return store(run, WIDE, target + at);
+  }
+  for (i64 i = at; i < min(at + WIDE, count); i++) target[i] = source[i / c * from.row + i % c];
+}
+EXPORT(attention_append, (Heads<T> from, T *to, int rows, int tokens, int c, i64 first, i64 batch),
+       (from, to, rows, tokens, c, first, batch))
+
+/// One query a row of the batch, its keys cut into shares: parts (b, h, splits, d + 2) = values weighted by
+/// exp(score - largest), the largest score, the sum of the weights.
+/// Grid: (splits, h, b) blocks of 128; 36 width + 32 bytes of shared memory at least.
+template <class T>
+__device__ void attention_decode(Operands<T> all, const unsigned *starts, Shape s, float *parts) {
+  DYNAMIC_SHARED(float, memory);
+  int line = s.width + 2;
+  float *q = memory + 4 * line, *own = memory + warp() * line;
+  Operands<T> head = all.head(blockIdx.z, blockIdx.y, s.width);
+  for (int e = threadIdx.x; e < s.width; e += blockDim.x) q[e] = widen(head.q.data[e]);
+  __syncthreads();
+  int first = starts[blockIdx.z], columns = s.prefix + s.past + 1 - first;
+  int share = (columns + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
+  int end = min(columns, begin + share);
+  Softmax softmax = attend(head, q, own, s, first, begin + warp() * 32, end, 128);
+  if (lane() == 0) own[s.width] = softmax.most, own[s.width + 1] = softmax.sum;
+  __syncthreads();
+  parts += ((i64(blockIdx.z) * s.heads + blockIdx.y) * gridDim.x + blockIdx.x) * line;
+  join_parts(memory, 4, s.width, [&](int e, float most, float sum, float value) {
+    parts[e] = value;
+    if (e == 0) parts[s.width] = most, parts[s.width + 1] = sum;
+  });
+}
+EXPORT(attention_decode,
+       (Heads<T> q, Heads<T> k, Heads<T> v, Heads<T> pk, Heads<T> pv, const unsigned *starts, Shape shape,
+        float *parts),
+       ({q, k, v, pk, pv}, starts, shape, parts))
+
+/// out (b, 1, h d) and lse (b, h, 1) from parts (b, h, splits, d + 2). Grid: (h, b) blocks of 128.
+template <class T>
+__device__ void attention_decode_finish(const float *parts, int splits, Shape s, T *out, float *lse) {
+  i64 at = i64(blockIdx.y) * s.heads + blockIdx.x;
+  join_parts(parts + at * splits * (s.width + 2), splits, s.width, [&](int e, float most, float sum, float value) {
+    out[at * s.width + e] = narrow<T>(value / sum);
+    if (e == 0) lse[at] = most + logf(sum);
+  });
+}
+EXPORT(attention_decode_finish, (const float *parts, int splits, Shape shape, T *out, float *lse),
+       (parts, splits, shape, out, lse))

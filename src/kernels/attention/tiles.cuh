@@ -1,0 +1,153 @@
+// Tiles of 64 vectors of width 64 in shared memory, and their products on tensor cores (mma.sync m16n8k16).
+//
+// Layouts of a lane's fragments, with group = lane / 4 and pair = 2 (lane % 4), after PTX ISA "Matrix Fragments
+// for mma.m16n8k16": of left (16, 16) element r is (group + 8 (r % 2), pair + 8 (r / 2)) and its right neighbour;
+// of right (16, 8) element r is (pair + 8 r, group) and the one below; of the result (16, 8) element r is
+// (group + 8 (r / 2), pair + r % 2). So a result, packed, is a left operand of the next product.
+#pragma once
+#include "shape.cuh"
+
+#ifndef CPU_SHIM
+template <class T> __device__ __forceinline__ unsigned pack(float low, float high);
+template <> __device__ __forceinline__ unsigned pack<half_t>(float low, float high) {
+  __half2 both = __floats2half2_rn(low, high);
+  return *reinterpret_cast<unsigned *>(&both);
+}
+template <> __device__ __forceinline__ unsigned pack<bf16_t>(float low, float high) {
+  __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<unsigned *>(&both);
+}
+
+/// 2^x; a power below the smallest normal number is 0.
+__device__ __forceinline__ float power_of_2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+#define MMA(type)                                                                                                \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 "                                    \
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                 \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                  \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+/// d (16, 8) += a (16, 16) b (16, 8).
+template <class T> __device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], const unsigned *b);
+template <>
+__device__ __forceinline__ void mma<half_t>(float (&d)[4], const unsigned (&a)[4], const unsigned *b) {
+  MMA("f16");
+}
+template <>
+__device__ __forceinline__ void mma<bf16_t>(float (&d)[4], const unsigned (&a)[4], const unsigned *b) {
+  MMA("bf16");
+}
+
+/// Four matrices (8, 8) whose rows begin at the addresses of lanes 0 to 7, 8 to 15, and so on.
+template <bool TRANSPOSED, class T>
+__device__ __forceinline__ void load_matrices(unsigned (&r)[4], const T *row) {
+  unsigned address = __cvta_generic_to_shared(row);
+  if (TRANSPOSED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+/// Starts to copy 16 bytes into shared memory, or 16 zeros; they are there after `wait_for_copies`.
+template <class T> __device__ __forceinline__ void copy_later(T *to, const T *from, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :
+               : "r"(unsigned(__cvta_generic_to_shared(to))), "l"(from), "r"(exists ? 16 : 0)
+               : "memory");
+}
+/// Makes a group of the copies started since the last call.
+__device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+/// Waits until this thread's groups but the last LEFT have arrived.
+template <int LEFT> __device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" : : "n"(LEFT) : "memory");
+}
+#endif
+
+constexpr int WIDTH = 64;       // of a head
+constexpr int ROWS = 64;        // of a tile: 16 a warp
+constexpr int THREADS = 128;
+constexpr int PITCH = WIDTH + 8; // 144 bytes: the eight rows of a matrix lie in different banks
+
+template <class T> using Tile = T[ROWS][PITCH];
+
+/// Starts to fill a tile with rows `0 .. count`, which begin at `row(i)`, at least one, and zeros below.
+template <class T, class Row> __device__ __forceinline__ void fill(Tile<T> &tile, int count, const Row &row) {
+  constexpr int RUNS = WIDTH / WIDE;
+#pragma unroll
+  for (int step = 0; step < ROWS * RUNS / THREADS; step++) {
+    int at = step * THREADS + threadIdx.x, i = at / RUNS, e = at % RUNS * WIDE;
+    copy_later(&tile[i][e], row(i < count ? i : 0) + e, i < count);
+  }
+}
+
+/// 16 rows of a tile as left operand of a product over the width.
+template <class T> struct Left {
+  unsigned at[WIDTH / 16][4];
+
+  __device__ __forceinline__ void read(const Tile<T> &tile, int row) {
+#pragma unroll
+    for (int k = 0; k < WIDTH / 16; k++)
+      load_matrices<false>(at[k], &tile[row + lane() % 16][k * 16 + lane() / 16 * 8]);
+  }
+};
+
+/// s (16, 16) = left (16, width) rows `row .. row + 16` of the tile, transposed.
+template <class T>
+__device__ __forceinline__ void scores(float (&s)[2][4], const Left<T> &left, const Tile<T> &tile, int row) {
+#pragma unroll
+  for (int r = 0; r < 4; r++) s[0][r] = s[1][r] = 0.f;
+#pragma unroll
+  for (int k = 0; k < WIDTH / 16; k++) {
+    unsigned right[4];
+    load_matrices<false>(right, &tile[row + lane() / 16 * 8 + lane() % 8][k * 16 + lane() / 8 % 2 * 8]);
+    mma<T>(s[0], left.at[k], right);
+    mma<T>(s[1], left.at[k], right + 2);
+  }
+}
+
+/// sum (16, width) += weights (16, 16) rows `row .. row + 16` of the tile.
+template <class T>
+__device__ __forceinline__ void add_weighted(float (&sum)[WIDTH / 8][4], const float (&weights)[2][4],
+                                             const Tile<T> &tile, int row) {
+  unsigned left[4];
+#pragma unroll
+  for (int r = 0; r < 4; r++) left[r] = pack<T>(weights[r / 2][r % 2 * 2], weights[r / 2][r % 2 * 2 + 1]);
+#pragma unroll
+  for (int n = 0; n < WIDTH / 8; n += 2) {
+    unsigned right[4];
+    load_matrices<true>(right, &tile[row + lane() % 16][n * 8 + lane() / 16 * 8]);
+    mma<T>(sum[n], left, right);
+    mma<T>(sum[n + 1], left, right + 2);
+  }
+}
+
+/// `f(n, r, x)` for each element of a result (16, 16).
+template <class F> __device__ __forceinline__ void each(float (&s)[2][4], const F &f) {
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int r = 0; r < 4; r++) f(n, r, s[n][r]);
+}
+
+/// Row and column within a result (16, 16) of element r of half n.
+__device__ __forceinline__ int row_of(int r) { return lane() / 4 + r / 2 * 8; }
+__device__ __forceinline__ int column_of(int n, int r) { return n * 8 + lane() % 4 * 2 + r % 2; }
+
+/// Sum and maximum over the four lanes that share the rows of a result.
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}

@@ -1,0 +1,80 @@
+//! How much memory of a CUDA device the ops take beside their buffers, from sizes alone: a plan counts it on
+//! machines without a device, a run reserves it before its first step.
+//!
+//! One stretch of scratch serves all ops, whose launches the stream puts in order.
+
+use super::{device::DType, scratch::Needs};
+
+/// Bytes that cuBLASLt may work in.
+pub const WORKSPACE: usize = 32 << 20;
+/// Bytes that a stretch of frozen weights is converted in, where activations are not FP16.
+const CONVERTED: usize = 64 << 20;
+/// Up to this many rows products are made by kernels that read each weight once.
+pub const FEW: usize = 8;
+/// Keys that a block takes of a single query.
+const KEYS: usize = 128;
+
+/// Rows of weights `(rows, cols)` that are converted to `dtype` at a time.
+pub fn converted_rows(rows: usize, cols: usize, dtype: DType) -> usize {
+    (CONVERTED / (cols * dtype.size()).max(1)).clamp(1, rows.max(1))
+}
+
+/// Shares that the inner size of a product of few rows with weights `(rows, cols)` is cut into: blocks enough for a
+/// large device.
+pub fn product_shares(rows: usize, cols: usize) -> usize {
+    (512 / cols.div_ceil(32).max(1)).clamp(1, rows.div_ceil(256).max(1))
+}
+
+/// Shares that a sum over `n` rows is cut into.
+pub fn row_shares(n: usize) -> usize {
+    n.div_ceil(256).clamp(1, 32)
+}
+
+/// Shares that the keys of a single query are cut into.
+pub fn key_shares(keys: usize) -> usize {
+    keys.div_ceil(KEYS)
+}
+
+/// Bytes of a product of `n` rows with frozen weights `(rows, cols)`.
+pub fn product(activations: DType, n: usize, (rows, cols): (usize, usize)) -> usize {
+    let few = if n <= FEW { 4 * product_shares(rows, cols) * n * cols } else { 0 };
+    let converted = match activations {
+        DType::F16 => 0,
+        other => converted_rows(rows, cols, other) * cols * other.size(),
+    };
+    few.max(converted)
+}
+
+/// Bytes of the gradients of deltas of rank up to `rank` at sites up to `widest`, over `n` rows.
+pub fn deltas(n: usize, widest: usize, rank: usize) -> usize {
+    4 * row_shares(n) * rank * widest
+}
+
+/// Bytes of attention's backward over `n` rows in all of `heads` heads.
+pub fn attention_backward(n: usize, heads: usize) -> usize {
+    4 * n * heads
+}
+
+/// Bytes of attention of one query in each of `rows` rows.
+pub fn attention_decode(rows: usize, keys: usize, heads: usize, width: usize) -> usize {
+    4 * rows * heads * key_shares(keys) * (width + 2)
+}
+
+/// Bytes of the norm of `len` trainables.
+pub fn norm(len: usize) -> usize {
+    8 * len.div_ceil(1 << 15).max(1)
+}
+
+/// Bytes of scratch of a training step over `vocab` tokens and `trainables` values.
+pub fn training(needs: Needs, activations: DType, vocab: usize, trainables: usize) -> usize {
+    let Needs { rows, width: c, inner, rank, head_width, .. } = needs;
+    let matrices = [(c, 3 * c), (c, c), (c, inner), (inner, c), (vocab, c)];
+    let products = matrices.into_iter().map(|matrix| product(activations, rows, matrix));
+    let others = [
+        deltas(rows, inner.max(3 * c), rank),
+        attention_backward(rows, c / head_width.max(1)),
+        attention_decode(rows, needs.keys, c / head_width.max(1), head_width),
+        norm(trainables),
+    ];
+    products.chain(others).max().unwrap_or(0)
+}

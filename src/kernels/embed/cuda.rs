@@ -1,0 +1,15 @@
+//! CUDA side: one block a token.
+
+use crate::kernels::{
+    cuda::{Argument, Gpu, Grid, Image, arguments, image, named},
+    device::{View, ViewMut},
+};
+
+static IMAGE: Image = image!("embed");
+
+pub fn forward(gpu: &'static Gpu, ids: View, positions: View, wte: View, wpe: View, x: ViewMut, c: usize) {
+    let n = ids.len();
+    assert!(positions.len() == n && x.len() == n * c, "embed shapes");
+    let arguments = arguments![ids, positions, wte, wpe, &x, Argument::int(c)];
+    gpu.launch(&IMAGE, &named("embed", x.dtype()), Grid::row(n, 128), arguments);
+}

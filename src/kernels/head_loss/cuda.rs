@@ -1,0 +1,63 @@
+//! CUDA side of the steps around the two products: one block a row.
+//!
+//! With 16-bit activations the gradient of a row of logits lies in the first bytes of that row's own logits: read
+//! as 16-bit numbers, its rows stand twice as many elements apart.
+
+use super::stride;
+use crate::kernels::{
+    cuda::{Argument, Gpu, Grid, Image, arguments, image, named},
+    device::{DType, View, ViewMut},
+    matmul::{self, Matrix, Start},
+};
+
+static IMAGE: Image = image!("head_loss");
+
+pub fn gather(gpu: &'static Gpu, from: View, rows: View, to: ViewMut, c: usize) {
+    assert!(from.dtype() == to.dtype() && to.len() >= rows.len() * c, "gather shapes");
+    let arguments = arguments![from, rows, &to, Argument::int(c)];
+    gpu.launch(&IMAGE, &named("gather", to.dtype()), Grid::row(rows.len(), 128), arguments);
+}
+
+pub fn scatter(gpu: &'static Gpu, from: View, rows: View, to: ViewMut, c: usize) {
+    assert!(from.dtype() == to.dtype() && from.len() >= rows.len() * c, "scatter shapes");
+    let arguments = arguments![from, rows, &to, Argument::int(c)];
+    gpu.launch(&IMAGE, &named("scatter", to.dtype()), Grid::row(rows.len(), 128), arguments);
+}
+
+/// Elements of a gradient between the rows of logits.
+fn gradient_stride(v: usize, activations: DType) -> usize {
+    stride(v, activations) * DType::F32.size() / activations.size()
+}
+
+pub fn cross_entropy(
+    gpu: &'static Gpu,
+    z: ViewMut,
+    (v, activations): (usize, DType),
+    targets: View,
+    smoothing: f32,
+    factor: Option<f32>,
+    losses: ViewMut,
+) {
+    let m = targets.len();
+    assert!(z.len() >= m * stride(v, activations) && losses.len() == m, "cross-entropy shapes");
+    let dz = if factor.is_some() { Argument::from(&z) } else { Argument::NULL };
+    let arguments = arguments![
+        &z,
+        Argument::long(stride(v, activations)),
+        targets,
+        smoothing,
+        factor.unwrap_or(0.0),
+        &losses,
+        dz,
+        Argument::long(gradient_stride(v, activations)),
+        Argument::int(v),
+    ];
+    gpu.launch(&IMAGE, &named("cross_entropy", activations), Grid::row(m, 512), arguments);
+}
+
+pub fn hidden_gradient(gpu: &'static Gpu, dz: View, head: Matrix, d_hidden: ViewMut, count: usize) {
+    let activations = d_hidden.dtype();
+    let dz = dz.as_type(activations);
+    let ld = gradient_stride(head.rows, activations);
+    matmul::cuda::frozen_nn(gpu, (dz, ld), head, Start::Zero, d_hidden, count);
+}

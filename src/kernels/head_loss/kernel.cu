@@ -1,0 +1,107 @@
+// The steps of head and loss around the two products with the head: rows in and out, cross-entropy.
+#include "common.cuh"
+
+template <class T> __device__ __forceinline__ void copy_row(const T *from, T *to, int c) {
+  float x[WIDE];
+  for (int at = threadIdx.x * WIDE; at < c; at += blockDim.x * WIDE) {
+    load(from + at, c - at, x);
+    store(x, c - at, to + at);
+  }
+}
+
+/// to (m, c): row i = from[rows[i]]. A block a row, 128 threads.
+template <class T> __device__ void gather(const T *from, const unsigned *rows, T *to, int c) {
+  const T *source = from + i64(rows[blockIdx.x]) * c;
+  T *target = to + i64(blockIdx.x) * c;
+  copy_row(source, target, c);
+}
+EXPORT(gather, (const T *from, const unsigned *rows, T *to, int c), (from, rows, to, c))
+
+/// to: row rows[i] = from[i] (m, c); no row is named twice. A block a row, 128 threads.
+template <class T> __device__ void scatter(const T *from, const unsigned *rows, T *to, int c) {
+  const T *source = from + i64(blockIdx.x) * c;
+  T *target = to + i64(rows[blockIdx.x]) * c;
+  copy_row(source, target, c);
+}
+EXPORT(scatter, (const T *from, const unsigned *rows, T *to, int c), (from, rows, to, c))
+
+/// Softmax statistics of a part of a row: largest value, sum of exp(z - largest).
+struct Statistics {
+  float most, sum;
+
+  /// The first `count` of z (8), at least one.
+  __device__ void add(const float (&z)[WIDE], int count) {
+    float larger = most;
+#pragma unroll
+    for (int i = 0; i < WIDE; i++)
+      if (i < count) larger = fmaxf(larger, z[i]);
+    sum *= expf(most - larger), most = larger;
+#pragma unroll
+    for (int i = 0; i < WIDE; i++)
+      if (i < count) sum += expf(z[i] - most);
+  }
+
+  __device__ Statistics joined(Statistics other) const {
+    float larger = fmaxf(most, other.most);
+    if (larger == -INFINITY) return {larger, 0.f}; // both are empty
+    return {larger, sum * expf(most - larger) + other.sum * expf(other.most - larger)};
+  }
+};
+
+/// Joins the statistics of all threads, in a fixed order.
+__device__ Statistics joined_over_block(Statistics own) {
+  SHARED(Statistics[32], parts);
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    Statistics other = {__shfl_xor_sync(~0u, own.most, step), __shfl_xor_sync(~0u, own.sum, step)};
+    own = own.joined(other);
+  }
+  if (lane() == 0) parts[warp()] = own;
+  __syncthreads();
+  Statistics all = parts[0];
+  for (int i = 1; i < int(blockDim.x / 32); i++) all = all.joined(parts[i]);
+  return all;
+}
+
+/// Loss of one row of logits z (v), and its gradient dz where asked for. A block a row, 512 threads.
+///
+/// dz may lie in the bytes of z: a chunk is read by all threads before any of it is written, and what is
+/// written never reaches beyond what has been read.
+template <class T>
+__device__ void cross_entropy(float *z, i64 ld, const int *targets, float smoothing, float factor, float *losses,
+                              T *dz, i64 ld_dz, int v) {
+  z += blockIdx.x * ld;
+  int target = targets[blockIdx.x];
+  float at_target = z[target], total = 0;
+  Statistics own = {-INFINITY, 0.f};
+  float x[WIDE];
+  for (int at = threadIdx.x * WIDE; at < v; at += blockDim.x * WIDE) {
+    load(z + at, v - at, x);
+    own.add(x, v - at);
+#pragma unroll
+    for (int i = 0; i < WIDE; i++) total += x[i];
+  }
+  Statistics all = joined_over_block(own);
+  float lse = all.most + logf(all.sum), mean = block_sum(total) / v;
+  if (threadIdx.x == 0)
+    losses[blockIdx.x] = (1.f - smoothing) * (lse - at_target) + smoothing * (lse - mean);
+  if (!dz) return;
+
+  dz += blockIdx.x * ld_dz;
+  float uniform = factor * smoothing / v;
+  int padded = min(ld, ld_dz);
+  for (int first = 0; first < padded; first += blockDim.x * WIDE) {
+    int at = first + threadIdx.x * WIDE;
+    load(z + at, v - at, x);
+#pragma unroll
+    for (int i = 0; i < WIDE; i++) {
+      x[i] = at + i < v ? factor * expf(x[i] - lse) - uniform : 0.f;
+      if (at + i == target) x[i] -= factor * (1.f - smoothing);
+    }
+    __syncthreads(); // all have read
+    store(x, padded - at, dz + at);
+  }
+}
+EXPORT(cross_entropy,
+       (float *z, i64 ld, const int *targets, float smoothing, float factor, float *losses, T *dz, i64 ld_dz, int v),
+       (z, ld, targets, smoothing, factor, losses, dz, ld_dz, v))

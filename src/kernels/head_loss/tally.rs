@@ -1,0 +1,51 @@
+//! Sums of losses, which on a device come to the host without holding it up.
+
+use crate::kernels::device::{Device, View};
+
+/// Losses of several micro-batches on their way into one sum: f64 over FP32 losses, in order.
+#[derive(Default)]
+pub struct Tally {
+    sum: f64,
+    #[cfg(feature = "cuda")]
+    coming: Vec<Coming>,
+}
+
+/// Losses in pinned memory, there once the device was waited for.
+#[cfg(feature = "cuda")]
+struct Coming {
+    gpu: &'static crate::kernels::cuda::Gpu,
+    pinned: crate::kernels::cuda::memory::Pinned,
+    bytes: usize,
+}
+
+impl Tally {
+    /// Adds all of `losses`, as they are when the device gets here.
+    pub fn add(&mut self, losses: View) {
+        match losses.device() {
+            Device::Cpu => self.sum += total(losses.host()),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(gpu) => self
+                .coming
+                .extend(gpu.download_later(losses).map(|(pinned, bytes)| Coming { gpu, pinned, bytes })),
+        }
+    }
+
+    /// The sum of all that were added, once the device was waited for ([`Device::check`]).
+    pub fn sum(self) -> f64 {
+        #[cfg(feature = "cuda")]
+        let sum = self.coming.into_iter().fold(self.sum, |sum, Coming { gpu, pinned, bytes }| {
+            // SAFETY: the copy to these bytes is done, and nobody else has them; a page is aligned for any number.
+            let losses = unsafe { std::slice::from_raw_parts(pinned.head().cast::<f32>(), bytes / 4) };
+            let sum = sum + total(losses);
+            gpu.spare(pinned);
+            sum
+        });
+        #[cfg(not(feature = "cuda"))]
+        let sum = self.sum;
+        sum
+    }
+}
+
+fn total(losses: &[f32]) -> f64 {
+    losses.iter().map(|&loss| f64::from(loss)).sum()
+}

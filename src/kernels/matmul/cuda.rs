@@ -1,0 +1,160 @@
+//! CUDA side: products by cuBLASLt, whose descriptions `kernels/product.rs` derives; a few rows by kernels that
+//! read each weight once.
+//!
+//! FP16 activations meet the weights as they are. For others a stretch of the weights is converted into scratch
+//! first: to FP32, exactly, or to BF16.
+
+use super::{Matrix, Start};
+use crate::kernels::{
+    cuda::{Argument, Call, Gpu, Grid, Image, arguments, image, named},
+    device::{DType, View, ViewMut},
+    device_scratch::{FEW, converted_rows, product_shares},
+    elementwise,
+    product::{Product, Stored},
+};
+
+static IMAGE: Image = image!("matmul");
+
+/// What of a [`Start`] goes into the product: factor and address of C, and a bias.
+struct Before {
+    beta: f32,
+    c: u64,
+    bias: Option<u64>,
+}
+
+/// Prepares `y (n, cols)` for a product that is added to it. The epilogue takes a bias of y's own type alone.
+fn before(gpu: &'static Gpu, start: Start, y: &ViewMut, n: usize, cols: usize) -> Before {
+    let here = y.address();
+    let (residual, bias) = match start {
+        Start::Zero => return Before { beta: 0.0, c: here, bias: None },
+        Start::Keep => return Before { beta: 1.0, c: here, bias: None },
+        Start::Bias(bias) => (None, bias),
+        Start::Residual(residual, bias) => (Some(residual), bias),
+    };
+    if y.dtype() == DType::F16 {
+        let beta = if residual.is_some() { 1.0 } else { 0.0 };
+        return Before { beta, c: residual.map_or(here, |r| r.address()), bias: Some(bias.address()) };
+    }
+    let arguments = arguments![residual, bias, y, Argument::int(n), Argument::int(cols)];
+    gpu.launch(&IMAGE, &named("product_start", y.dtype()), Grid::pointwise(n * cols), arguments);
+    Before { beta: 1.0, c: here, bias: None }
+}
+
+/// `y (n, cols) = start + x (n, rows) W`, where rows of x stand `ld` apart.
+pub fn frozen_nn(gpu: &'static Gpu, (x, ld): (View, usize), w: Matrix, start: Start, y: ViewMut, n: usize) {
+    let (rows, cols, dtype) = (w.rows, w.cols, x.dtype());
+    assert!(
+        w.data.len() == rows * cols && y.len() >= n * cols && y.dtype() == dtype,
+        "shapes of a frozen product"
+    );
+    assert!(n == 0 || x.len() >= (n - 1) * ld + rows, "shapes of a frozen product");
+    if n <= FEW && ld == rows {
+        return few_nn(gpu, x, w, start, y, n);
+    }
+    let Before { beta, c, bias } = before(gpu, start, &y, n, cols);
+    let d = y.address();
+    stretches(gpu, w, dtype, |first, count, a| {
+        let product = Product::of((n, cols, count), Stored::plain(ld), Stored::plain(cols), cols);
+        let b = x.address() + (first * dtype.size()) as u64;
+        let (beta, c) = if first == 0 { (beta, c) } else { (1.0, d) };
+        gpu.product(Call { product, a, b, factors: dtype, c, beta, d, result: dtype, bias });
+    });
+}
+
+/// `y (n, rows) = start + x (n, cols) W^T`, where rows of y stand `ld` apart; y may be FP32 whatever x is.
+pub fn frozen_nt(gpu: &'static Gpu, x: View, w: Matrix, start: Start, (y, ld): (ViewMut, usize), n: usize) {
+    let (rows, cols, dtype) = (w.rows, w.cols, x.dtype());
+    assert!(w.data.len() == rows * cols && x.len() >= n * cols, "shapes of a frozen product");
+    assert!(n == 0 || y.len() >= (n - 1) * ld + rows, "shapes of a frozen product");
+    if n <= FEW && y.dtype() == DType::F32 && matches!(start, Start::Zero) {
+        let sizes = [n, rows, cols].map(Argument::int);
+        let arguments = arguments![x, w.data, &y, sizes[0], sizes[1], sizes[2], Argument::long(ld)];
+        return gpu.launch(&IMAGE, &named("gemv_nt", dtype), Grid::row(rows.div_ceil(8), 256), arguments);
+    }
+    let Before { beta, c, bias } = before(gpu, start, &y, n, rows);
+    let (d, result) = (y.address(), y.dtype());
+    stretches(gpu, w, dtype, |first, count, a| {
+        let product = Product::of((n, count, cols), Stored::plain(cols), Stored::transposed(cols), ld);
+        let moved = |address: u64, size: usize| address + (first * size) as u64;
+        let (c, d) = (moved(c, result.size()), moved(d, result.size()));
+        let bias = bias.map(|bias| moved(bias, DType::F16.size()));
+        gpu.product(Call { product, a, b: x.address(), factors: dtype, c, beta, d, result, bias });
+    });
+}
+
+/// Hands stretches of rows of W to `work`, each as (first row, rows, address) in the type of the activations.
+fn stretches(gpu: &'static Gpu, w: Matrix, dtype: DType, work: impl Fn(usize, usize, u64)) {
+    if dtype == DType::F16 {
+        return work(0, w.rows, w.data.address());
+    }
+    let most = converted_rows(w.rows, w.cols, dtype);
+    gpu.scratch(most * w.cols * dtype.size(), |scratch| {
+        for first in (0..w.rows).step_by(most) {
+            let count = most.min(w.rows - first);
+            let rows = w.data.slice(first * w.cols, count * w.cols);
+            elementwise::cuda::cast_at(gpu, rows, scratch, dtype);
+            work(first, count, scratch);
+        }
+    });
+}
+
+fn few_nn(gpu: &'static Gpu, x: View, w: Matrix, start: Start, y: ViewMut, n: usize) {
+    let (rows, cols, dtype) = (w.rows, w.cols, x.dtype());
+    let (residual, bias) = match start {
+        Start::Zero => (Argument::NULL, Argument::NULL),
+        Start::Keep => (Argument::from(&y), Argument::NULL),
+        Start::Bias(bias) => (Argument::NULL, Argument::from(bias)),
+        Start::Residual(residual, bias) => (Argument::from(residual), Argument::from(bias)),
+    };
+    let splits = product_shares(rows, cols);
+    gpu.scratch(4 * splits * n * cols, |parts| {
+        let sizes = [n, rows, cols].map(Argument::int);
+        let arguments = arguments![x, w.data, parts, sizes[0], sizes[1], sizes[2]];
+        let grid = Grid::of((cols.div_ceil(32), splits, if n == 0 { 0 } else { 1 }), 256);
+        gpu.launch(&IMAGE, &named("gemv_nn", dtype), grid, arguments);
+        let arguments = arguments![parts, Argument::int(splits), residual, bias, &y, sizes[0], sizes[2]];
+        let grid = Grid::row((n * cols).div_ceil(256), 256);
+        gpu.launch(&IMAGE, &named("gemv_nn_finish", dtype), grid, arguments);
+    });
+}
+
+type Sizes = (usize, usize, usize);
+
+/// A dense FP32 product.
+fn dense(gpu: &'static Gpu, product: Product, a: View, b: View, d: &ViewMut, beta: f32) {
+    let (a, b, d) = (a.address(), b.address(), d.address());
+    let (factors, result) = (DType::F32, DType::F32);
+    gpu.product(Call { product, a, b, factors, c: d, beta, d, result, bias: None });
+}
+
+pub fn dense_forward(gpu: &'static Gpu, x: View, w: View, b: View, y: ViewMut, (n, inputs, outputs): Sizes) {
+    assert!(x.len() == n * inputs && w.len() == inputs * outputs && y.len() == n * outputs, "dense shapes");
+    let arguments = arguments![b, &y, Argument::int(n), Argument::int(outputs)];
+    gpu.launch(&IMAGE, "dense_start", Grid::pointwise(n * outputs), arguments);
+    dense(gpu, Product::nt(n, outputs, inputs), w, x, &y, 1.0);
+}
+
+pub fn dense_backward(
+    gpu: &'static Gpu,
+    dy: View,
+    x: View,
+    (dw, db): (ViewMut, ViewMut),
+    (n, inputs, outputs): Sizes,
+) {
+    assert!(dy.len() == n * outputs && x.len() == n * inputs && dw.len() == inputs * outputs, "dense shapes");
+    let arguments = arguments![dy, &db, Argument::int(n), Argument::int(outputs)];
+    gpu.launch(&IMAGE, "column_sum", Grid::row(outputs.div_ceil(256), 256), arguments);
+    dense(gpu, Product::tn(n, inputs, outputs), x, dy, &dw, 1.0);
+}
+
+pub fn dense_input_gradient(
+    gpu: &'static Gpu,
+    dy: View,
+    w: View,
+    dx: ViewMut,
+    (n, inputs, outputs): Sizes,
+    accumulate: bool,
+) {
+    assert!(dy.len() == n * outputs && w.len() == inputs * outputs && dx.len() == n * inputs, "dense shapes");
+    dense(gpu, Product::nn(n, outputs, inputs), w, dy, &dx, if accumulate { 1.0 } else { 0.0 });
+}
