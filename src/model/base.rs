@@ -71,7 +71,7 @@ impl Base {
     /// The same base on `device`, computing in `activations`.
     ///
     /// # Errors
-    /// [`Error::Input`](crate::error::Error::Input) for activations that the device does not compute in, and as
+    /// [`Error::Input`] for activations that the device does not compute in, and as
     /// [`Weights::bring`].
     pub fn on(mut self, device: Device, activations: DType) -> Result<Self> {
         check_activations(device, activations)?;
