@@ -199,31 +199,22 @@ impl Stack {
         pass: Pass,
         tally: &mut Tally,
     ) -> Result<usize> {
-        on_pool(|| self.losses_and_gradients(trained, to, batch, pass, tally))
-    }
-
-    fn losses_and_gradients(
-        &mut self,
-        trained: Trained,
-        to: &mut Gradients,
-        batch: &Batch,
-        pass: Pass,
-        tally: &mut Tally,
-    ) -> Result<usize> {
         let supervised = self.upload(batch)?;
         if supervised == 0 {
             return Ok(0);
         }
-        self.embed(batch);
-        let layers = self.base.config.layers;
-        let kept = self.forward(trained, batch, pass.dropout)?;
-        let back_to = (self.wiring.lowest() < layers).then(|| Stage::Block(layers - 1));
-        self.flow.enter(&self.base.weights, Stage::Head, back_to, self.passed(layers));
-        moment::enter(Moment::Head);
-        self.head(batch, supervised, pass, (true, tally));
-        moment::enter(Moment::Backward);
-        self.backward(trained, to, batch, pass.dropout, kept)?;
-        Ok(supervised)
+        on_pool(|| {
+            self.embed(batch);
+            let layers = self.base.config.layers;
+            let kept = self.forward(trained, batch, pass.dropout)?;
+            let back_to = (self.wiring.lowest() < layers).then(|| Stage::Block(layers - 1));
+            self.flow.enter(&self.base.weights, Stage::Head, back_to, self.passed(layers));
+            moment::enter(Moment::Head);
+            self.head(batch, supervised, pass, (true, tally));
+            moment::enter(Moment::Backward);
+            self.backward(trained, to, batch, pass.dropout, kept)?;
+            Ok(supervised)
+        })
     }
 
     /// Forward through all blocks, each keeping what the policy says.

@@ -25,8 +25,8 @@ const BLOCK: usize = 64;
 const NARROW: usize = 2 * LANES;
 
 /// Whether heads are whole vectors and queries are worth turning the keys for.
-pub fn fits(shape: &Shape) -> bool {
-    shape.width.is_multiple_of(LANES) && shape.queries >= ROWS
+pub fn fits(width: usize, queries: usize) -> bool {
+    width.is_multiple_of(LANES) && queries >= ROWS
 }
 
 /// Floats of scratch a task uses for `keys` columns, prefix included, and heads of `width`.

@@ -13,7 +13,7 @@ const TILE: usize = 64;
 /// packing takes beside it.
 pub fn scratch(keys: usize, width: usize) -> (usize, usize) {
     #[cfg(target_arch = "x86_64")]
-    if crate::kernels::cpu::avx512() && super::avx512::fits(&Shape { width, ..Shape::of_queries(keys) }) {
+    if crate::kernels::cpu::avx512() && super::avx512::fits(width, keys) {
         return (super::avx512::scratch(keys, width), 0);
     }
     (2 * TILE * keys, packing(keys, width))
@@ -132,7 +132,7 @@ pub fn forward(
     let c = heads * width;
     assert!(out.len() == batch * t * c && lse.len() == batch * heads * t, "attention shapes");
     #[cfg(target_arch = "x86_64")]
-    if crate::kernels::cpu::avx512() && super::avx512::fits(&shape) {
+    if crate::kernels::cpu::avx512() && super::avx512::fits(shape.width, shape.queries) {
         return super::avx512::forward((q, k, v), prefix, starts, scale, shape, (out, lse));
     }
     let (out, lse) = (Shared::new(out), Shared::new(lse));
@@ -253,7 +253,7 @@ pub fn backward(dout: &[f32], seen: Seen, scale: f32, shape: Shape, d_qkv: &mut 
             prefix_at: &|part, row| d_prefix.at(((b * 2 + part) * p + row) * c + column),
         };
         #[cfg(target_arch = "x86_64")]
-        if crate::kernels::cpu::avx512() && super::avx512::fits(&shape) {
+        if crate::kernels::cpu::avx512() && super::avx512::fits(shape.width, shape.queries) {
             return super::avx512::backward_head(dout, seen, scale, &shape, &targets);
         }
         backward_head(dout, seen, scale, &shape, &targets);

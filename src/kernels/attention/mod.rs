@@ -52,13 +52,6 @@ pub struct Shape {
     pub prefix: usize,
 }
 
-impl Shape {
-    /// One head of that many queries and no width yet.
-    fn of_queries(queries: usize) -> Self {
-        Self { batch: 1, queries, past: 0, heads: 1, width: 0, prefix: 0 }
-    }
-}
-
 /// Keys and values of a prefix, `(p, h, d)` each.
 #[derive(Clone, Copy)]
 pub struct Prefix<'a> {
