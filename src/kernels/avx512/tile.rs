@@ -100,9 +100,11 @@ impl Tile {
     /// As [`Tile::rows`].
     #[inline(never)]
     #[target_feature(enable = "avx512f")]
+    #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers")]
     unsafe fn run<const M: usize, const V: usize>(&self) {
         let mut sums = [[_mm512_setzero_ps(); V]; M];
         let (mut weights, mut x) = (self.panel, self.x);
+        self.fetch::<M, V>();
         for _ in 0..self.depth {
             // SAFETY: the panel has V vectors for each of depth steps, and x as many elements in M rows;
             // prefetches may point anywhere.
@@ -112,52 +114,101 @@ impl Tile {
                     let ahead = weights.wrapping_add(AHEAD * self.panel_row + v * LANES);
                     _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
                 }
-                for (m, sums) in sums.iter_mut().enumerate() {
+                for m in 0..M {
                     let x = _mm512_set1_ps(*x.add(m * self.x_row));
                     for v in 0..V {
-                        sums[v] = _mm512_fmadd_ps(x, w[v], sums[v]);
+                        sums[m][v] = _mm512_fmadd_ps(x, w[v], sums[m][v]);
                     }
                 }
             }
             weights = weights.wrapping_add(self.panel_row);
             x = x.wrapping_add(self.x_step);
         }
-        let scale = _mm512_set1_ps(self.scale);
-        for (m, sums) in sums.iter().enumerate() {
-            for (v, &sum) in sums.iter().enumerate() {
-                let at = m * self.y_row + v * LANES;
-                // SAFETY: masked elements alone are read and written.
-                unsafe {
-                    let begin = self.begin.vector(self.y, at, v * LANES, self.columns - v * LANES);
-                    let value = _mm512_fmadd_ps(scale, sum, begin);
-                    _mm512_mask_storeu_ps(self.y.add(at), first(self.columns - v * LANES), value);
+        // A loop for each beginning: with the choice inside, the sums would go through memory.
+        // SAFETY: masked elements alone are read, all of them the caller's.
+        unsafe {
+            match self.begin {
+                Begin::Zero => self.finish(sums, |_, _| _mm512_setzero_ps()),
+                Begin::Keep => self.finish(sums, |m, v| self.masked(self.y, m, v)),
+                Begin::Bias(bias) => {
+                    let bias = self.bias::<V>(bias);
+                    self.finish(sums, |_, v| bias[v]);
+                }
+                Begin::Residual(residual, bias) => {
+                    let bias = self.bias::<V>(bias);
+                    self.finish(sums, |m, v| _mm512_add_ps(self.masked(residual, m, v), bias[v]));
                 }
             }
         }
     }
-}
 
-impl Begin {
-    /// What stands before the product in the elements `at` behind the tile's first, in column `column`.
-    ///
-    /// # Safety
-    /// The first `left` elements there, of a residual and of a bias are valid.
+    /// Has what the product is added to brought near while the product is made.
     #[inline]
     #[target_feature(enable = "avx512f")]
-    unsafe fn vector(self, y: *const f32, at: usize, column: usize, left: usize) -> __m512 {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let bias =
-                |bias: *const f16| widened(std::slice::from_raw_parts(bias.add(column), left.min(LANES)));
-            match self {
-                Self::Zero => _mm512_setzero_ps(),
-                Self::Keep => _mm512_maskz_loadu_ps(first(left), y.add(at)),
-                Self::Bias(b) => bias(b),
-                Self::Residual(residual, b) => {
-                    _mm512_add_ps(_mm512_maskz_loadu_ps(first(left), residual.add(at)), bias(b))
-                }
+    fn fetch<const M: usize, const V: usize>(&self) {
+        let matrix = match self.begin {
+            Begin::Zero | Begin::Bias(_) => return,
+            Begin::Keep => self.y.cast_const(),
+            Begin::Residual(residual, _) => residual,
+        };
+        for m in 0..M {
+            for v in 0..V {
+                _mm_prefetch::<_MM_HINT_T0>(matrix.wrapping_add(m * self.y_row + v * LANES).cast());
             }
         }
+    }
+
+    /// Writes `begin(m, v) + scale * sums`.
+    ///
+    /// # Safety
+    /// As [`Tile::rows`].
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers")]
+    unsafe fn finish<const M: usize, const V: usize>(
+        &self,
+        sums: [[__m512; V]; M],
+        begin: impl Fn(usize, usize) -> __m512,
+    ) {
+        let scale = _mm512_set1_ps(self.scale);
+        for m in 0..M {
+            for v in 0..V {
+                let value = _mm512_fmadd_ps(scale, sums[m][v], begin(m, v));
+                // SAFETY: masked elements alone are written.
+                unsafe { _mm512_mask_storeu_ps(self.y.add(m * self.y_row + v * LANES), self.mask(v), value) }
+            }
+        }
+    }
+
+    /// The columns of vector `v`.
+    #[inline]
+    fn mask(&self, v: usize) -> __mmask16 {
+        first(self.columns - v * LANES)
+    }
+
+    /// Vector `v` of row `m` of a matrix laid out as the output.
+    ///
+    /// # Safety
+    /// The CPU has AVX-512 F, and the tile's elements of the matrix are valid.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn masked(&self, matrix: *const f32, m: usize, v: usize) -> __m512 {
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_maskz_loadu_ps(self.mask(v), matrix.add(m * self.y_row + v * LANES)) }
+    }
+
+    /// The tile's columns of a bias.
+    ///
+    /// # Safety
+    /// The CPU has AVX-512 F, and the bias has these columns.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn bias<const V: usize>(&self, bias: *const f16) -> [__m512; V] {
+        std::array::from_fn(|v| {
+            let left = (self.columns - v * LANES).min(LANES);
+            // SAFETY: the caller's promise.
+            widened(unsafe { std::slice::from_raw_parts(bias.add(v * LANES), left) })
+        })
     }
 }
 

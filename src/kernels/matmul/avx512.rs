@@ -20,9 +20,9 @@ use crate::kernels::{
 mod few;
 
 /// Weights of a column that a panel holds.
-const DEPTH: usize = 384;
+const DEPTH: usize = 768;
 /// Columns that a task takes: its panel of DEPTH x WIDTH floats, 576 KiB, stays in a second-level cache.
-const WIDTH: usize = 384;
+const WIDTH: usize = 192;
 
 /// Floats of scratch a task uses.
 pub const SCRATCH: usize = DEPTH * (WIDTH + LANES);
