@@ -31,7 +31,7 @@ use super::{
 };
 
 /// Tokens a prompt is fed in at a time: workspace stays small, products stay efficient.
-const CHUNK: usize = 256;
+const CHUNK: usize = 512;
 
 /// A base with adapters, reading one sequence of tokens, or several that begin alike.
 pub struct Decoder {

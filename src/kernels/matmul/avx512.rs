@@ -5,6 +5,8 @@
 //! multiply-adds from the first weight to the last. Neither the number of rows, nor where a row or a column stands
 //! in a tile or a task, changes a bit. Products of few rows are made otherwise, see [`few`].
 
+use std::arch::x86_64::*;
+
 use half::f16;
 
 use super::{Matrix, Start};
@@ -23,6 +25,11 @@ mod few;
 const DEPTH: usize = 768;
 /// Columns that a task takes: its panel of DEPTH x WIDTH floats, 576 KiB, stays in a second-level cache.
 const WIDTH: usize = 192;
+/// FP16 weights in a cache line.
+const LINE: usize = 32;
+/// Rows of weights that are fetched ahead of their widening: each begins in a page of its own, which the CPU does
+/// not foresee.
+const AHEAD: usize = 6;
 
 /// Floats of scratch a task uses.
 pub const SCRATCH: usize = DEPTH * (WIDTH + LANES);
@@ -118,11 +125,22 @@ unsafe fn pack_rows(weights: &[f16], stride: usize, place: Place, panel: &mut [f
     assert!(panel.len() >= depth * width.next_multiple_of(LANES), "room for a panel");
     for k in 0..depth {
         let row = &weights[(inner + k) * stride + outer..][..width];
+        for line in (0..width).step_by(LINE) {
+            _mm_prefetch::<_MM_HINT_T0>(row.as_ptr().wrapping_add(AHEAD * stride + line).cast());
+        }
         for (group, halves) in row.chunks(COLUMNS).enumerate() {
             let columns = halves.len().next_multiple_of(LANES);
             let to = &mut panel[group * COLUMNS * depth + k * columns..][..columns];
-            for (from, to) in halves.chunks(LANES).zip(to.chunks_exact_mut(LANES)) {
-                store(to, widened(from));
+            let (whole, rest) = halves.as_chunks::<LANES>();
+            for (from, to) in whole.iter().zip(to.as_chunks_mut::<LANES>().0) {
+                // SAFETY: a vector of halves, and one of floats.
+                unsafe {
+                    let wide = _mm512_cvtph_ps(_mm256_loadu_si256(from.as_ptr().cast()));
+                    _mm512_storeu_ps(to.as_mut_ptr(), wide);
+                }
+            }
+            if !rest.is_empty() {
+                store(&mut to[whole.len() * LANES..], widened(rest));
             }
         }
     }
@@ -136,7 +154,12 @@ unsafe fn pack_rows(weights: &[f16], stride: usize, place: Place, panel: &mut [f
 unsafe fn pack_columns(weights: &[f16], stride: usize, place: Place, panel: &mut [f32]) {
     let Place { inner, depth, outer, width } = place;
     let load = |row: usize, step: usize, steps: usize| {
-        widened(&weights[(outer + row) * stride + inner + step..][..steps])
+        let from = &weights[(outer + row) * stride + inner + step..][..steps];
+        if step % LINE == 0 {
+            // The same place in the next LANES rows.
+            _mm_prefetch::<_MM_HINT_T0>(from.as_ptr().wrapping_add(LANES * stride).cast());
+        }
+        widened(from)
     };
     // SAFETY: the caller's promise.
     unsafe { pack_turned(panel, (depth, width), load) }

@@ -1,0 +1,85 @@
+"""Writes a GPT-2 folder as GGUF for llama.cpp: matrices as F16 or Q8_0, vectors as F32.
+
+    python benchmarks/gguf_base.py BASE OUT.gguf [--type f16|q8_0]
+"""
+
+import argparse
+import json
+import pathlib
+
+import gguf
+import numpy as np
+from safetensors.numpy import load_file
+
+NAMES = {"attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
+         "ln_1": "attn_norm", "ln_2": "ffn_norm"}
+TOP = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm"}
+
+
+def gguf_name(name):
+    """llama.cpp's name of a tensor; None for what it does not want."""
+    name = name.removeprefix("transformer.")
+    stem, _, kind = name.rpartition(".")
+    if stem in TOP:
+        return f"{TOP[stem]}.{kind}"
+    parts = stem.split(".", 2)
+    if parts[0] == "h" and parts[2] in NAMES:
+        return f"blk.{parts[1]}.{NAMES[parts[2]]}.{kind}"
+    return None
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("base", type=pathlib.Path)
+    p.add_argument("out", type=pathlib.Path)
+    p.add_argument("--type", choices=["f16", "q8_0"], default="f16")
+    a = p.parse_args()
+    config = json.loads((a.base / "config.json").read_text(encoding="utf-8"))
+    weights = load_file(a.base / "model.safetensors")
+
+    writer = gguf.GGUFWriter(a.out, "gpt2")
+    writer.add_block_count(config["n_layer"])
+    writer.add_context_length(config["n_positions"])
+    writer.add_embedding_length(config["n_embd"])
+    writer.add_feed_forward_length(4 * config["n_embd"])
+    writer.add_head_count(config["n_head"])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16 if a.type == "f16" else gguf.LlamaFileType.MOSTLY_Q8_0)
+
+    # The benchmark feeds ids; a vocabulary is only there because llama.cpp asks for one.
+    vocabulary = json.loads((a.base / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    words = sorted(vocabulary["vocab"], key=vocabulary["vocab"].get)
+    words += [f"[{id}]" for id in range(len(words), config["vocab_size"])]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in vocabulary["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(words)
+    writer.add_token_types([gguf.TokenType.NORMAL] * len(words))
+    writer.add_token_merges(merges)
+
+    for name, values in weights.items():
+        to = gguf_name(name)
+        if to is None:
+            continue
+        if values.ndim == 1:
+            values = values.astype(np.float32)
+        elif "wpe" in name:
+            values = values.astype(np.float32)
+        else:
+            # Conv1D is (in, out); GGUF wants rows of inputs.
+            matrix = values if "wte" in name else values.T
+            if a.type == "q8_0":
+                kind = gguf.GGMLQuantizationType.Q8_0
+                quantized = gguf.quantize(np.ascontiguousarray(matrix, dtype=np.float32), kind)
+                writer.add_tensor(to, quantized, raw_dtype=kind)
+                continue
+            values = np.ascontiguousarray(matrix, dtype=np.float16)
+        writer.add_tensor(to, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    main()

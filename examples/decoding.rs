@@ -1,0 +1,83 @@
+//! Times reading prompts and generating tokens with a few lines of library code.
+//!
+//!     cargo run --release --example decoding -- BASE_DIR [--adapter DIR] [--prompt N,..] [--rows N,..] [--new N]
+//!
+//! Prints a JSON line: tokens/s of reading prompts of these lengths (median of five), and of `--new` tokens made
+//! greedily behind a prompt of 32 by so many samples side by side (all samples together).
+
+use std::{env, path::Path, sync::Arc, time::Instant};
+
+use engraft::{
+    error::{Error, Result},
+    model::{Base, BaseSource, Decoder, Wiring},
+};
+use engraft_adapters::{peft, rng};
+
+/// Tokens before those whose making is timed.
+const PROMPT: usize = 32;
+
+fn main() -> Result<()> {
+    let arguments: Vec<String> = env::args().skip(1).collect();
+    let Some(folder) = arguments.first() else { return Err(Error::input("usage: decoding BASE_DIR [..]")) };
+    let option = |name: &str| {
+        arguments.iter().position(|word| word == name).and_then(|at| arguments.get(at + 1)).cloned()
+    };
+    let numbers = |name: &str, default: &str| -> Vec<usize> {
+        option(name).unwrap_or(default.into()).split(',').filter_map(|word| word.parse().ok()).collect()
+    };
+    let new = numbers("--new", "128").first().copied().unwrap_or(128);
+
+    let base = Arc::new(Base::load(&BaseSource::Folder(folder.into()), folder, Path::new("target/cache"))?);
+    let loaded = option("--adapter")
+        .map(|adapter| peft::load(Path::new(&adapter), &base.description(), false))
+        .transpose()?;
+    let sets: Vec<_> = loaded.iter().map(|loaded| (&loaded.set, 1.0)).collect();
+    let wiring = Wiring::new(&sets, base.config.layers)?;
+    let values = loaded.as_ref().map(|loaded| loaded.values.clone()).unwrap_or_default();
+    let decoder = |rows: usize, capacity: usize| {
+        Decoder::new(Arc::clone(&base), wiring.clone(), values.clone(), rows, capacity)
+    };
+
+    let mut lines = Vec::new();
+    for prompt in numbers("--prompt", "512") {
+        let ids = ids(prompt, base.config.vocab);
+        let mut decoder = decoder(1, prompt)?;
+        let mut seconds = Vec::new();
+        for _ in 0..6 {
+            decoder.rewind(0);
+            let start = Instant::now();
+            decoder.feed(&ids)?;
+            seconds.push(start.elapsed().as_secs_f64());
+        }
+        // The first one finds memory that nobody has touched yet.
+        seconds.remove(0);
+        seconds.sort_by(f64::total_cmp);
+        lines.push(format!("\"prompt {prompt}\": {:.1}", prompt as f64 / seconds[seconds.len() / 2]));
+    }
+    for rows in numbers("--rows", "1") {
+        let mut decoder = decoder(rows, PROMPT + new + 1)?;
+        let vocab = base.config.vocab;
+        let first = likeliest(decoder.feed(&ids(PROMPT, vocab))?);
+        decoder.fork(rows);
+        // Samples that begin with tokens of their own.
+        let mut last: Vec<u32> = (0..rows).map(|row| (first + row as u32) % vocab as u32).collect();
+        let start = Instant::now();
+        for _ in 0..new {
+            last = decoder.feed_each(&last)?.chunks_exact(vocab).map(likeliest).collect();
+        }
+        let speed = (rows * new) as f64 / start.elapsed().as_secs_f64();
+        lines.push(format!("\"rows {rows}\": {speed:.1}"));
+    }
+    println!("{{{}}}", lines.join(", "));
+    Ok(())
+}
+
+fn ids(count: usize, vocab: usize) -> Vec<u32> {
+    let key = rng::key(&[7]);
+    (0..count as u64).map(|at| (rng::bits(key, at) % vocab as u64) as u32).collect()
+}
+
+fn likeliest(logits: &[f32]) -> u32 {
+    let best = logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1));
+    best.map_or(0, |(id, _)| id as u32)
+}
