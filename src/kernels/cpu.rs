@@ -321,6 +321,13 @@ pub fn parts(count: usize, most: usize) -> (usize, usize) {
     (count.div_ceil(length), length)
 }
 
+/// `count` cut for every thread into equal parts, multiples of `unit`: (parts, length of a part). Only for work whose
+/// results do not depend on where the cuts are.
+pub fn cut(count: usize, unit: usize) -> (usize, usize) {
+    let length = count.div_ceil(rayon::current_num_threads()).next_multiple_of(unit).max(unit);
+    (count.div_ceil(length), length)
+}
+
 #[cfg(test)]
 mod tests {
     use std::{env, process::Command};

@@ -1,10 +1,16 @@
 //! CPU side: thin products around the frozen one, in tasks over rows, columns or inputs.
 
+use std::ops::Range;
+
 use super::{Delta, Dropout};
-use crate::kernels::cpu::{Shared, Strides, avx512, each, gemm, parts, with_scratch};
+use crate::kernels::cpu::{Shared, Strides, avx512, cut, each, gemm, parts, with_scratch};
 
 /// Rows a task takes; its slice of `y` stays in the second-level cache.
 const ROWS: usize = 128;
+/// Rows up to which a task takes columns of `y` instead: there would be one task.
+const FEW: usize = 8;
+/// Their columns come in multiples of this many.
+const COLUMNS: usize = 64;
 /// Columns of A or rows of B a task takes.
 const OUTER: usize = 256;
 
@@ -12,11 +18,12 @@ const OUTER: usize = 256;
 /// takes beside it.
 pub fn scratch(n: usize, widest: usize, rank: usize, dropout: bool) -> (usize, usize) {
     let packing = packing(n, widest, rank);
+    let low = if n <= FEW { n * rank } else { 0 };
     match (dropout, avx512()) {
         (true, _) => ((ROWS.min(n) * widest).max(n * OUTER.min(widest)), packing),
         // Our own packing is scratch like any other.
-        (false, true) => (packing, 0),
-        (false, false) => (0, packing),
+        (false, true) => (low + packing, 0),
+        (false, false) => (low, packing),
     }
 }
 
@@ -41,27 +48,45 @@ pub fn add_deltas(
     for delta in deltas {
         let rank = delta.rank;
         let (a, b) = (&values[delta.a..][..rank * inputs], &values[delta.b..][..rank * delta.columns.len()]);
-        each(n.div_ceil(ROWS), |task| {
-            let rows = task * ROWS..n.min((task + 1) * ROWS);
-            let low_here = low.at(low_at + rows.start * rank);
-            with_dropped(x, delta, dropout, inputs, rows.clone(), 0..inputs, |x| {
-                // SAFETY: these rows of low and y belong to this task; the operands are only read.
-                unsafe {
-                    thin(x, a, low_here, (rows.len(), rank, inputs));
-                    gemm(
-                        (rows.len(), delta.columns.len(), rank),
-                        y.at(rows.start * outputs + delta.columns.start),
-                        Strides::rows(outputs),
-                        1.0,
-                        low_here,
-                        Strides::rows(rank),
-                        b.as_ptr(),
-                        Strides::columns(rank),
-                        delta.scale,
-                    );
-                }
+        // SAFETY: called for rows of low and elements of y that belong to the calling task.
+        let add = |low: *const f32, rows: Range<usize>, columns: Range<usize>| unsafe {
+            gemm(
+                (rows.len(), columns.len(), rank),
+                y.at(rows.start * outputs + delta.columns.start + columns.start),
+                Strides::rows(outputs),
+                1.0,
+                low,
+                Strides::rows(rank),
+                b[columns.start * rank..].as_ptr(),
+                Strides::columns(rank),
+                delta.scale,
+            );
+        };
+        if n <= FEW && dropout.p == 0.0 {
+            let (tasks, width) = cut(delta.columns.len(), COLUMNS);
+            each(tasks, |task| {
+                // Making `low` in every task costs less than waiting for one that makes it.
+                with_scratch(n * rank, |own| {
+                    // SAFETY: n x rank floats of this task.
+                    unsafe { thin(x, a, own.as_mut_ptr(), (n, rank, inputs)) };
+                    add(own.as_ptr(), 0..n, task * width..delta.columns.len().min((task + 1) * width));
+                    if task == 0 {
+                        // SAFETY: only this task writes low.
+                        unsafe { low.range(low_at, n * rank) }.copy_from_slice(own);
+                    }
+                });
             });
-        });
+        } else {
+            each(n.div_ceil(ROWS), |task| {
+                let rows = task * ROWS..n.min((task + 1) * ROWS);
+                let low_here = low.at(low_at + rows.start * rank);
+                with_dropped(x, delta, dropout, inputs, rows.clone(), 0..inputs, |x| {
+                    // SAFETY: these rows of low belong to this task; the operands are only read.
+                    unsafe { thin(x, a, low_here, (rows.len(), rank, inputs)) };
+                    add(low_here, rows, 0..delta.columns.len());
+                });
+            });
+        }
         low_at += n * rank;
     }
 }
@@ -274,8 +299,8 @@ fn with_dropped(
     delta: &Delta,
     dropout: Dropout,
     inputs: usize,
-    rows: std::ops::Range<usize>,
-    columns: std::ops::Range<usize>,
+    rows: Range<usize>,
+    columns: Range<usize>,
     body: impl FnOnce(&[f32]),
 ) {
     if dropout.p == 0.0 {

@@ -19,17 +19,18 @@ fn reference_backward_is_central_differences() {
     assert_gradient(&b, &db, "B", |b| loss(&x, &a, b));
 }
 
-/// Two deltas on different columns, against two single-delta references.
+/// Two deltas on different columns, against two single-delta references; one and seven rows as well, which are cut
+/// along the columns.
 #[test]
 fn cpu_matches_reference() {
-    for p in [0.0, 0.3] {
-        let (n, inputs, outputs) = (150, 37, 61);
+    for (n, p) in [(150, 0.0), (150, 0.3), (1, 0.0), (7, 0.0), (7, 0.3)] {
+        let (inputs, outputs) = (37, 261);
         let deltas = [
-            Delta { a: 5, b: 5 + 3 * 37, rank: 3, columns: 0..20, scale: 1.7 },
-            Delta { a: 200, b: 200 + 5 * 37, rank: 5, columns: 41..61, scale: -0.4 },
+            Delta { a: 5, b: 5 + 3 * 37, rank: 3, columns: 0..150, scale: 1.7 },
+            Delta { a: 600, b: 600 + 5 * 37, rank: 5, columns: 241..261, scale: -0.4 },
         ];
         let dropout = Dropout { key: 99, p, first_row: 2, seq_len: 15, stride: 16 };
-        let values = numbers(1, 600);
+        let values = numbers(1, 1000);
         let (x, dy, residual) = (numbers(2, n * inputs), numbers(3, n * outputs), numbers(4, n * outputs));
         let (weight, bias) = (halves(5, inputs * outputs), halves(6, outputs));
         let layer = Layer {
@@ -41,7 +42,7 @@ fn cpu_matches_reference() {
         let (low_out, y_out) = (low.as_mut_slice().into(), y.as_mut_slice().into());
         forward(x[..].into(), layer, residual_view, &deltas, values[..].into(), dropout, low_out, y_out, n);
 
-        let mut grads = numbers(7, 600);
+        let mut grads = numbers(7, 1000);
         let before = widened(&grads);
         let (mut d_low, mut dx) = (vec![0f32; n * 8], vec![0f32; n * inputs]);
         backward(

@@ -1,8 +1,10 @@
 //! Products of FP32 matrices with any strides, on one thread: the thin ones of low-rank deltas, those of a prefix's
 //! network, attention of few queries.
 
+use std::arch::x86_64::*;
+
 use super::{
-    LANES, load_or, store,
+    LANES, first, load_or, store,
     tile::{Begin, COLUMNS, ROWS, Tile, pack_turned},
 };
 use crate::kernels::cpu::{Strides, with_scratch};
@@ -10,6 +12,12 @@ use crate::kernels::cpu::{Strides, with_scratch};
 /// Steps and columns of the right matrix that are packed at a time: 768 KiB.
 const DEPTH: usize = 512;
 const WIDTH: usize = 384;
+
+/// Rows of the left matrix up to which columns of the right one are not worth turning into a panel.
+const FEW: usize = 4;
+/// Columns whose sums run side by side where there are so few rows, each LONG or longer.
+const SIDE: usize = 4;
+const LONG: usize = 4 * LANES;
 
 /// Floats of scratch for a product of `k` steps and `n` columns.
 pub fn scratch(n: usize, k: usize) -> usize {
@@ -44,6 +52,16 @@ pub unsafe fn product(
     rhs: Operand,
     scale: f32,
 ) {
+    if m <= FEW && lhs.strides.column == 1 && rhs.strides.row == 1 {
+        // SAFETY: the caller's promise.
+        return unsafe {
+            if k >= LONG {
+                dots((m, n, k), (dst, dst_row), keep, lhs, rhs, scale)
+            } else {
+                squares((m, n, k), (dst, dst_row), keep, lhs, rhs, scale)
+            }
+        };
+    }
     // Whole vectors of a row can be read where they are.
     let packed = rhs.strides.column != 1 || !n.is_multiple_of(LANES);
     with_scratch(if packed { scratch(n, k) } else { 0 }, |panel| {
@@ -87,6 +105,99 @@ pub unsafe fn product(
     });
 }
 
+/// The product of few rows with a matrix of columns in one piece. An element is LANES chains of fused
+/// multiply-adds that are added up at the end.
+///
+/// # Safety
+/// As [`product`]; rows of lhs and columns of rhs are in one piece.
+#[target_feature(enable = "avx512f")]
+unsafe fn dots(
+    (m, n, k): (usize, usize, usize),
+    (dst, dst_row): (*mut f32, usize),
+    keep: bool,
+    lhs: Operand,
+    rhs: Operand,
+    scale: f32,
+) {
+    for j in (0..n).step_by(SIDE) {
+        let side = SIDE.min(n - j);
+        for row in 0..m {
+            // The last columns once more where fewer than SIDE are left.
+            let columns: [*const f32; SIDE] = std::array::from_fn(|i| rhs.at(0, j + i.min(side - 1)));
+            let mut sums = [_mm512_setzero_ps(); SIDE];
+            for at in (0..k).step_by(LANES) {
+                let count = LANES.min(k - at);
+                // SAFETY: the caller's promise; masked elements alone are read, prefetches may point anywhere.
+                unsafe {
+                    let x = _mm512_maskz_loadu_ps(first(count), lhs.at(row, at));
+                    for (sum, column) in sums.iter_mut().zip(columns) {
+                        let y = _mm512_maskz_loadu_ps(first(count), column.add(at));
+                        _mm_prefetch::<_MM_HINT_T0>(
+                            column.wrapping_add(at + SIDE * rhs.strides.column).cast(),
+                        );
+                        *sum = _mm512_fmadd_ps(x, y, *sum);
+                    }
+                }
+            }
+            for (i, sum) in sums.into_iter().enumerate().take(side) {
+                // SAFETY: an element of dst.
+                let y = unsafe { &mut *dst.add(row * dst_row + j + i) };
+                let start = if keep { *y } else { 0.0 };
+                *y = scale.mul_add(_mm512_reduce_add_ps(sum), start);
+            }
+        }
+    }
+}
+
+/// The same where columns are short: LANES of them are turned over in registers. An element is one chain from
+/// step 0 to the last.
+///
+/// # Safety
+/// As [`dots`].
+#[target_feature(enable = "avx512f")]
+unsafe fn squares(
+    (m, n, k): (usize, usize, usize),
+    (dst, dst_row): (*mut f32, usize),
+    keep: bool,
+    lhs: Operand,
+    rhs: Operand,
+    scale: f32,
+) {
+    for j in (0..n).step_by(LANES) {
+        let columns = LANES.min(n - j);
+        let mut sums = [_mm512_setzero_ps(); FEW];
+        for at in (0..k).step_by(LANES) {
+            let steps = LANES.min(k - at);
+            let mut square = [_mm512_setzero_ps(); LANES];
+            for (i, vector) in square.iter_mut().enumerate().take(columns) {
+                // SAFETY: the caller's promise; masked elements alone are read, prefetches may point anywhere.
+                unsafe {
+                    let from = rhs.at(at, j + i);
+                    _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(LANES * rhs.strides.column).cast());
+                    *vector = _mm512_maskz_loadu_ps(first(steps), from);
+                }
+            }
+            let square = super::transposed(square);
+            for (row, sum) in sums.iter_mut().enumerate().take(m) {
+                for (step, &vector) in square.iter().enumerate().take(steps) {
+                    // SAFETY: an element of lhs.
+                    let x = _mm512_set1_ps(unsafe { *lhs.at(row, at + step) });
+                    *sum = _mm512_fmadd_ps(x, vector, *sum);
+                }
+            }
+        }
+        for (row, &sum) in sums.iter().enumerate().take(m) {
+            // SAFETY: masked elements of dst.
+            unsafe {
+                let y = dst.add(row * dst_row + j);
+                let start = _mm512_maskz_loadu_ps(if keep { first(columns) } else { 0 }, y);
+                let value = _mm512_fmadd_ps(_mm512_set1_ps(scale), sum, start);
+                _mm512_mask_storeu_ps(y, first(columns), value);
+            }
+        }
+    }
+}
+
 /// Copies `rhs[step .. + depth, j .. + width]` into groups of columns as [`pack_turned`] lays them out.
 ///
 /// # Safety
@@ -111,6 +222,57 @@ unsafe fn pack(rhs: Operand, (step, depth): (usize, usize), (j, width): (usize, 
             let from = run(step + at, j + group, count);
             for (from, to) in from.chunks(LANES).zip(to.chunks_exact_mut(LANES)) {
                 store(to, load_or(from, 0.0));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbers(n: usize, seed: u64) -> Vec<f32> {
+        (0..n as u64).map(|i| engraft_adapters::rng::uniform(seed, i) - 0.5).collect()
+    }
+
+    /// `element` of the right matrix stands at `strides`; every shape and layout against sums in f64.
+    fn check((m, n, k): (usize, usize, usize), turned: bool, keep: bool) {
+        let (lhs, rhs, before) = (numbers(m * k, 1), numbers(n * k, 2), numbers(m * (n + 3), 3));
+        let strides = if turned { Strides::columns(k) } else { Strides::rows(n) };
+        let mut y = before.clone();
+        let operand = |data: &[f32], strides| Operand { data: data.as_ptr(), strides };
+        let (left, right) = (operand(&lhs, Strides::rows(k)), operand(&rhs, strides));
+        // SAFETY: the CPU has the instructions; the matrices are as large as they say.
+        unsafe { product((m, n, k), (y.as_mut_ptr(), n + 3), keep, left, right, 1.5) };
+        for (at, (&y, &before)) in y.iter().zip(&before).enumerate() {
+            let (i, j) = (at / (n + 3), at % (n + 3));
+            if j >= n {
+                assert_eq!(y, before, "{m} x {n} x {k}: behind row {i}");
+                continue;
+            }
+            let element = |step: usize| rhs[step * strides.row + j * strides.column];
+            let sum: f64 = (0..k).map(|step| f64::from(lhs[i * k + step]) * f64::from(element(step))).sum();
+            let expected = 1.5 * sum + if keep { f64::from(before) } else { 0.0 };
+            let error = (f64::from(y) - expected).abs();
+            assert!(
+                error < 3e-7 * (k + 1) as f64,
+                "{m} x {n} x {k}, turned {turned}: {i} {j} off by {error}"
+            );
+        }
+    }
+
+    #[test]
+    fn products_are_right_in_all_shapes_and_layouts() {
+        if !crate::kernels::cpu::avx512() {
+            return;
+        }
+        for m in [1, 3, FEW, FEW + 1, 8, 9, 17] {
+            for n in [1, 5, 16, 33, 64, 401] {
+                for k in [0, 1, 16, 19, LONG - 1, LONG, LONG + 7, 530] {
+                    for (turned, keep) in [(false, false), (false, true), (true, false), (true, true)] {
+                        check((m, n, k), turned, keep);
+                    }
+                }
             }
         }
     }

@@ -228,6 +228,9 @@ pub unsafe fn pack_turned(
     load: impl Fn(usize, usize, usize) -> __m512,
 ) {
     assert!(panel.len() >= depth * count.next_multiple_of(LANES), "room for a panel");
+    if depth == 0 {
+        return;
+    }
     for start in (0..count).step_by(LANES) {
         let group = start / COLUMNS * COLUMNS;
         let columns = (count - group).min(COLUMNS).next_multiple_of(LANES);

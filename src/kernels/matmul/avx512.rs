@@ -155,7 +155,7 @@ unsafe fn pack_columns(weights: &[f16], stride: usize, place: Place, panel: &mut
     let Place { inner, depth, outer, width } = place;
     let load = |row: usize, step: usize, steps: usize| {
         let from = &weights[(outer + row) * stride + inner + step..][..steps];
-        if step % LINE == 0 {
+        if step.is_multiple_of(LINE) {
             // The same place in the next LANES rows.
             _mm_prefetch::<_MM_HINT_T0>(from.as_ptr().wrapping_add(LANES * stride).cast());
         }

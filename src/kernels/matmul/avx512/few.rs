@@ -10,7 +10,7 @@ use half::f16;
 use super::check;
 use crate::kernels::{
     avx512::{LANES, load_or, widened},
-    cpu::{Shared, each},
+    cpu::{Shared, cut, each},
     matmul::{Start, cpu::fill},
 };
 
@@ -24,13 +24,6 @@ const SIDE: usize = 4;
 const AHEAD: usize = 8;
 /// FP16 weights in a cache line.
 const LINE: usize = 32;
-
-/// `count` cut for every thread into equal parts, multiples of `unit`: (parts, length of a part). No element
-/// depends on where the cuts are.
-fn cut(count: usize, unit: usize) -> (usize, usize) {
-    let length = count.div_ceil(rayon::current_num_threads()).next_multiple_of(unit).max(unit);
-    (count.div_ceil(length), length)
-}
 
 /// `y (n, cols) = start + x (n, rows) W (rows, cols)`, a task for each stretch of columns.
 ///
