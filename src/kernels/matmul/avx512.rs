@@ -66,7 +66,7 @@ pub unsafe fn frozen_nn(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: us
 #[target_feature(enable = "avx512f")]
 pub unsafe fn frozen_nt(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
     let (weights, cols): (&[f16], usize) = (w.data.host(), w.cols);
-    if n <= few::ROWS {
+    if n <= few::ROWS_TURNED {
         // SAFETY: the CPU has the instructions.
         return unsafe { few::nt(x, weights, (n, w.rows, cols), start, y) };
     }

@@ -3,7 +3,7 @@
 //!
 //! An element is one chain of fused multiply-adds (`nn`), or LANES chains that are added up at the end (`nt`).
 
-use std::arch::x86_64::*;
+use std::{arch::x86_64::*, ops::Range};
 
 use half::f16;
 
@@ -14,8 +14,11 @@ use crate::kernels::{
     matmul::{Start, cpu::fill},
 };
 
-/// Rows up to which this is the faster way.
-pub const ROWS: usize = 8;
+/// Rows up to which this is the faster way where a task takes columns, and where it takes rows of weights.
+pub const ROWS: usize = 24;
+pub const ROWS_TURNED: usize = 8;
+/// Floats of y that a task works on at a time: half of a first-level cache.
+const NEAR: usize = 6144;
 /// Rows of weights that a sum takes up before it goes back to memory.
 const DEEP: usize = 8;
 /// Rows of weights whose sums run side by side.
@@ -34,19 +37,21 @@ pub unsafe fn nn(x: &[f32], w: &[f16], (n, rows, cols): (usize, usize, usize), s
     assert!(x.len() >= n * rows && w.len() >= rows * cols && y.len() >= n * cols, "shapes of few rows");
     check(start, n, cols);
     let out = Shared::new(y);
-    // A cache line belongs to one task.
+    // A cache line of weights belongs to one task.
     let (tasks, width) = cut(cols, LINE);
+    let side = (NEAR / n.max(1)).next_multiple_of(LINE);
     each(tasks, |task| {
-        let first = task * width;
-        let width = width.min(cols - first);
-        fill(start, out, n, cols, first, width);
-        for k in (0..rows).step_by(DEEP) {
-            // SAFETY: the caller found the instructions; the range was checked, these columns are this task's.
-            unsafe {
-                match DEEP.min(rows - k) {
-                    DEEP => deep::<DEEP>(x, w, (n, rows, cols), k, (first, width), out),
-                    left => {
-                        (k..k + left).for_each(|k| deep::<1>(x, w, (n, rows, cols), k, (first, width), out))
+        let end = cols.min((task + 1) * width);
+        for first in (task * width..end).step_by(side) {
+            let columns = first..end.min(first + side);
+            fill(start, out, n, cols, first, columns.len());
+            for k in (0..rows).step_by(DEEP) {
+                let piece = Piece { x, w, sizes: (n, rows, cols), columns: columns.clone(), y: out };
+                // SAFETY: the caller found the instructions; the range was checked, these columns are this task's.
+                unsafe {
+                    match DEEP.min(rows - k) {
+                        DEEP => piece.add::<DEEP>(k),
+                        left => (k..k + left).for_each(|k| piece.add::<1>(k)),
                     }
                 }
             }
@@ -54,48 +59,78 @@ pub unsafe fn nn(x: &[f32], w: &[f16], (n, rows, cols): (usize, usize, usize), s
     });
 }
 
-/// Adds D rows of weights, from row `k` on, to columns `first .. first + width` of y.
-///
-/// # Safety
-/// The CPU has AVX-512 F, and the columns belong to the caller.
-#[target_feature(enable = "avx512f")]
-unsafe fn deep<const D: usize>(
-    x: &[f32],
-    w: &[f16],
-    (n, rows, cols): (usize, usize, usize),
-    k: usize,
-    (first, width): (usize, usize),
+/// Columns of y that a task works on, and what they are made of.
+struct Piece<'a> {
+    x: &'a [f32],
+    w: &'a [f16],
+    /// n, rows, cols.
+    sizes: (usize, usize, usize),
+    columns: Range<usize>,
     y: Shared,
-) {
-    let body = width - width % LANES;
-    for column in (0..body).step_by(LANES) {
-        // SAFETY: D rows of weights and n rows of y have LANES elements from here on; prefetches may point
-        // anywhere.
+}
+
+impl Piece<'_> {
+    /// Adds D rows of weights, from row `k` on.
+    ///
+    /// # Safety
+    /// The CPU has AVX-512 F, and the columns belong to the caller.
+    #[target_feature(enable = "avx512f")]
+    unsafe fn add<const D: usize>(&self, k: usize) {
+        let (n, rows, cols) = self.sizes;
+        let mut column = self.columns.start;
+        // SAFETY: whole vectors inside the columns.
         unsafe {
-            let weights: [__m512; D] = std::array::from_fn(|d| {
-                let from = w.as_ptr().add((k + d) * cols + first + column);
-                if column % LINE == 0 {
-                    _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(D * cols).cast());
-                }
-                _mm512_cvtph_ps(_mm256_loadu_si256(from.cast()))
-            });
+            while column + 2 * LANES <= self.columns.end {
+                self.vectors::<D, 2>(k, column);
+                column += 2 * LANES;
+            }
+            if column + LANES <= self.columns.end {
+                self.vectors::<D, 1>(k, column);
+                column += LANES;
+            }
+        }
+        for column in column..self.columns.end {
             for row in 0..n {
-                let x = x.as_ptr().add(row * rows + k);
-                let y = y.at(row * cols + first + column);
-                let mut sum = _mm512_loadu_ps(y);
-                for (d, &weights) in weights.iter().enumerate() {
-                    sum = _mm512_fmadd_ps(_mm512_set1_ps(*x.add(d)), weights, sum);
+                // SAFETY: an element of the caller's columns.
+                let y = unsafe { self.y.range(row * cols + column, 1) };
+                for k in k..k + D {
+                    y[0] = self.x[row * rows + k].mul_add(self.w[k * cols + column].to_f32(), y[0]);
                 }
-                _mm512_storeu_ps(y, sum);
             }
         }
     }
-    for column in first + body..first + width {
-        for row in 0..n {
-            // SAFETY: an element of the caller's columns.
-            let y = unsafe { y.range(row * cols + column, 1) };
-            for d in 0..D {
-                y[0] = x[row * rows + k + d].mul_add(w[(k + d) * cols + column].to_f32(), y[0]);
+
+    /// The same for V vectors of columns from `column` on: D x V vectors of weights stay in registers while the rows
+    /// of x go by.
+    ///
+    /// # Safety
+    /// As [`Piece::add`], and the vectors lie inside the columns.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers")]
+    unsafe fn vectors<const D: usize, const V: usize>(&self, k: usize, column: usize) {
+        let (n, rows, cols) = self.sizes;
+        // SAFETY: D rows of weights and n rows of y have V vectors from here on, x has D elements in n rows;
+        // prefetches may point anywhere.
+        unsafe {
+            let weights: [[__m512; V]; D] = std::array::from_fn(|d| {
+                let from = self.w.as_ptr().add((k + d) * cols + column);
+                _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(D * cols).cast());
+                std::array::from_fn(|v| _mm512_cvtph_ps(_mm256_loadu_si256(from.add(v * LANES).cast())))
+            });
+            for row in 0..n {
+                let x = self.x.as_ptr().add(row * rows + k);
+                let y = self.y.at(row * cols + column);
+                let mut sums: [__m512; V] = std::array::from_fn(|v| _mm512_loadu_ps(y.add(v * LANES)));
+                for d in 0..D {
+                    let x = _mm512_set1_ps(*x.add(d));
+                    for v in 0..V {
+                        sums[v] = _mm512_fmadd_ps(x, weights[d][v], sums[v]);
+                    }
+                }
+                for v in 0..V {
+                    _mm512_storeu_ps(y.add(v * LANES), sums[v]);
+                }
             }
         }
     }
