@@ -86,7 +86,7 @@ fn product(
     let weights: Vec<f16> = numbers(inputs * outputs).into_iter().map(f16::from_f32).collect();
     let x = numbers(n * inputs);
     let (rows, cols) = if transposed { (outputs, inputs) } else { (inputs, outputs) };
-    let matrix = Matrix { data: weights.as_slice().into(), rows, cols };
+    let matrix = Matrix::new(weights.as_slice().into(), rows, cols);
     let call = |at: Level, y: &mut [f32]| {
         limit_level(at);
         let (x, y): (View, ViewMut) = (x.as_slice().into(), y.into());

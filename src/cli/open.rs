@@ -18,7 +18,10 @@ use crate::{
     data::Tokenizer,
     error::{Error, Result},
     hub::{self, HubOptions},
-    kernels::device::{DType, Device},
+    kernels::{
+        cpu::bf16,
+        device::{DType, Device},
+    },
     model::{Base, BaseSource, base::TokenizerFiles},
     train::Machine,
 };
@@ -64,12 +67,17 @@ impl Compute {
         Ok(Self { device, activations: precision.map_or(usual, Precision::activations) })
     }
 
+    fn dispatch(self) -> String {
+        let plus = self.device.is_host() && self.activations == DType::BF16 && bf16();
+        self.device.dispatch() + if plus { "+bf16" } else { "" }
+    }
+
     /// What results depend on besides the options.
     pub fn machine(self) -> Machine {
         Machine {
             device: self.device.kind().to_owned(),
             precision: table::type_name(self.activations).to_owned(),
-            dispatch: self.device.dispatch(),
+            dispatch: self.dispatch(),
         }
     }
 }

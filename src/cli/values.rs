@@ -252,7 +252,7 @@ pub enum Precision {
     F32,
     /// FP16 activations with a loss scale, on CUDA devices.
     F16,
-    /// BF16 activations, on CUDA devices.
+    /// BF16 activations on CUDA devices; on a CPU BF16 products where it has fast ones, F32 elsewhere.
     Bf16,
 }
 

@@ -70,6 +70,43 @@ pub fn avx512() -> bool {
     level() == Level::Avx512
 }
 
+static BF16: AtomicU8 = AtomicU8::new(0);
+
+/// Whether products of BF16 pairs are there and worth while: AVX-512 BF16 on CPUs of AMD, which make one of 32 pairs
+/// per FMA of 16 floats. Those of Intel make one in the time of four (measured on a fifth-generation Xeon: 1.35
+/// against 5.4 G/s), half as many operations as in F32.
+pub fn bf16() -> bool {
+    let known = match BF16.load(Relaxed) {
+        0 => {
+            let found = best_bf16();
+            BF16.store(1 + u8::from(found), Relaxed);
+            found
+        }
+        known => known == 2,
+    };
+    known && avx512()
+}
+
+#[cfg(target_arch = "x86_64")]
+fn best_bf16() -> bool {
+    let vendor = std::arch::x86_64::__cpuid(0);
+    let amd = [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).concat() == b"AuthenticAMD";
+    amd && is_x86_feature_detected!("avx512bf16")
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn best_bf16() -> bool {
+    false
+}
+
+/// Has [`bf16`] say yes on any CPU with AVX-512, whatever it tells of itself. For tests and measurements.
+///
+/// # Safety
+/// The CPU executes the instructions of AVX-512 BF16; one that does not ends the process.
+pub unsafe fn force_bf16() {
+    BF16.store(2, Relaxed);
+}
+
 /// Uses no level above `most` from now on, and tells which one that is. For tests and measurements: results
 /// depend on it.
 pub fn limit_level(most: Level) -> Level {

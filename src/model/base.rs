@@ -8,7 +8,10 @@ use super::{config::Config, weights, weights::Weights};
 use crate::{
     embedded,
     error::{Error, Result},
-    kernels::device::{DType, Device},
+    kernels::{
+        device::{DType, Device},
+        matmul::Arithmetic,
+    },
 };
 
 /// Where a base lies.
@@ -68,13 +71,20 @@ impl Base {
         Ok(Self { name: name.to_owned(), config, weights, source: source.clone(), device, activations })
     }
 
-    /// The same base on `device`, computing in `activations`.
+    /// The same base on `device`, computing in `activations`. On a CPU BF16 is the arithmetic of the products with frozen
+    /// matrices ([`Arithmetic::Bf16`]); activations stay FP32.
     ///
     /// # Errors
     /// [`Error::Input`] for activations that the device does not compute in, and as
     /// [`Weights::bring`].
     pub fn on(mut self, device: Device, activations: DType) -> Result<Self> {
         check_activations(device, activations)?;
+        if device.is_host() {
+            if activations == DType::BF16 {
+                self.weights.multiply(Arithmetic::Bf16);
+            }
+            return Ok(self);
+        }
         self.weights.bring(device)?;
         Ok(Self { device, activations, ..self })
     }
@@ -109,16 +119,15 @@ impl Base {
 /// # Errors
 /// [`Error::Input`].
 fn check_activations(device: Device, activations: DType) -> Result<()> {
-    if device.is_host() && activations != DType::F32 {
-        return Err(f32_alone(activations));
+    if device.is_host() && activations == DType::F16 {
+        return Err(no_f16());
     }
     Ok(())
 }
 
-/// A CPU was asked for other activations.
-pub(crate) fn f32_alone(activations: DType) -> Error {
-    let name = format!("{activations:?}").to_lowercase();
-    Error::input(format!(
-        "--precision {name}: a CPU computes in f32 alone; give --precision f32, or --device cuda"
-    ))
+/// A CPU was asked for FP16 activations.
+pub(crate) fn no_f16() -> Error {
+    Error::input(
+        "--precision f16: a CPU does not compute in it; give --precision f32 or bf16, or --device cuda",
+    )
 }

@@ -383,6 +383,7 @@ impl<'a> Block<'a> {
 }
 
 fn layer(linear: &Linear) -> Layer<'_> {
-    let weight = Matrix { data: linear.weight.view(), rows: linear.inputs, cols: linear.outputs };
+    let (rows, cols) = (linear.inputs, linear.outputs);
+    let weight = Matrix { data: linear.weight.view(), rows, cols, arithmetic: linear.arithmetic };
     Layer { weight, bias: linear.bias.view() }
 }

@@ -371,7 +371,7 @@ pub(super) fn lost() -> Error {
 /// The head: its own matrix, or the token embedding `(v, c)`.
 pub(super) fn head_matrix(base: &Base) -> Matrix<'_> {
     let data = base.weights.head.as_ref().unwrap_or(&base.weights.wte).view();
-    Matrix { data, rows: base.config.vocab, cols: base.config.width }
+    Matrix { data, rows: base.config.vocab, cols: base.config.width, arithmetic: base.weights.arithmetic }
 }
 
 /// Rows of `tokens` behind the prefix must fit the position embedding.

@@ -25,7 +25,7 @@ use crate::{
         machine,
         plan::{BaseBytes, Job, Setting, Target},
     },
-    model::{Base, BaseSource, Config, base::f32_alone},
+    model::{Base, BaseSource, Config, base::no_f16},
     optim::OptimizerKind,
 };
 
@@ -54,8 +54,8 @@ pub(super) fn job<'a>(options: &RunOptions, base: &'a Base, prepared: &'a Prepar
 fn check_wish(wish: Wish, target: Target) -> Result<()> {
     if target != Target::Cuda {
         return match wish.activations {
-            None | Some(DType::F32) => Ok(()),
-            Some(activations) => Err(f32_alone(activations)),
+            Some(DType::F16) => Err(no_f16()),
+            _ => Ok(()),
         };
     }
     let asked = [
@@ -108,16 +108,17 @@ pub fn draft(options: &RunOptions, draft: Draft) -> Result<Choice> {
         streamable: draft.streamable,
     };
     check_wish(options.wish, draft.target)?;
+    // BF16 on a CPU is arithmetic alone.
+    let activations = options.wish.activations.filter(|_| draft.target == Target::Cuda);
+    let wish = Wish { activations, ..options.wish };
     let budget = match draft.target {
         // Nobody knows how much an absent device has.
         Target::Cuda => budget::device_bytes(options.memory, None, 0),
         Target::Cpu { .. } => budget::bytes(options.memory, program),
     };
     match draft.target {
-        Target::Cpu { .. } => {
-            choose(&job, options.wish, budget, &Rates::load_or_measure(options.cache.as_deref()))
-        }
-        Target::Cuda => choose(&job, options.wish, budget, &Rates::NOMINAL_GPU).map(unmeasured),
+        Target::Cpu { .. } => choose(&job, wish, budget, &Rates::load_or_measure(options.cache.as_deref())),
+        Target::Cuda => choose(&job, wish, budget, &Rates::NOMINAL_GPU).map(unmeasured),
     }
 }
 

@@ -3,6 +3,7 @@
 mod autograd;
 mod base;
 mod base_files;
+mod bf16;
 mod candle_twins;
 mod cli;
 mod cli_config;

@@ -58,6 +58,29 @@ pub struct Tile {
     pub scale: f32,
 }
 
+/// Calls `$tile.$run::<rows, vectors of columns>()`.
+macro_rules! sized {
+    (@ $tile:ident, $run:ident, $m:tt) => {
+        match $tile.columns.div_ceil(LANES) {
+            1 => $tile.$run::<$m, 1>(),
+            2 => $tile.$run::<$m, 2>(),
+            _ => $tile.$run::<$m, VECTORS>(),
+        }
+    };
+    ($tile:ident, $rows:expr, $run:ident) => {
+        match $rows {
+            1 => sized!(@ $tile, $run, 1),
+            2 => sized!(@ $tile, $run, 2),
+            3 => sized!(@ $tile, $run, 3),
+            4 => sized!(@ $tile, $run, 4),
+            5 => sized!(@ $tile, $run, 5),
+            6 => sized!(@ $tile, $run, 6),
+            7 => sized!(@ $tile, $run, 7),
+            _ => sized!(@ $tile, $run, ROWS),
+        }
+    };
+}
+
 impl Tile {
     /// Computes `rows` rows, at most ROWS.
     ///
@@ -67,33 +90,19 @@ impl Tile {
     #[target_feature(enable = "avx512f")]
     pub unsafe fn rows(&self, rows: usize) {
         // SAFETY: the caller's promise.
-        unsafe {
-            match rows {
-                1 => self.columns::<1>(),
-                2 => self.columns::<2>(),
-                3 => self.columns::<3>(),
-                4 => self.columns::<4>(),
-                5 => self.columns::<5>(),
-                6 => self.columns::<6>(),
-                7 => self.columns::<7>(),
-                _ => self.columns::<ROWS>(),
-            }
-        }
+        unsafe { sized!(self, rows, run) }
     }
 
+    /// The same where a float of x and of the panel is a pair of BF16 values, the earlier step in its low half: a step
+    /// adds the products of both, in FP32.
+    ///
     /// # Safety
-    /// As [`Tile::rows`].
+    /// As [`Tile::rows`], and the CPU has AVX-512 BF16.
     #[inline]
-    #[target_feature(enable = "avx512f")]
-    unsafe fn columns<const M: usize>(&self) {
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    pub unsafe fn rows_of_pairs(&self, rows: usize) {
         // SAFETY: the caller's promise.
-        unsafe {
-            match self.columns.div_ceil(LANES) {
-                1 => self.run::<M, 1>(),
-                2 => self.run::<M, 2>(),
-                _ => self.run::<M, VECTORS>(),
-            }
-        }
+        unsafe { sized!(self, rows, run_pairs) }
     }
 
     /// # Safety
@@ -124,6 +133,49 @@ impl Tile {
             weights = weights.wrapping_add(self.panel_row);
             x = x.wrapping_add(self.x_step);
         }
+        // SAFETY: the caller's promise.
+        unsafe { self.end(sums) }
+    }
+
+    /// # Safety
+    /// As [`Tile::rows_of_pairs`].
+    #[inline(never)]
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers")]
+    unsafe fn run_pairs<const M: usize, const V: usize>(&self) {
+        let mut sums = [[_mm512_setzero_ps(); V]; M];
+        let (mut weights, mut x) = (self.panel, self.x);
+        self.fetch::<M, V>();
+        for _ in 0..self.depth {
+            // SAFETY: as in `run`.
+            unsafe {
+                let w: [__m512bh; V] =
+                    std::array::from_fn(|v| pairs(_mm512_loadu_ps(weights.add(v * LANES))));
+                for v in 0..V {
+                    let ahead = weights.wrapping_add(AHEAD * self.panel_row + v * LANES);
+                    _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+                }
+                for m in 0..M {
+                    let x = pairs(_mm512_set1_ps(*x.add(m * self.x_row)));
+                    for v in 0..V {
+                        sums[m][v] = _mm512_dpbf16_ps(sums[m][v], x, w[v]);
+                    }
+                }
+            }
+            weights = weights.wrapping_add(self.panel_row);
+            x = x.wrapping_add(self.x_step);
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.end(sums) }
+    }
+
+    /// Adds the sums to what the output begins with.
+    ///
+    /// # Safety
+    /// As [`Tile::rows`].
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn end<const M: usize, const V: usize>(&self, sums: [[__m512; V]; M]) {
         // A loop for each beginning: with the choice inside, the sums would go through memory.
         // SAFETY: masked elements alone are read, all of them the caller's.
         unsafe {
@@ -210,6 +262,13 @@ impl Tile {
             widened(unsafe { std::slice::from_raw_parts(bias.add(v * LANES), left) })
         })
     }
+}
+
+/// A vector of pairs of BF16 values, which is moved about as one of floats.
+#[inline]
+fn pairs(vector: __m512) -> __m512bh {
+    // SAFETY: both are 64 bytes in which every pattern means something.
+    unsafe { std::mem::transmute(vector) }
 }
 
 /// Turns rows of a matrix into columns of a panel: column `j` of `panel (depth, columns)` becomes row `j` of

@@ -9,17 +9,18 @@ use std::arch::x86_64::*;
 
 use half::f16;
 
-use super::{Matrix, Start};
+use super::{Arithmetic, Matrix, Start};
 use crate::kernels::{
     avx512::{
         LANES, store,
         tile::{Begin, COLUMNS, ROWS, Tile, pack_turned},
         widened,
     },
-    cpu::{Shared, each, parts, with_scratch},
+    cpu::{Shared, bf16, each, parts, with_scratch},
 };
 
 mod few;
+mod pairs;
 
 /// Weights of a column that a panel holds.
 const DEPTH: usize = 768;
@@ -33,6 +34,7 @@ const AHEAD: usize = 6;
 
 /// Floats of scratch a task uses.
 pub const SCRATCH: usize = DEPTH * (WIDTH + LANES);
+const _: () = assert!(pairs::SCRATCH <= SCRATCH);
 
 /// A panel's place in the weights: `outer` and `inner` as in `y (n, outer) = x (n, inner) V`.
 #[derive(Clone, Copy)]
@@ -54,6 +56,11 @@ pub unsafe fn frozen_nn(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: us
         // SAFETY: the CPU has the instructions.
         return unsafe { few::nn(x, weights, (n, w.rows, cols), start, y) };
     }
+    if w.arithmetic == Arithmetic::Bf16 && bf16() {
+        let weights = pairs::Weights { halves: weights, row: cols, turned: false };
+        // SAFETY: the CPU has the instructions.
+        return unsafe { pairs::product(x, (n, w.rows, cols), start, y, weights) };
+    }
     // SAFETY: the CPU has the instructions; `pack_rows` checks its range.
     let pack = |place: Place, panel: &mut [f32]| unsafe { pack_rows(weights, cols, place, panel) };
     product(x, (n, w.rows, cols), start, y, pack);
@@ -69,6 +76,11 @@ pub unsafe fn frozen_nt(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: us
     if n <= few::ROWS_TURNED {
         // SAFETY: the CPU has the instructions.
         return unsafe { few::nt(x, weights, (n, w.rows, cols), start, y) };
+    }
+    if w.arithmetic == Arithmetic::Bf16 && bf16() {
+        let weights = pairs::Weights { halves: weights, row: cols, turned: true };
+        // SAFETY: the CPU has the instructions.
+        return unsafe { pairs::product(x, (n, cols, w.rows), start, y, weights) };
     }
     // SAFETY: as above.
     let pack = |place: Place, panel: &mut [f32]| unsafe { pack_columns(weights, cols, place, panel) };

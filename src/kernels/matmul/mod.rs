@@ -24,6 +24,17 @@ pub fn scratch(n: usize) -> (usize, usize) {
     cpu::scratch(n)
 }
 
+/// How a CPU computes products with a frozen matrix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Arithmetic {
+    /// FP16 weights are widened, all else is FP32.
+    #[default]
+    F32,
+    /// Both factors are rounded to BF16 and products are added up in FP32, where the CPU does that faster
+    /// ([`cpu::bf16`](super::cpu::bf16)) and there are enough rows for it to matter; as [`Arithmetic::F32`] elsewhere.
+    Bf16,
+}
+
 /// A frozen matrix `(rows, cols)`, FP16, row-major.
 #[derive(Clone, Copy)]
 pub struct Matrix<'a> {
@@ -33,6 +44,15 @@ pub struct Matrix<'a> {
     pub rows: usize,
     /// Columns: outputs of a linear layer, width of the head.
     pub cols: usize,
+    /// For CPUs; a device goes by the type of the activations.
+    pub arithmetic: Arithmetic,
+}
+
+impl<'a> Matrix<'a> {
+    /// A matrix whose products are computed in F32.
+    pub fn new(data: View<'a>, rows: usize, cols: usize) -> Self {
+        Self { data, rows, cols, arithmetic: Arithmetic::F32 }
+    }
 }
 
 /// What stands in the output before a product is added to it.

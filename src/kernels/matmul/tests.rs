@@ -25,7 +25,7 @@ fn frozen_products_match_plain_loops() {
         (33, 17, 401),
     ] {
         let weights = halves(1, rows * cols);
-        let matrix = Matrix { data: weights.as_slice().into(), rows, cols };
+        let matrix = Matrix::new(weights.as_slice().into(), rows, cols);
         let (bias, residual) = (halves(2, cols), numbers(3, n * cols));
         let x = numbers(4, n * rows);
         let mut y = vec![f32::NAN; n * cols];
@@ -51,7 +51,7 @@ fn frozen_products_match_plain_loops() {
 fn results_do_not_depend_on_the_number_of_threads() {
     let (n, rows, cols) = (37, 900, 530);
     let (weights, x) = (halves(1, rows * cols), numbers(2, n * rows));
-    let matrix = Matrix { data: weights.as_slice().into(), rows, cols };
+    let matrix = Matrix::new(weights.as_slice().into(), rows, cols);
     let run = |threads: usize| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         let mut y = vec![0f32; n * cols];

@@ -27,7 +27,10 @@ use self::{
 };
 use crate::{
     error::{Error, Result},
-    kernels::device::{Bytes, DType, Device, Frozen},
+    kernels::{
+        device::{Bytes, DType, Device, Frozen},
+        matmul::Arithmetic,
+    },
     model::config::Config,
 };
 
@@ -46,6 +49,8 @@ pub struct Weights {
     pub ln_f: Norm,
     /// Head, (v, c); `None` when it is the token embedding.
     pub head: Option<Frozen>,
+    /// How a CPU multiplies with the head.
+    pub arithmetic: Arithmetic,
     /// Names the values: equal for every copy of the same FP16 weights, whatever their file.
     ///
     /// `engraft1:blake3:` and the BLAKE3 hash over a version line and, for each tensor in canonical order,
@@ -91,6 +96,8 @@ pub struct Linear {
     pub inputs: usize,
     /// Columns of y.
     pub outputs: usize,
+    /// How a CPU multiplies with it.
+    pub arithmetic: Arithmetic,
 }
 
 impl Weights {
@@ -143,6 +150,16 @@ impl Weights {
         }
         let fingerprint = convert::fingerprint(&source, &wanted, config.tied)?;
         Self::map(&source, &wanted, config, fingerprint)
+    }
+
+    /// Has CPUs multiply with all matrices in this way.
+    pub fn multiply(&mut self, arithmetic: Arithmetic) {
+        self.arithmetic = arithmetic;
+        for block in &mut self.blocks {
+            for linear in [&mut block.c_attn, &mut block.attn_proj, &mut block.c_fc, &mut block.mlp_proj] {
+                linear.arithmetic = arithmetic;
+            }
+        }
     }
 
     /// Brings all tensors to `device`, tensor by tensor; what was mapped of files is let go.
@@ -206,7 +223,7 @@ fn assemble(views: Vec<Frozen>, config: &Config, fingerprint: String) -> Option<
     let blocks = (0..config.layers).map(|_| block(&mut next, config)).collect::<Option<Vec<_>>>()?;
     let ln_f = norm(&mut next)?;
     let head = next.next();
-    Some(Weights { wte, wpe, blocks, ln_f, head, fingerprint })
+    Some(Weights { wte, wpe, blocks, ln_f, head, arithmetic: Arithmetic::F32, fingerprint })
 }
 
 fn block(next: &mut dyn Iterator<Item = Frozen>, config: &Config) -> Option<BlockWeights> {
@@ -226,7 +243,8 @@ fn norm(next: &mut dyn Iterator<Item = Frozen>) -> Option<Norm> {
 }
 
 fn linear(next: &mut dyn Iterator<Item = Frozen>, inputs: usize, outputs: usize) -> Option<Linear> {
-    Some(Linear { weight: next.next()?, bias: next.next()?, inputs, outputs })
+    let (weight, bias) = (next.next()?, next.next()?);
+    Some(Linear { weight, bias, inputs, outputs, arithmetic: Arithmetic::F32 })
 }
 
 fn map_file(file: &SourceFile) -> Result<Arc<dyn Bytes>> {

@@ -1,0 +1,201 @@
+//! AVX-512 BF16 side of the frozen products: both factors are rounded to BF16, pairs of products are added up in FP32.
+//!
+//! Steps go in pairs: a float of a panel, and of the rows of x beside it, is two BF16 values one after another along
+//! the depth. x is rounded ROWS rows at a time. Sums are in FP32, in the order of [`super::product`] by pairs;
+//! numbers below 2^-126 count as 0.
+
+use std::arch::x86_64::*;
+
+use half::f16;
+
+use super::{Place, Start, begin, check};
+use crate::kernels::{
+    avx512::{
+        LANES, first, load_or,
+        tile::{COLUMNS, ROWS, Tile},
+        transposed, widened,
+    },
+    cpu::{Shared, each, parts, with_scratch},
+};
+
+/// Weights of a column that a panel holds; even.
+const DEPTH: usize = 768;
+/// Columns that a task takes: 288 KiB of panel.
+const WIDTH: usize = 192;
+/// Floats of scratch a task uses: the panel and rounded rows of x.
+pub const SCRATCH: usize = DEPTH / 2 * (WIDTH + LANES + ROWS);
+
+/// FP16 weights `(rows, row)`, read as they lie or turned.
+#[derive(Clone, Copy)]
+pub struct Weights<'a> {
+    /// All of them.
+    pub halves: &'a [f16],
+    /// Elements of a row.
+    pub row: usize,
+    /// Whether a row holds the weights of one column of the product.
+    pub turned: bool,
+}
+
+/// `y (n, outer) = start + x (n, inner) V`, a task for each stretch of columns of V.
+///
+/// # Safety
+/// The CPU has AVX-512 F and BF16.
+#[target_feature(enable = "avx512f,avx512bf16")]
+pub unsafe fn product(
+    x: &[f32],
+    (n, inner, outer): (usize, usize, usize),
+    start: Start,
+    y: &mut [f32],
+    weights: Weights,
+) {
+    assert!(x.len() >= n * inner && y.len() >= n * outer, "shapes of a frozen product");
+    check(start, n, outer);
+    let out = Shared::new(y);
+    let (tasks, width) = parts(outer, WIDTH);
+    each(tasks, |task| {
+        let first = task * width;
+        let width = width.min(outer - first);
+        with_scratch(SCRATCH, |scratch| {
+            let (rounded, panel) = scratch.split_at_mut(DEPTH / 2 * ROWS);
+            for k in (0..inner.max(1)).step_by(DEPTH) {
+                let place = Place { inner: k, depth: DEPTH.min(inner - k), outer: first, width };
+                let start = if k == 0 { start } else { Start::Keep };
+                // SAFETY: the caller found the instructions; the columns of y belong to this task, and the lengths of
+                // x, y and start were checked.
+                unsafe {
+                    if weights.turned {
+                        pack_columns(weights, place, panel);
+                    } else {
+                        pack_rows(weights, place, panel);
+                    }
+                    for row in (0..n).step_by(ROWS) {
+                        let rows = ROWS.min(n - row);
+                        for (i, to) in rounded.chunks_exact_mut(DEPTH / 2).enumerate().take(rows) {
+                            round(&x[(row + i) * inner + k..][..place.depth], to);
+                        }
+                        tiles(rounded, (row, rows), (place, panel), outer, start, out);
+                    }
+                }
+            }
+        });
+    });
+}
+
+/// Rows `row .. row + rows` of y in the columns of a panel.
+///
+/// # Safety
+/// As [`product`]; `rounded` are these rows of x, and the columns belong to the caller.
+#[target_feature(enable = "avx512f,avx512bf16")]
+unsafe fn tiles(
+    rounded: &[f32],
+    (row, rows): (usize, usize),
+    (place, panel): (Place, &[f32]),
+    outer: usize,
+    start: Start,
+    y: Shared,
+) {
+    let pairs = place.depth.div_ceil(2);
+    for group in (0..place.width).step_by(COLUMNS) {
+        let columns = (place.width - group).min(COLUMNS);
+        let cell = row * outer + place.outer + group;
+        let tile = Tile {
+            x: rounded.as_ptr(),
+            x_row: DEPTH / 2,
+            x_step: 1,
+            panel: panel[group * pairs..].as_ptr(),
+            panel_row: columns.next_multiple_of(LANES),
+            depth: pairs,
+            y: y.at(cell),
+            y_row: outer,
+            columns,
+            begin: begin(start, cell, place.outer + group),
+            scale: 1.0,
+        };
+        // SAFETY: the tile lies inside what the caller promised.
+        unsafe { tile.rows_of_pairs(rows) }
+    }
+}
+
+/// Two vectors of floats as 32 BF16 values one after another: 16 pairs.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn paired(low: __m512, high: __m512) -> __m512 {
+    // SAFETY: both are 64 bytes in which every pattern means something.
+    unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(high, low)) }
+}
+
+/// Rounds a row to pairs; a last one without a partner gets 0.
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn round(row: &[f32], to: &mut [f32]) {
+    for (from, to) in row.chunks(2 * LANES).zip(to.chunks_mut(LANES)) {
+        let (low, high) = from.split_at(LANES.min(from.len()));
+        // SAFETY: masked lanes alone are written.
+        unsafe {
+            let pairs = paired(load_or(low, 0.0), load_or(high, 0.0));
+            _mm512_mask_storeu_ps(to.as_mut_ptr(), first(to.len()), pairs);
+        }
+    }
+}
+
+/// Rounds `V[inner .., outer ..]` into groups of COLUMNS columns, `(depth / 2, columns)` pairs each.
+///
+/// # Safety
+/// The CPU has AVX-512 F and BF16.
+#[target_feature(enable = "avx512f,avx512bf16")]
+unsafe fn pack_rows(weights: Weights, place: Place, panel: &mut [f32]) {
+    let Place { inner, depth, outer, width } = place;
+    let pairs = depth.div_ceil(2);
+    assert!(panel.len() >= pairs * width.next_multiple_of(LANES), "room for a panel");
+    let row = |k: usize| &weights.halves[(inner + k) * weights.row + outer..][..width];
+    for pair in 0..pairs {
+        let (even, odd) = (row(2 * pair), (2 * pair + 1 < depth).then(|| row(2 * pair + 1)));
+        for start in (0..width).step_by(LANES) {
+            let count = LANES.min(width - start);
+            let low = widened(&even[start..][..count]);
+            let high = odd.map_or(_mm512_setzero_ps(), |odd| widened(&odd[start..][..count]));
+            let group = start / COLUMNS * COLUMNS;
+            let columns = (width - group).min(COLUMNS).next_multiple_of(LANES);
+            let to = &mut panel[group * pairs + pair * columns + start - group..][..LANES];
+            // SAFETY: a vector of floats.
+            unsafe { _mm512_storeu_ps(to.as_mut_ptr(), interleaved(low, high)) }
+        }
+    }
+}
+
+/// Pair i is value i of `low` and value i of `high`, rounded.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn interleaved(low: __m512, high: __m512) -> __m512 {
+    // SAFETY: both are 32 bytes in which every pattern means something.
+    let bits = |vector: __m512| -> __m256i { unsafe { std::mem::transmute(_mm512_cvtneps_pbh(vector)) } };
+    let (low, high) = (_mm512_cvtepu16_epi32(bits(low)), _mm512_cvtepu16_epi32(bits(high)));
+    _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32::<16>(high)))
+}
+
+/// The same of the transpose: column `outer + j` of the panel is row `outer + j` of the weights.
+///
+/// # Safety
+/// The CPU has AVX-512 F and BF16.
+#[target_feature(enable = "avx512f,avx512bf16")]
+unsafe fn pack_columns(weights: Weights, place: Place, panel: &mut [f32]) {
+    let Place { inner, depth, outer, width } = place;
+    let pairs = depth.div_ceil(2);
+    assert!(panel.len() >= pairs * width.next_multiple_of(LANES), "room for a panel");
+    for start in (0..width).step_by(LANES) {
+        let group = start / COLUMNS * COLUMNS;
+        let columns = (width - group).min(COLUMNS).next_multiple_of(LANES);
+        for step in (0..depth).step_by(2 * LANES) {
+            let mut square = [_mm512_setzero_ps(); LANES];
+            for (i, vector) in square.iter_mut().enumerate().take(width - start) {
+                let row = &weights.halves[(outer + start + i) * weights.row + inner..][..depth];
+                let (low, high) = row[step..].split_at(LANES.min(depth - step));
+                *vector = paired(widened(low), widened(&high[..LANES.min(high.len())]));
+            }
+            for (i, vector) in transposed(square).into_iter().enumerate().take((depth - step).div_ceil(2)) {
+                let at = group * pairs + (step / 2 + i) * columns + start - group;
+                // SAFETY: a vector of floats.
+                unsafe { _mm512_storeu_ps(panel[at..][..LANES].as_mut_ptr(), vector) }
+            }
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! `--precision bf16` on a CPU: products against plain loops over rounded factors, and a training beside F32.
+//!
+//! CPUs may execute the instructions without telling of them, and engraft uses them only where they are fast. So
+//! the tests run in a process of their own that insists on them, and may die of it where there are none.
+
+use std::{env, path::Path, process::Command, sync::Arc};
+
+use engraft::{
+    data::{Batch, Row},
+    kernels::{
+        arena::Arenas,
+        cpu::{avx512, force_bf16},
+        device::{DType, Device},
+        matmul::{Arithmetic, Matrix, Start, frozen_nn, frozen_nt},
+    },
+    model::{Base, BaseSource, Policy},
+    optim::{AdamWOptions, OptimizerKind},
+    train::{Trainer, TrainerOptions},
+};
+use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, rng};
+use half::{bf16, f16};
+
+/// Runs an ignored test of this module in another process.
+fn insist(test: &str) {
+    if !avx512() {
+        return;
+    }
+    let output = Command::new(env::current_exe().unwrap())
+        .args([&format!("bf16::{test}"), "--exact", "--ignored"])
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    // A process without an exit code was ended by the signal for an unknown instruction.
+    let unknown = output.status.code().is_none();
+    assert!(unknown || (output.status.success() && text.contains("1 passed")), "{text}");
+}
+
+#[test]
+fn products_match_plain_loops_over_rounded_factors() {
+    insist("products");
+}
+
+#[test]
+fn losses_stay_near_those_of_f32() {
+    insist("losses");
+}
+
+/// What is not forced is not used where it would be slow: the default must not depend on this test.
+#[test]
+fn bf16_is_accepted_on_every_cpu() {
+    let base = embedded(DType::BF16);
+    assert_eq!((base.activations, base.weights.arithmetic), (DType::F32, Arithmetic::Bf16));
+    assert!(base.weights.blocks.iter().all(|block| block.c_fc.arithmetic == Arithmetic::Bf16));
+}
+
+fn numbers(seed: u64, count: usize) -> Vec<f32> {
+    (0..count as u64).map(|at| rng::uniform(seed, at) * 2.0 - 1.0).collect()
+}
+
+#[test]
+#[ignore = "insists on instructions that the CPU may lack"]
+fn products() {
+    // SAFETY: a CPU without them ends this process, which another one watches.
+    unsafe { force_bf16() };
+    // Beyond the few rows that stay in F32; odd depths, widths that are no vectors, several panels.
+    for (n, rows, cols) in [(25, 1, 1), (33, 17, 401), (40, 800, 270), (27, 1601, 49), (64, 768, 192)] {
+        let weights: Vec<f16> = numbers(1, rows * cols).into_iter().map(f16::from_f32).collect();
+        let matrix =
+            Matrix { arithmetic: Arithmetic::Bf16, ..Matrix::new(weights.as_slice().into(), rows, cols) };
+        let weight = |i: usize, j: usize| bf16::from_f32(weights[i * cols + j].to_f32()).to_f64();
+        let rounded = |x: &[f32]| -> Vec<f64> { x.iter().map(|&x| bf16::from_f32(x).to_f64()).collect() };
+
+        let (x, residual) = (numbers(2, n * rows), numbers(3, n * cols));
+        let bias: Vec<f16> = numbers(4, cols).into_iter().map(f16::from_f32).collect();
+        let mut y = vec![f32::NAN; n * cols];
+        let start = Start::Residual(residual.as_slice().into(), bias.as_slice().into());
+        frozen_nn(x.as_slice().into(), matrix, start, y.as_mut_slice().into(), n);
+        let x = rounded(&x);
+        near(&y, (cols, rows), |row, j| {
+            let sum: f64 = (0..rows).map(|i| x[row * rows + i] * weight(i, j)).sum();
+            sum + f64::from(residual[row * cols + j]) + bias[j].to_f64()
+        });
+
+        let dy = numbers(5, n * cols);
+        let mut dx = vec![0.5f32; n * rows];
+        frozen_nt(dy.as_slice().into(), matrix, Start::Keep, dx.as_mut_slice().into(), n);
+        let dy = rounded(&dy);
+        near(&dx, (rows, cols), |row, i| {
+            0.5 + (0..cols).map(|j| dy[row * cols + j] * weight(i, j)).sum::<f64>()
+        });
+    }
+}
+
+/// Elements of `y (n, columns)`, sums of `depth` products below 1, against `exact(row, column)` to FP32's rounding:
+/// that of the factors, 2^-9 each, would be far larger.
+fn near(y: &[f32], (columns, depth): (usize, usize), exact: impl Fn(usize, usize) -> f64) {
+    for (at, &y) in y.iter().enumerate().step_by(1 + y.len() / 3000) {
+        let exact = exact(at / columns, at % columns);
+        let error = (f64::from(y) - exact).abs();
+        assert!(error < 2e-6 + 2e-7 * depth as f64, "element {at} is off by {error} of {exact}");
+    }
+}
+
+fn embedded(activations: DType) -> Base {
+    let base = Base::load(&BaseSource::Embedded, "embedded", Path::new(".")).unwrap();
+    base.on(Device::Cpu, activations).unwrap()
+}
+
+/// Losses of twenty steps on random rows.
+fn train(activations: DType) -> Vec<f64> {
+    let base = Arc::new(embedded(activations));
+    let spec = AdapterSpec { lora: Some(LoraSpec::default()), prefix: None };
+    let set = AdapterSet::new(&spec, &base.description()).unwrap();
+    let values = set.init(1);
+    let (rows, seq_len, vocab) = (4, 48, base.config.vocab as u64);
+    let options = TrainerOptions {
+        rows,
+        seq_len,
+        policy: Policy::default(),
+        optimizer: OptimizerKind::AdamW,
+        adamw: AdamWOptions::default(),
+        clip: 1.0,
+        label_smoothing: 0.0,
+        seed: 0,
+    };
+    let mut trainer = Trainer::new(base, set, &values, options, Arenas::real(None)).unwrap();
+    let row = |index: u64| {
+        let ids: Vec<u32> = (0..seq_len as u64).map(|at| (rng::bits(index, at / 3) % vocab) as u32).collect();
+        let targets = ids[1..].iter().map(|&id| id as i32).chain([engraft::data::NO_LOSS]).collect();
+        Row { ids, targets, starts: vec![0; seq_len] }
+    };
+    (0..20u64)
+        .map(|step| {
+            let rows: Vec<Row> = (0..rows as u64).map(|at| row(step % 3 * 10 + at)).collect();
+            let batch = Batch::new(&rows.iter().collect::<Vec<_>>());
+            trainer.step(&[batch], 5e-3).unwrap().loss
+        })
+        .collect()
+}
+
+/// docs/NUMERICS.md: losses of BF16 products within 1% of those of F32 while both learn.
+#[test]
+#[ignore = "insists on instructions that the CPU may lack"]
+fn losses() {
+    let exact = train(DType::F32);
+    // SAFETY: as above.
+    unsafe { force_bf16() };
+    let rounded = train(DType::BF16);
+    assert!(exact[19] < 0.8 * exact[0], "it learns: {exact:?}");
+    assert!(exact.iter().zip(&rounded).any(|(a, b)| a != b), "BF16 was not used");
+    for (step, (exact, rounded)) in exact.iter().zip(&rounded).enumerate() {
+        let error = (rounded - exact).abs() / exact;
+        assert!(error < 1e-2, "step {step}: {rounded} beside {exact}");
+    }
+    println!(
+        "largest distance {:?}",
+        exact.iter().zip(&rounded).map(|(a, b)| (a - b).abs() / a).fold(0.0, f64::max)
+    );
+}
