@@ -15,6 +15,7 @@ use engraft::kernels::{
     device::{View, ViewMut},
     layernorm,
     matmul::{self, Matrix, Start},
+    q8,
 };
 use half::f16;
 use rayon::prelude::*;
@@ -75,7 +76,18 @@ fn numbers(n: usize) -> Vec<f32> {
         .collect()
 }
 
-/// One frozen product at all levels; whether all of them are right.
+/// Weights in rows of `cols` as codes with their scales.
+fn coded(weights: &[f16], cols: usize) -> (Vec<i8>, Vec<f16>) {
+    let (mut codes, mut scales) = (vec![0; weights.len()], Vec::new());
+    for (row, codes) in weights.chunks(cols).zip(codes.chunks_mut(cols)) {
+        let row: Vec<f32> = row.iter().map(|half| half.to_f32()).collect();
+        let blocks = row.chunks(q8::BLOCK).zip(codes.chunks_mut(q8::BLOCK));
+        scales.extend(blocks.map(|(values, codes)| q8::quantise(values, codes)));
+    }
+    (codes, scales)
+}
+
+/// One frozen product at all levels, of FP16 and of 8-bit weights; whether all of them are right.
 fn product(
     name: &str,
     (n, inputs, outputs): (usize, usize, usize),
@@ -86,8 +98,10 @@ fn product(
     let weights: Vec<f16> = numbers(inputs * outputs).into_iter().map(f16::from_f32).collect();
     let x = numbers(n * inputs);
     let (rows, cols) = if transposed { (outputs, inputs) } else { (inputs, outputs) };
-    let matrix = Matrix::new(weights.as_slice().into(), rows, cols);
-    let call = |at: Level, y: &mut [f32]| {
+    let halves = Matrix::halves(weights.as_slice().into(), rows, cols);
+    let (codes, scales) = coded(&weights, cols);
+    let codes = Matrix::codes(codes.as_slice().into(), scales.as_slice().into(), rows, cols);
+    let call = |(at, matrix): (Level, Matrix), y: &mut [f32]| {
         limit_level(at);
         let (x, y): (View, ViewMut) = (x.as_slice().into(), y.into());
         if transposed {
@@ -98,13 +112,16 @@ fn product(
     };
     let mut levels = vec![Level::Plain];
     levels.extend((best != Level::Plain).then_some(best));
+    let versions: Vec<(Level, Matrix, &str)> =
+        levels.iter().flat_map(|&at| [(at, halves, ""), (at, codes, ", q8")]).collect();
     let mut right = true;
     let mut y = vec![0f32; n * outputs];
-    for &at in &levels {
+    for &(at, matrix, kept) in &versions {
         y.fill(f32::NAN);
-        call(at, &mut y);
+        call((at, matrix), &mut y);
+        let values = matrix.to_floats();
         let weight =
-            |i: usize, j: usize| if transposed { weights[j * inputs + i] } else { weights[i * outputs + j] };
+            |i: usize, j: usize| if transposed { values[j * inputs + i] } else { values[i * outputs + j] };
         // A few hundred elements, the last ones among them.
         let wrong = (0..y.len()).rev().step_by(y.len() / 300 + 1).find(|cell| {
             let (row, j) = (cell / outputs, cell % outputs);
@@ -115,27 +132,27 @@ fn product(
             error.is_nan() || error > 1e-6 * inputs as f64
         });
         if let Some(cell) = wrong {
-            println!("{name} {at:?}: element {cell} is WRONG");
+            println!("{name} {at:?}{kept}: element {cell} is WRONG");
             right = false;
         }
     }
     let few = n <= 8;
-    let (work, unit) = if few {
-        (2.0 * (inputs * outputs) as f64, Unit::Bytes)
-    } else {
-        (2.0 * (n * inputs * outputs) as f64, Unit::Operations)
+    let work = |matrix: &Matrix| match few {
+        true => (matrix.data.size() + matrix.scales.map_or(0, |scales| scales.size())) as f64,
+        false => 2.0 * (n * inputs * outputs) as f64,
     };
+    let unit = if few { Unit::Bytes } else { Unit::Operations };
     let layout = if transposed { "x W^T" } else { "x W" };
-    let mut y: Vec<Vec<f32>> = levels.iter().map(|_| vec![0f32; n * outputs]).collect();
+    let mut y: Vec<Vec<f32>> = versions.iter().map(|_| vec![0f32; n * outputs]).collect();
     let call = &call;
-    let lines = levels
+    let lines = versions
         .iter()
         .zip(&mut y)
-        .map(|(&at, y)| Line {
-            name: format!("{name} x {n}, {layout}, {at:?}"),
-            work,
+        .map(|(&(at, matrix, kept), y)| Line {
+            name: format!("{name} x {n}, {layout}, {at:?}{kept}"),
+            work: work(&matrix),
             unit,
-            run: Box::new(move || call(at, y)),
+            run: Box::new(move || call((at, matrix), y)),
         })
         .collect();
     time(lines, rounds);

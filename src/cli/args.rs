@@ -9,8 +9,8 @@ use engraft_adapters::Targets;
 use serde::{Deserialize, Serialize};
 
 use super::values::{
-    DeviceName, LayerList, MemoryName, Method, Optimizer, Pattern, Precision, PrefixInit, RecomputeName,
-    RowsName, ScheduleName, Switch, Warmup,
+    BaseDtype, DeviceName, LayerList, MemoryName, Method, Optimizer, Pattern, Precision, PrefixInit,
+    RecomputeName, RowsName, ScheduleName, Switch, Warmup,
 };
 
 /// Options of `train` as typed, or as read from a TOML file whose keys are the options' names.
@@ -42,6 +42,9 @@ pub struct TrainArgs {
     /// Use the hub's local cache only
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "BOOL", help_heading = "Base")]
     pub offline: Option<bool>,
+    /// What matrices of the base are kept in: f16, or q8 for 8 bits with a scale for each 32 weights [default: f16]
+    #[arg(long, value_name = "TYPE", help_heading = "Base")]
+    pub base_dtype: Option<BaseDtype>,
     /// Accept an --init-adapter that was trained on another base
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "BOOL", help_heading = "Base")]
     pub allow_base_mismatch: Option<bool>,

@@ -6,7 +6,7 @@ use clap::{Args, Parser, Subcommand};
 
 use super::{
     args::TrainArgs,
-    values::{DeviceName, Precision, ScaledAdapter, SplitName, TokenIds},
+    values::{BaseDtype, DeviceName, Precision, ScaledAdapter, SplitName, TokenIds},
 };
 
 /// Trains small adapters (LoRA, prefix) on a frozen GPT-2
@@ -64,6 +64,9 @@ pub struct BaseArgs {
     /// Use the hub's local cache only
     #[arg(help_heading = "Base", long)]
     pub offline: bool,
+    /// What matrices of the base are kept in: f16, or q8 for 8 bits with a scale for each 32 weights [default: f16]
+    #[arg(help_heading = "Base", long, value_name = "TYPE")]
+    pub base_dtype: Option<BaseDtype>,
     /// Accept an adapter that was trained on another base
     #[arg(help_heading = "Base", long)]
     pub allow_base_mismatch: bool,

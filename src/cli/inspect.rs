@@ -82,8 +82,8 @@ fn base(path: &Path) -> Result<Value> {
         "width": description.width,
         "positions": description.positions,
         "vocab": description.vocab,
-        "parameters": BaseBytes::of(&base.config).total() / 2,
-        "fp16_bytes": BaseBytes::of(&base.config).total(),
+        "parameters": BaseBytes::of(&base.config, base.dtype).total() / 2,
+        "fp16_bytes": BaseBytes::of(&base.config, base.dtype).total(),
         "fingerprint": description.fingerprint,
         "sites": sites.collect::<Vec<_>>(),
     }))

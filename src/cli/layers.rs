@@ -8,7 +8,7 @@ use super::{
     args::TrainArgs,
     config_file,
     values::{
-        DeviceName, LayerList, MemoryName, Method, Optimizer, PrefixInit, RecomputeName, RowsName,
+        BaseDtype, DeviceName, LayerList, MemoryName, Method, Optimizer, PrefixInit, RecomputeName, RowsName,
         ScheduleName, Switch, Warmup,
     },
 };
@@ -93,6 +93,7 @@ pub fn with_defaults(mut args: TrainArgs) -> TrainArgs {
             prefix_defaults(&mut args);
         }
     }
+    args.base_dtype.get_or_insert(BaseDtype::F16);
     args.log_every.get_or_insert(10);
     // One name for what two options say.
     let packed = !args.no_pack.take().unwrap_or(false);

@@ -11,7 +11,7 @@ use super::{
     args_other::BaseArgs,
     environment::Environment,
     report, table,
-    values::{DeviceName, Precision},
+    values::{BaseDtype, DeviceName, Precision},
     write_note,
 };
 use crate::{
@@ -22,7 +22,10 @@ use crate::{
         cpu::bf16,
         device::{DType, Device},
     },
-    model::{Base, BaseSource, base::TokenizerFiles},
+    model::{
+        Base, BaseDType, BaseSource,
+        base::{TokenizerFiles, check_weights},
+    },
     train::Machine,
 };
 
@@ -87,6 +90,9 @@ impl Compute {
 /// # Errors
 /// When it cannot be found, downloaded or read, or the device has no room for it.
 pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute) -> Result<Opened> {
+    let dtype = args.base_dtype.map_or(BaseDType::F16, BaseDtype::kept);
+    // Before anything is downloaded or converted.
+    check_weights(compute.device.is_host(), dtype)?;
     let source = match &args.base {
         None => BaseSource::Embedded,
         Some(name) => {
@@ -97,7 +103,7 @@ pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute) -> Res
     };
     let name = args.base.as_deref().unwrap_or(EMBEDDED);
     let cache = if source == BaseSource::Embedded { Path::new("") } else { environment.cache()? };
-    let base = Base::load(&source, name, cache)?.on(compute.device, compute.activations)?;
+    let base = Base::load_as(&source, name, cache, dtype)?.on(compute.device, compute.activations)?;
     let tokenizer = match base.tokenizer_files() {
         TokenizerFiles::Folder(folder) => Tokenizer::from_folder(&folder)?,
         TokenizerFiles::Bytes(bytes) => Some(Tokenizer::from_bytes(bytes)?),

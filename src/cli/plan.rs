@@ -11,7 +11,7 @@ use super::{
     layers,
     open::{self, Compute},
     resolve, table, train,
-    values::DeviceName,
+    values::{BaseDtype, DeviceName},
     write_json, write_note, write_out,
 };
 use crate::{
@@ -20,7 +20,7 @@ use crate::{
     error::Result,
     kernels::device::Device,
     memory::plan::Target,
-    model::{Config, sizes, weights},
+    model::{BaseDType, Config, base::check_weights, sizes, weights},
     train::{self as run, AdapterOptions, DataSource, Draft, RunOptions},
 };
 
@@ -38,6 +38,9 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         Some(DeviceName::Cpu) => run::cpu(),
         Some(DeviceName::Auto) | None => here(),
     };
+    let base_dtype = args.base_dtype.map_or(BaseDType::F16, BaseDtype::kept);
+    // Before anything else is said.
+    check_weights(target != Target::Cuda, base_dtype)?;
     let options = resolve::run_options(&args, Compute::CPU.machine(), cache)?;
     open::threads(args.threads)?;
     let base = open_sizes(&args, &environment)?;
@@ -51,7 +54,14 @@ pub fn run(typed: TrainArgs) -> Result<()> {
             limit
         }
     };
-    let draft = Draft { config: &base.config, set: &set, seq_len, target, streamable: args.base.is_some() };
+    let draft = Draft {
+        config: &base.config,
+        base_dtype,
+        set: &set,
+        seq_len,
+        target,
+        streamable: args.base.is_some(),
+    };
     let choice = run::draft(&options, draft)?;
     if args.json.unwrap_or(false) {
         write_json(&table::event(&choice))
@@ -92,6 +102,7 @@ fn open_sizes(args: &TrainArgs, environment: &Environment) -> Result<BaseSizes> 
         base: args.base.clone(),
         revision: args.revision.clone(),
         offline: args.offline.unwrap_or(false),
+        base_dtype: None,
         allow_base_mismatch: true,
     };
     let opened = open::base(&named, environment, Compute::CPU)?;

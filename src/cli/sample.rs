@@ -7,6 +7,7 @@ use crate::{
     data::Tokenizer,
     error::Result,
     generate::{GenerateOptions, Generator},
+    model::BaseDType,
     train::Finished,
 };
 
@@ -22,7 +23,10 @@ pub fn show(finished: &Finished, opened: &Opened, base: Option<&str>) -> Result<
     if let (Some(tokenizer), Some(prompt)) = (&opened.tokenizer, prompt.as_deref()) {
         samples(finished, opened, tokenizer, prompt)?;
     }
-    let base = base.map_or(String::new(), |base| format!(" --base {}", quoted(base)));
+    let mut base = base.map_or(String::new(), |base| format!(" --base {}", quoted(base)));
+    if opened.base.dtype != BaseDType::default() {
+        base += &format!(" --base-dtype {}", opened.base.dtype.name());
+    }
     let adapter = finished.adapter.display().to_string();
     let input = match prompt {
         Some(prompt) => format!("--prompt {}", quoted(&prompt)),

@@ -113,6 +113,7 @@ pub fn type_name(dtype: DType) -> &'static str {
         DType::U32 => "u32",
         DType::I32 => "i32",
         DType::U8 => "u8",
+        DType::I8 => "i8",
         DType::BF16 => "bf16",
     }
 }

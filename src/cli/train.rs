@@ -42,6 +42,7 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         base: args.base.clone(),
         revision: args.revision.clone(),
         offline: args.offline.unwrap_or(false),
+        base_dtype: args.base_dtype,
         allow_base_mismatch: options.allow_base_mismatch,
     };
     let opened = open::base(&named, &environment, compute)?;

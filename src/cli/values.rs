@@ -7,7 +7,11 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::{kernels::device::DType, memory::budget::Limit, model::Recompute};
+use crate::{
+    kernels::device::DType,
+    memory::budget::Limit,
+    model::{BaseDType, Recompute},
+};
 
 /// `--method`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
@@ -263,6 +267,26 @@ impl Precision {
             Self::F32 => DType::F32,
             Self::F16 => DType::F16,
             Self::Bf16 => DType::BF16,
+        }
+    }
+}
+
+/// `--base-dtype`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum BaseDtype {
+    /// The base as it is.
+    F16,
+    /// Matrices in 8 bits with a scale for each 32 weights of a row, on CPUs.
+    Q8,
+}
+
+impl BaseDtype {
+    /// What the matrices of the base are kept in.
+    pub fn kept(self) -> BaseDType {
+        match self {
+            Self::F16 => BaseDType::F16,
+            Self::Q8 => BaseDType::Q8,
         }
     }
 }

@@ -19,7 +19,7 @@ use crate::error::Error;
 use crate::error::Result;
 
 pub use super::{
-    frozen::{Bytes, Frozen},
+    frozen::{Bytes, Frozen, FrozenMatrix},
     view::{View, ViewMut},
 };
 
@@ -38,6 +38,8 @@ pub enum DType {
     I32,
     /// Codes of 8-bit moments.
     U8,
+    /// Codes of 8-bit weights.
+    I8,
 }
 
 impl DType {
@@ -46,7 +48,7 @@ impl DType {
         match self {
             Self::F32 | Self::U32 | Self::I32 => 4,
             Self::F16 | Self::BF16 => 2,
-            Self::U8 => 1,
+            Self::U8 | Self::I8 => 1,
         }
     }
 }
@@ -178,6 +180,9 @@ impl Element for i32 {
 }
 impl Element for u8 {
     const DTYPE: DType = DType::U8;
+}
+impl Element for i8 {
+    const DTYPE: DType = DType::I8;
 }
 
 /// A writable range of an arena, owned by nobody else.

@@ -26,6 +26,7 @@ pub mod matmul;
 pub mod pages;
 #[cfg(any(feature = "cuda", test))]
 pub mod product;
+pub mod q8;
 pub mod real;
 pub mod scratch;
 #[cfg(test)]

@@ -16,7 +16,7 @@ use crate::{
         device::DType,
         scratch,
     },
-    model::{Config, Policy},
+    model::{BaseDType, Config, Policy},
     optim::{AdamWOptions, OptimizerKind},
     train::{Trainer, TrainerOptions},
 };
@@ -38,6 +38,8 @@ pub enum Target {
 pub struct Job<'a> {
     /// Sizes of the base.
     pub config: &'a Config,
+    /// What its matrices are kept in.
+    pub base_dtype: BaseDType,
     /// The adapter.
     pub set: &'a AdapterSet,
     /// Rows per optimizer step.
@@ -228,7 +230,7 @@ fn by_moment(bytes: impl Fn(Moment) -> u64) -> [u64; MOMENTS] {
     Moment::ALL.map(bytes)
 }
 
-/// Bytes of the parts of a base in FP16, that move together when it is streamed.
+/// Bytes of the parts of a base, that move together when it is streamed.
 #[derive(Debug, Clone, Copy)]
 pub struct BaseBytes {
     /// Token and position embeddings.
@@ -243,17 +245,24 @@ pub struct BaseBytes {
     pub head: u64,
     /// The last layer norm.
     pub last_norm: u64,
+    /// Tensors of scales beside each matrix.
+    scales: u64,
 }
 
 /// A tensor of a file shares its first and last page with its neighbours.
 const PAGE: u64 = 4096;
 
 impl BaseBytes {
-    /// Of a base with these sizes.
-    pub fn of(config: &Config) -> Self {
-        let (c, f) = (config.width as u64, config.inner as u64);
-        let block = 2 * (4 * c * c + 2 * c * f + 9 * c + f);
-        let head = 2 * config.vocab as u64 * c;
+    /// Of a base with these sizes, its matrices kept as `dtype`.
+    pub fn of(config: &Config, dtype: BaseDType) -> Self {
+        let (c, f) = (config.width, config.inner);
+        let sites: u64 = [(c, 3 * c), (c, c), (c, f), (f, c)]
+            .into_iter()
+            .map(|(rows, cols)| dtype.matrix_bytes(rows, cols))
+            .sum();
+        let head = dtype.matrix_bytes(config.vocab, c);
+        let (c, f) = (c as u64, f as u64);
+        let block = sites + 2 * (9 * c + f);
         Self {
             embeddings: head + 2 * config.positions as u64 * c,
             block,
@@ -261,6 +270,7 @@ impl BaseBytes {
             own_head: if config.tied { 0 } else { head },
             head,
             last_norm: 4 * c,
+            scales: u64::from(dtype == BaseDType::Q8),
         }
     }
 
@@ -272,8 +282,8 @@ impl BaseBytes {
     /// Pages of a streamed base that are in memory together, by moment: a stage and the one after it.
     fn streamed(&self) -> [u64; MOMENTS] {
         let pages = |bytes: u64, tensors: u64| bytes + tensors * PAGE;
-        let block = pages(self.block, 12);
-        let (embeddings, head) = (pages(self.embeddings, 2), pages(self.head, 1));
+        let block = pages(self.block, 12 + 4 * self.scales);
+        let (embeddings, head) = (pages(self.embeddings, 2 + self.scales), pages(self.head, 1 + self.scales));
         by_moment(|moment| match moment {
             Moment::Loading | Moment::Update | Moment::Saving => self.last_norm,
             Moment::Forward | Moment::Evaluation => block + block.max(embeddings).max(head),
@@ -283,13 +293,15 @@ impl BaseBytes {
     }
 }
 
+const POSITIONS: &str = "position embedding";
+
 fn base(job: &Job, policy: Policy) -> Vec<Row> {
     let config = job.config;
-    let parts = BaseBytes::of(config);
+    let parts = BaseBytes::of(config, job.base_dtype);
     let (c, f, layers) = (config.width, config.inner, config.layers);
     let tensors: [(&str, Vec<usize>, usize); 7] = [
         ("token embedding", vec![config.vocab, c], 1),
-        ("position embedding", vec![config.positions, c], 1),
+        (POSITIONS, vec![config.positions, c], 1),
         ("c_attn", vec![c, 3 * c], layers),
         ("attn.c_proj", vec![c, c], layers),
         ("c_fc", vec![c, f], layers),
@@ -307,8 +319,11 @@ fn base(job: &Job, policy: Policy) -> Vec<Row> {
         .into_iter()
         .filter(|(_, _, count)| *count > 0)
         .map(|(name, shape, count)| {
-            let bytes = 2 * (shape.iter().product::<usize>() * count) as u64;
-            let (name, dtype) = (name.to_owned(), Some(DType::F16));
+            // Positions are no matrix of a product.
+            let dtype = if name == POSITIONS { BaseDType::F16 } else { job.base_dtype };
+            let bytes = dtype.matrix_bytes(shape[0], shape[1]) * count as u64;
+            let dtype = if dtype == BaseDType::Q8 { DType::I8 } else { DType::F16 };
+            let (name, dtype) = (name.to_owned(), Some(dtype));
             Row { role: "base", name, dtype, shape, count, bytes, home, lifetime, resident: held(bytes) }
         })
         .collect();

@@ -7,7 +7,7 @@ use engraft_adapters::{AdapterSpec, LoraSpec, PrefixSpec};
 use super::{calibrate::Rates, choose::*, plan::*, *};
 use crate::{
     kernels::{arena::Place, device::DType},
-    model::{Config, Policy, Recompute},
+    model::{BaseDType, Config, Policy, Recompute},
     optim::OptimizerKind,
 };
 
@@ -27,6 +27,7 @@ use engraft_adapters::AdapterSet;
 fn job<'a>(config: &'a Config, set: &'a AdapterSet, batch: usize) -> Job<'a> {
     Job {
         config,
+        base_dtype: BaseDType::F16,
         set,
         batch,
         seq_len: 1024,
@@ -44,7 +45,7 @@ fn setting(policy: Policy) -> Setting {
 #[test]
 fn the_base_counts_every_parameter() {
     // 1,557,611,200 parameters in GPT-2 XL.
-    assert_eq!(BaseBytes::of(&xl()).total(), 2 * 1_557_611_200);
+    assert_eq!(BaseBytes::of(&xl(), BaseDType::F16).total(), 2 * 1_557_611_200);
     let (config, policy) = (xl(), Policy::default());
     let set = set(&config, "c_attn");
     let plan = plan(&job(&config, &set, 1), setting(policy)).unwrap();

@@ -150,7 +150,7 @@ fn moved(job: &Job, setting: Setting, n: usize, rates: &Rates) -> f64 {
         Target::Cpu { threads } => threads.max(1) as f64,
         Target::Cuda => 1.0,
     };
-    let parts = BaseBytes::of(job.config);
+    let parts = BaseBytes::of(job.config, job.base_dtype);
     let streamed = if setting.policy.stream { 2 * parts.blocks + parts.embeddings + parts.head } else { 0 };
     let inputs = match setting.policy.inputs {
         Place::Disk => (job.config.layers * n * job.config.width * 4) as f64 * (1.0 + WRITING),

@@ -4,7 +4,11 @@ use std::path::{Path, PathBuf};
 
 use engraft_adapters::BaseDescription;
 
-use super::{config::Config, weights, weights::Weights};
+use super::{
+    config::Config,
+    weights,
+    weights::{BaseDType, Weights},
+};
 use crate::{
     embedded,
     error::{Error, Result},
@@ -47,38 +51,57 @@ pub struct Base {
     pub device: Device,
     /// Type of its activations: F32 on CPUs.
     pub activations: DType,
+    /// What its matrices are kept in.
+    pub dtype: BaseDType,
 }
 
 impl Base {
-    /// Loads a base; `cache` is the folder for FP16 copies and fingerprints.
+    /// Loads a base in FP16; `cache` is the folder for copies and fingerprints.
     ///
     /// # Errors
     /// As [`Config::from_json`] and [`Weights::from_folder`].
     pub fn load(source: &BaseSource, name: &str, cache: &Path) -> Result<Self> {
+        Self::load_as(source, name, cache, BaseDType::F16)
+    }
+
+    /// Loads a base whose matrices are kept as `dtype`.
+    ///
+    /// # Errors
+    /// As [`Base::load`].
+    pub fn load_as(source: &BaseSource, name: &str, cache: &Path, dtype: BaseDType) -> Result<Self> {
         let (config, weights) = match source {
             BaseSource::Embedded => {
                 let config = Config::from_json(embedded::CONFIG, Path::new("the embedded config.json"))?;
-                let weights = Weights::from_embedded(embedded::model(), &config)?;
+                let weights = Weights::from_embedded(embedded::model(), &config, dtype)?;
                 (config, weights)
             }
             BaseSource::Folder(folder) => {
                 let config = weights::read_config(folder)?;
-                let weights = Weights::from_folder(folder, &config, cache)?;
+                let weights = Weights::from_folder(folder, &config, cache, dtype)?;
                 (config, weights)
             }
         };
         let (device, activations) = (Device::Cpu, DType::F32);
-        Ok(Self { name: name.to_owned(), config, weights, source: source.clone(), device, activations })
+        Ok(Self {
+            name: name.to_owned(),
+            config,
+            weights,
+            source: source.clone(),
+            device,
+            activations,
+            dtype,
+        })
     }
 
     /// The same base on `device`, computing in `activations`. On a CPU BF16 is the arithmetic of the products with frozen
     /// matrices ([`Arithmetic::Bf16`]); activations stay FP32.
     ///
     /// # Errors
-    /// [`Error::Input`] for activations that the device does not compute in, and as
+    /// [`Error::Input`] for activations that the device does not compute in or weights that it does not take, and as
     /// [`Weights::bring`].
     pub fn on(mut self, device: Device, activations: DType) -> Result<Self> {
         check_activations(device, activations)?;
+        check_weights(device.is_host(), self.dtype)?;
         if device.is_host() {
             if activations == DType::BF16 {
                 self.weights.multiply(Arithmetic::Bf16);
@@ -123,6 +146,20 @@ fn check_activations(device: Device, activations: DType) -> Result<()> {
         return Err(no_f16());
     }
     Ok(())
+}
+
+/// Refuses weights that a device does not take.
+///
+/// # Errors
+/// [`Error::Input`].
+pub(crate) fn check_weights(host: bool, dtype: BaseDType) -> Result<()> {
+    if host || dtype == BaseDType::F16 {
+        return Ok(());
+    }
+    Err(Error::input(format!(
+        "--base-dtype {}: a CUDA device keeps the base in f16 alone; leave the option out, or give --device cpu",
+        dtype.name()
+    )))
 }
 
 /// A CPU was asked for FP16 activations.

@@ -11,7 +11,6 @@ use crate::{
         attention::{self, Heads, Prefix, Seen, Shape},
         device::{View, ViewMut},
         layernorm,
-        matmul::Matrix,
     },
     model::{BlockWeights, Config, Linear, Norm},
 };
@@ -383,7 +382,5 @@ impl<'a> Block<'a> {
 }
 
 fn layer(linear: &Linear) -> Layer<'_> {
-    let (rows, cols) = (linear.inputs, linear.outputs);
-    let weight = Matrix { data: linear.weight.view(), rows, cols, arithmetic: linear.arithmetic };
-    Layer { weight, bias: linear.bias.view() }
+    Layer { weight: linear.weight.view(), bias: linear.bias.view() }
 }

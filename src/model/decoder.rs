@@ -208,7 +208,7 @@ impl Decoder {
         let (id_view, position_view) = (rows!(self.ids, n, 1), rows!(self.positions, n, 1));
         let x = rows!(mut self.x[0], n, c);
         self.flow.enter(weights, Stage::Embed, Some(Stage::Block(0)), Input::default());
-        embed::forward(id_view, position_view, weights.wte.view(), weights.wpe.view(), x, c);
+        embed::forward(id_view, position_view, weights.wte.view(), weights.wpe.view(), x);
         let mut buffers =
             self.block.take().ok_or_else(|| Error::failed("generation failed before; start again"))?;
         for layer in 0..config.layers {

@@ -96,15 +96,15 @@ pub struct Input {
 /// The pages that `stage` reads.
 fn regions(weights: &Weights, stage: Stage) -> Vec<Region> {
     match stage {
-        Stage::Embed => vec![weights.wte.region(), weights.wpe.region()],
-        Stage::Head => vec![weights.head.as_ref().unwrap_or(&weights.wte).region()],
+        Stage::Embed => [weights.wte.regions(), vec![weights.wpe.region()]].concat(),
+        Stage::Head => weights.head.as_ref().unwrap_or(&weights.wte).regions(),
         Stage::Block(layer) => weights.blocks.get(layer).map(of_block).unwrap_or_default(),
     }
 }
 
 fn of_block(block: &BlockWeights) -> Vec<Region> {
-    let norm = |norm: &Norm| [norm.gain.region(), norm.bias.region()];
-    let linear = |linear: &Linear| [linear.weight.region(), linear.bias.region()];
+    let norm = |norm: &Norm| vec![norm.gain.region(), norm.bias.region()];
+    let linear = |linear: &Linear| [linear.weight.regions(), vec![linear.bias.region()]].concat();
     [
         norm(&block.ln_1),
         linear(&block.c_attn),

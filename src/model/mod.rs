@@ -26,5 +26,5 @@ pub use decoder::Decoder;
 pub use policy::{Keep, Policy, Recompute};
 pub use prefix::{Prompt, prefix_from_text};
 pub use stack::{LossSum, Pass, Stack, Trained};
-pub use weights::{BlockWeights, Linear, Norm, Weights};
+pub use weights::{BaseDType, BlockWeights, Linear, Norm, Weights};
 pub use wiring::{PrefixSource, Projection, Wiring};

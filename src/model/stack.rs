@@ -277,7 +277,7 @@ impl Stack {
         let (ids, positions) = (self.inputs.ids.view().slice(0, n), self.inputs.positions.view().slice(0, n));
         self.flow.enter(&self.base.weights, Stage::Embed, Some(Stage::Block(0)), Input::default());
         let x = rows!(mut self.held.input_mut(0), n, c);
-        embed::forward(ids, positions, weights.wte.view(), weights.wpe.view(), x, c);
+        embed::forward(ids, positions, weights.wte.view(), weights.wpe.view(), x);
     }
 
     /// Last layer norm, head and loss; with `gradient` also the gradient of the last block's output.
@@ -370,8 +370,7 @@ pub(super) fn lost() -> Error {
 
 /// The head: its own matrix, or the token embedding `(v, c)`.
 pub(super) fn head_matrix(base: &Base) -> Matrix<'_> {
-    let data = base.weights.head.as_ref().unwrap_or(&base.weights.wte).view();
-    Matrix { data, rows: base.config.vocab, cols: base.config.width, arithmetic: base.weights.arithmetic }
+    base.weights.head.as_ref().unwrap_or(&base.weights.wte).view()
 }
 
 /// Rows of `tokens` behind the prefix must fit the position embedding.

@@ -25,7 +25,10 @@ use crate::{
         machine,
         plan::{BaseBytes, Job, Setting, Target},
     },
-    model::{Base, BaseSource, Config, base::no_f16},
+    model::{
+        Base, BaseDType, BaseSource, Config,
+        base::{check_weights, no_f16},
+    },
     optim::OptimizerKind,
 };
 
@@ -37,6 +40,7 @@ pub(super) fn job<'a>(options: &RunOptions, base: &'a Base, prepared: &'a Prepar
     let rows_on_heap = heap(&prepared.train) + prepared.eval.as_ref().map_or(0, heap);
     Job {
         config: &base.config,
+        base_dtype: base.dtype,
         set: &prepared.set,
         batch: options.batch,
         seq_len: prepared.longest(),
@@ -81,6 +85,8 @@ pub fn cpu() -> Target {
 pub struct Draft<'a> {
     /// Sizes of the base.
     pub config: &'a Config,
+    /// What its matrices are kept in.
+    pub base_dtype: BaseDType,
     /// The adapter.
     pub set: &'a AdapterSet,
     /// Tokens of the longest row.
@@ -99,6 +105,7 @@ pub fn draft(options: &RunOptions, draft: Draft) -> Result<Choice> {
     let program = budget::assumed_program();
     let job = Job {
         config: draft.config,
+        base_dtype: draft.base_dtype,
         set: draft.set,
         batch: options.batch,
         seq_len: draft.seq_len,
@@ -108,6 +115,7 @@ pub fn draft(options: &RunOptions, draft: Draft) -> Result<Choice> {
         streamable: draft.streamable,
     };
     check_wish(options.wish, draft.target)?;
+    check_weights(draft.target != Target::Cuda, draft.base_dtype)?;
     // BF16 on a CPU is arithmetic alone.
     let activations = options.wish.activations.filter(|_| draft.target == Target::Cuda);
     let wish = Wish { activations, ..options.wish };
@@ -184,7 +192,7 @@ pub(super) fn plan(options: &RunOptions, base: &Base, job: &Job, wish: Wish) -> 
 }
 
 fn base_bytes(base: &Base) -> u64 {
-    BaseBytes::of(&base.config).total()
+    BaseBytes::of(&base.config, base.dtype).total()
 }
 
 /// The next smaller plan after `choice`, which the machine has no room for: within what is free now, and

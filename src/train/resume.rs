@@ -42,15 +42,21 @@ pub(super) fn check(past: &Save, now: &SaveInfo, values: usize, folder: &Path) -
     )))
 }
 
+/// What options that earlier versions did not have were in their saves.
+const ONCE: [(&str, &str); 1] = [("base-dtype", "\"f16\"")];
+
 fn option_differences(past: &SaveInfo, now: &SaveInfo) -> Vec<String> {
     let mut names: Vec<&String> = past.options.keys().chain(now.options.keys()).collect();
     names.sort();
     names.dedup();
-    let shown =
-        |info: &SaveInfo, name: &String| info.options.get(name).map_or("not given".to_owned(), Clone::clone);
+    let value = |info: &SaveInfo, name: &String| {
+        let once = || ONCE.iter().find(|(option, _)| option == name).map(|(_, value)| (*value).to_owned());
+        info.options.get(name).cloned().or_else(once)
+    };
+    let shown = |info: &SaveInfo, name: &String| value(info, name).unwrap_or_else(|| "not given".to_owned());
     names
         .into_iter()
-        .filter(|name| past.options.get(*name) != now.options.get(*name))
+        .filter(|name| value(past, name) != value(now, name))
         .map(|name| format!("--{name} is {} (the run has {})", shown(now, name), shown(past, name)))
         .collect()
 }
@@ -163,6 +169,18 @@ mod tests {
             assert!(message.contains(part), "{message}");
         }
         assert!(!message.contains("seed") && !message.contains("--data"), "{message}");
+    }
+
+    #[test]
+    fn a_save_from_before_an_option_has_its_old_value() {
+        let with = |value: &str| {
+            let mut now = info();
+            now.options.insert("base-dtype".into(), value.into());
+            check(&save(), &now, 2, Path::new("r"))
+        };
+        assert!(with("\"f16\"").is_ok());
+        let message = with("\"q8\"").unwrap_err().to_string();
+        assert!(message.contains("--base-dtype is \"q8\" (the run has \"f16\")"), "{message}");
     }
 
     #[test]

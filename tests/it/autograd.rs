@@ -9,8 +9,8 @@ use candle_core::{DType, Device, Result, Tensor, Var, backprop::GradStore};
 use engraft::{
     data::{NO_LOSS, Row},
     kernels::arena::Arenas,
-    kernels::device::Frozen,
-    model::{Activation, Base, BlockWeights, Linear, Norm, Policy, Recompute},
+    kernels::device::{Frozen, FrozenMatrix},
+    model::{Activation, Base, BaseDType, BlockWeights, Linear, Norm, Policy, Recompute},
     optim::{AdamWOptions, OptimizerKind},
     train::{Trainer, TrainerOptions},
 };
@@ -45,6 +45,12 @@ fn frozen(tensor: &Frozen, shape: &[usize]) -> Result<Tensor> {
     constant(tensor.view().host::<f16>().iter().map(|half| half.to_f64()).collect(), shape)
 }
 
+/// The values of a matrix, whatever it is kept in; FP32 has room for each of them.
+fn matrix(matrix: &FrozenMatrix) -> Result<Tensor> {
+    let values = matrix.view().to_floats();
+    constant(values.into_iter().map(f64::from).collect(), &[matrix.rows, matrix.cols])
+}
+
 impl<'a> Twin<'a> {
     fn new(base: &'a Base, case: &'a Case, options: TrainerOptions) -> Result<Self> {
         let vars = case
@@ -72,19 +78,18 @@ impl<'a> Twin<'a> {
 
     fn row_loss(&self, index: usize, row: &Row, prompt: Option<&Tensor>) -> Result<Tensor> {
         let (config, weights) = (&self.base.config, &self.base.weights);
-        let (c, v) = (config.width, config.vocab);
+        let c = config.width;
         let shift = prompt.map_or(Ok(0), |prompt| prompt.dim(0))? as u32;
         let positions: Vec<u32> =
             (0u32..).zip(&row.starts).map(|(index, start)| index - start + shift).collect();
-        let pick = |table: &Frozen, rows: usize, ids: &[u32]| {
-            frozen(table, &[rows, c])?.index_select(&Tensor::new(ids, &Device::Cpu)?, 0)
-        };
-        let mut x = (pick(&weights.wte, v, &row.ids)? + pick(&weights.wpe, config.positions, &positions)?)?;
+        let pick = |table: Tensor, ids: &[u32]| table.index_select(&Tensor::new(ids, &Device::Cpu)?, 0);
+        let wpe = frozen(&weights.wpe, &[config.positions, c])?;
+        let mut x = (pick(matrix(&weights.wte)?, &row.ids)? + pick(wpe, &positions)?)?;
         for layer in 0..config.layers {
             x = self.block(x, layer, index, row, prompt)?;
         }
         let hidden = self.norm(&x, &weights.ln_f)?;
-        let head = frozen(weights.head.as_ref().unwrap_or(&weights.wte), &[v, c])?;
+        let head = matrix(weights.head.as_ref().unwrap_or(&weights.wte))?;
         self.cross_entropy(&hidden.matmul(&head.t()?)?, &row.targets)
     }
 
@@ -128,12 +133,12 @@ impl<'a> Twin<'a> {
     }
 
     fn linear(&self, x: &Tensor, place: (usize, usize), linear: &Linear, index: usize) -> Result<Tensor> {
-        let weight = frozen(&linear.weight, &[linear.inputs, linear.outputs])?;
-        let mut y = x.matmul(&weight)?.broadcast_add(&frozen(&linear.bias, &[linear.outputs])?)?;
+        let (weight, outputs) = (matrix(&linear.weight)?, linear.weight.cols);
+        let mut y = x.matmul(&weight)?.broadcast_add(&frozen(&linear.bias, &[outputs])?)?;
         for lora in self.case.set.loras.iter().filter(|lora| (lora.layer, lora.site) == place) {
             let low = self.drop(x, lora, index)?.matmul(&self.vars[lora.a].t()?)?;
             let delta = (low.matmul(&self.vars[lora.b].t()?)? * f64::from(lora.scale))?;
-            let behind = linear.outputs - lora.columns.end;
+            let behind = outputs - lora.columns.end;
             y = (y + delta.pad_with_zeros(1, lora.columns.start, behind)?)?;
         }
         Ok(y)
@@ -326,4 +331,18 @@ fn autograd_agrees_at_odd_sizes() {
         }
     }
     report(&worst, "on odd sizes");
+}
+
+/// The twin multiplies by what the codes stand for.
+#[test]
+fn autograd_agrees_on_an_8_bit_base() {
+    let sizes = Sizes { layers: 2, heads: 7, width: 35, inner: 70, positions: 13, vocab: 97 };
+    let random = random_base(sizes, "gelu_new");
+    let cache = tempfile::tempdir().unwrap();
+    let base = Base::load_as(&random.base.source, "coded", cache.path(), BaseDType::Q8).unwrap();
+    let (base, mut worst) = (Arc::new(base), Worst::new());
+    for case in adapters(&base, 0.0) {
+        check(&base, &case, 0.0, Recompute::None, &mut worst);
+    }
+    report(&worst, "on an 8-bit base");
 }

@@ -22,8 +22,9 @@ fn every_form_of_one_model_has_one_fingerprint() {
         assert_eq!(base.weights.fingerprint, wanted, "{dtype:?}");
         let (_, fc) = &values["transformer.h.1.mlp.c_fc.weight"];
         let halves: Vec<_> = fc.iter().map(|&value| f16::from_f32(value)).collect();
-        assert_eq!(base.weights.blocks[1].c_fc.weight.view().host::<f16>(), halves);
-        assert_eq!((base.weights.blocks[1].c_fc.inputs, base.weights.blocks[1].c_fc.outputs), (6, 10));
+        assert_eq!(base.weights.blocks[1].c_fc.weight.data.view().host::<f16>(), halves);
+        let fc = &base.weights.blocks[1].c_fc.weight;
+        assert_eq!((fc.rows, fc.cols), (6, 10));
     }
 
     // As the first uploads were: no prefix, mask buffers of any type.
@@ -63,7 +64,7 @@ fn a_head_of_its_own_is_loaded_and_hashed() {
     write_config(dir.path(), json!({"tie_word_embeddings": false}));
     let base = load(dir.path(), cache.path()).unwrap();
     assert_eq!(base.weights.fingerprint, fingerprint(&values, true));
-    let loaded = base.weights.head.as_ref().unwrap().view();
+    let loaded = base.weights.head.as_ref().unwrap().data.view();
     assert_eq!(loaded.host::<f16>()[3], f16::from_f32(head[3]));
 
     values.remove("lm_head.weight");
@@ -107,9 +108,9 @@ fn a_pytorch_file_gives_its_rounded_values() {
         let wanted: Vec<_> = of(suffix).into_iter().map(f16::from_f32).collect();
         assert_eq!(frozen.view().host::<f16>(), wanted, "{suffix}");
     };
-    check(&base.weights.wte, "wte.weight");
+    check(&base.weights.wte.data, "wte.weight");
     check(&base.weights.ln_f.gain, "ln_f.weight");
-    check(&base.weights.blocks[1].c_attn.weight, "h.1.attn.c_attn.weight");
+    check(&base.weights.blocks[1].c_attn.weight.data, "h.1.attn.c_attn.weight");
     check(&base.weights.blocks[0].mlp_proj.bias, "h.0.mlp.c_proj.bias");
 }
 

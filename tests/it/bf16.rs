@@ -49,8 +49,8 @@ fn losses_stay_near_those_of_f32() {
 #[test]
 fn bf16_is_accepted_on_every_cpu() {
     let base = embedded(DType::BF16);
-    assert_eq!((base.activations, base.weights.arithmetic), (DType::F32, Arithmetic::Bf16));
-    assert!(base.weights.blocks.iter().all(|block| block.c_fc.arithmetic == Arithmetic::Bf16));
+    assert_eq!((base.activations, base.weights.wte.arithmetic), (DType::F32, Arithmetic::Bf16));
+    assert!(base.weights.blocks.iter().all(|block| block.c_fc.weight.arithmetic == Arithmetic::Bf16));
 }
 
 fn numbers(seed: u64, count: usize) -> Vec<f32> {
@@ -66,7 +66,7 @@ fn products() {
     for (n, rows, cols) in [(25, 1, 1), (33, 17, 401), (40, 800, 270), (27, 1601, 49), (64, 768, 192)] {
         let weights: Vec<f16> = numbers(1, rows * cols).into_iter().map(f16::from_f32).collect();
         let matrix =
-            Matrix { arithmetic: Arithmetic::Bf16, ..Matrix::new(weights.as_slice().into(), rows, cols) };
+            Matrix { arithmetic: Arithmetic::Bf16, ..Matrix::halves(weights.as_slice().into(), rows, cols) };
         let weight = |i: usize, j: usize| bf16::from_f32(weights[i * cols + j].to_f32()).to_f64();
         let rounded = |x: &[f32]| -> Vec<f64> { x.iter().map(|&x| bf16::from_f32(x).to_f64()).collect() };
 

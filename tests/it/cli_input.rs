@@ -67,7 +67,7 @@ fn unknown_options_and_those_that_do_not_exist_yet() {
         refused(option, &["invalid value", name, value]);
     }
     refused("--offload-optimizer=perhaps", &["invalid value", "--offload-optimizer", "perhaps"]);
-    refused("--precision bf16 --device cpu", &["--precision bf16", "f32", "--device cuda"]);
+    refused("--precision f16 --device cpu", &["--precision f16", "bf16", "--device cuda"]);
     refused("--device cuda", &["--device cuda", "--device cpu"]);
     let sandbox = Sandbox::new();
     for option in ["--num-beams 2", "--length-penalty 1", "--no-repeat-ngram-size 2"] {

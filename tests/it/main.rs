@@ -16,6 +16,7 @@ mod hub_server;
 mod memory;
 mod optimizer;
 mod policies;
+mod q8;
 mod resume;
 mod setup;
 mod source;

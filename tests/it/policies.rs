@@ -247,9 +247,9 @@ fn packed_documents_are_rows_of_their_own() {
 
 fn frozen_bits(base: &Base) -> Vec<u16> {
     let weights = &base.weights;
-    let mut all: Vec<&Frozen> = vec![&weights.wte, &weights.wpe, &weights.ln_f.gain, &weights.ln_f.bias];
-    all.extend(&weights.head);
-    let linear = |linear: &'_ Linear| [linear.weight.clone(), linear.bias.clone()];
+    let mut all: Vec<&Frozen> = vec![&weights.wte.data, &weights.wpe, &weights.ln_f.gain, &weights.ln_f.bias];
+    all.extend(weights.head.as_ref().map(|head| &head.data));
+    let linear = |linear: &'_ Linear| [linear.weight.data.clone(), linear.bias.clone()];
     let blocks: Vec<Frozen> = weights
         .blocks
         .iter()

@@ -33,7 +33,8 @@ fn cpu_matches_reference() {
         let values = numbers(1, 1000);
         let (x, dy, residual) = (numbers(2, n * inputs), numbers(3, n * outputs), numbers(4, n * outputs));
         let (weight, bias) = (halves(5, inputs * outputs), halves(6, outputs));
-        let layer = Layer { weight: Matrix::new(weight[..].into(), inputs, outputs), bias: bias[..].into() };
+        let layer =
+            Layer { weight: Matrix::halves(weight[..].into(), inputs, outputs), bias: bias[..].into() };
         let (mut low, mut y) = (vec![0f32; n * 8], vec![0f32; n * outputs]);
         let residual_view = Some(View::from(&residual[..]));
         let (low_out, y_out) = (low.as_mut_slice().into(), y.as_mut_slice().into());

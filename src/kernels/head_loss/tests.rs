@@ -33,7 +33,7 @@ fn cpu_matches_reference_whatever_the_chunk() {
             targets: targets[..].into(),
             smoothing,
         };
-        let matrix = Matrix::new(head[..].into(), v, c);
+        let matrix = Matrix::halves(head[..].into(), v, c);
         let work = Work { gathered: gathered.as_mut_slice().into(), logits: logits.as_mut_slice().into() };
         let gradient = Some((d_hidden.as_mut_slice().into(), 0.37));
         forward_backward(input, matrix, work, losses.as_mut_slice().into(), gradient);

@@ -1,4 +1,4 @@
-//! AVX-512 side of the frozen products: FP16 weights are widened into packed panels once, and a tile of the
+//! AVX-512 side of the frozen products: weights are widened into packed panels once, and a tile of the
 //! output stays in registers while it runs down a panel.
 //!
 //! Every element of the output is `start`, plus for each stretch of DEPTH weights one chain of fused
@@ -9,25 +9,25 @@ use std::arch::x86_64::*;
 
 use half::f16;
 
-use super::{Arithmetic, Matrix, Start};
+use self::weights::{Codes, Halves, Weights};
+use super::{Arithmetic, Elements, Matrix, Start};
 use crate::kernels::{
     avx512::{
-        LANES, store,
+        LANES,
         tile::{Begin, COLUMNS, ROWS, Tile, pack_turned},
-        widened,
     },
     cpu::{Shared, bf16, each, parts, with_scratch},
+    q8::BLOCK,
 };
 
 mod few;
 mod pairs;
+mod weights;
 
 /// Weights of a column that a panel holds.
 const DEPTH: usize = 768;
 /// Columns that a task takes: its panel of DEPTH x WIDTH floats, 576 KiB, stays in a second-level cache.
 const WIDTH: usize = 192;
-/// FP16 weights in a cache line.
-const LINE: usize = 32;
 /// Rows of weights that are fetched ahead of their widening: each begins in a page of its own, which the CPU does
 /// not foresee.
 const AHEAD: usize = 6;
@@ -51,19 +51,39 @@ struct Place {
 /// The CPU has AVX-512 F.
 #[target_feature(enable = "avx512f")]
 pub unsafe fn frozen_nn(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
-    let (weights, cols): (&[f16], usize) = (w.data.host(), w.cols);
+    let shape = (n, w.rows, w.cols);
+    let pairs = w.arithmetic == Arithmetic::Bf16 && bf16();
+    // SAFETY: the CPU has the instructions; the matrix has its elements.
+    unsafe {
+        match w.host() {
+            Elements::Halves(halves) => nn(x, Halves(halves, w.cols), shape, pairs, start, y),
+            Elements::Codes(codes, scales) => nn(x, Codes(codes, scales, w.cols), shape, pairs, start, y),
+        }
+    }
+}
+
+/// # Safety
+/// The CPU has AVX-512 F, and BF16 where pairs are wanted; `w` is `(rows, cols)`.
+#[target_feature(enable = "avx512f")]
+unsafe fn nn<W: Weights>(
+    x: &[f32],
+    w: W,
+    (n, rows, cols): (usize, usize, usize),
+    pairs: bool,
+    start: Start,
+    y: &mut [f32],
+) {
     if n <= few::ROWS {
-        // SAFETY: the CPU has the instructions.
-        return unsafe { few::nn(x, weights, (n, w.rows, cols), start, y) };
+        // SAFETY: as promised.
+        return unsafe { few::nn(x, w, (n, rows, cols), start, y) };
     }
-    if w.arithmetic == Arithmetic::Bf16 && bf16() {
-        let weights = pairs::Weights { halves: weights, row: cols, turned: false };
-        // SAFETY: the CPU has the instructions.
-        return unsafe { pairs::product(x, (n, w.rows, cols), start, y, weights) };
+    if pairs {
+        // SAFETY: the CPU has these instructions too.
+        return unsafe { pairs::product(x, (n, rows, cols), start, y, (w, false)) };
     }
-    // SAFETY: the CPU has the instructions; `pack_rows` checks its range.
-    let pack = |place: Place, panel: &mut [f32]| unsafe { pack_rows(weights, cols, place, panel) };
-    product(x, (n, w.rows, cols), start, y, pack);
+    // SAFETY: as above; panels are cut from a matrix of this shape.
+    let pack = |place: Place, panel: &mut [f32]| unsafe { pack_rows(w, place, panel) };
+    product(x, (n, rows, cols), start, y, pack);
 }
 
 /// `y (n, rows) = start + x (n, cols) W^T`.
@@ -72,19 +92,39 @@ pub unsafe fn frozen_nn(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: us
 /// As [`frozen_nn`].
 #[target_feature(enable = "avx512f")]
 pub unsafe fn frozen_nt(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
-    let (weights, cols): (&[f16], usize) = (w.data.host(), w.cols);
+    let shape = (n, w.rows, w.cols);
+    let pairs = w.arithmetic == Arithmetic::Bf16 && bf16();
+    // SAFETY: the CPU has the instructions; the matrix has its elements.
+    unsafe {
+        match w.host() {
+            Elements::Halves(halves) => nt(x, Halves(halves, w.cols), shape, pairs, start, y),
+            Elements::Codes(codes, scales) => nt(x, Codes(codes, scales, w.cols), shape, pairs, start, y),
+        }
+    }
+}
+
+/// # Safety
+/// As [`nn`].
+#[target_feature(enable = "avx512f")]
+unsafe fn nt<W: Weights>(
+    x: &[f32],
+    w: W,
+    (n, rows, cols): (usize, usize, usize),
+    pairs: bool,
+    start: Start,
+    y: &mut [f32],
+) {
     if n <= few::ROWS_TURNED {
-        // SAFETY: the CPU has the instructions.
-        return unsafe { few::nt(x, weights, (n, w.rows, cols), start, y) };
+        // SAFETY: as promised.
+        return unsafe { few::nt(x, w, (n, rows, cols), start, y) };
     }
-    if w.arithmetic == Arithmetic::Bf16 && bf16() {
-        let weights = pairs::Weights { halves: weights, row: cols, turned: true };
-        // SAFETY: the CPU has the instructions.
-        return unsafe { pairs::product(x, (n, cols, w.rows), start, y, weights) };
+    if pairs {
+        // SAFETY: the CPU has these instructions too.
+        return unsafe { pairs::product(x, (n, cols, rows), start, y, (w, true)) };
     }
-    // SAFETY: as above.
-    let pack = |place: Place, panel: &mut [f32]| unsafe { pack_columns(weights, cols, place, panel) };
-    product(x, (n, cols, w.rows), start, y, pack);
+    // SAFETY: as above; panels are cut from a matrix of this shape.
+    let pack = |place: Place, panel: &mut [f32]| unsafe { pack_columns(w, place, panel) };
+    product(x, (n, cols, rows), start, y, pack);
 }
 
 /// `y (n, outer) = start + x (n, inner) V`, a task for each stretch of columns of V.
@@ -130,29 +170,35 @@ fn check(start: Start, n: usize, outer: usize) {
 /// is as wide as its vectors, zeros behind its last column.
 ///
 /// # Safety
-/// The CPU has AVX-512 F.
+/// The CPU has AVX-512 F; the place lies inside the weights.
 #[target_feature(enable = "avx512f")]
-unsafe fn pack_rows(weights: &[f16], stride: usize, place: Place, panel: &mut [f32]) {
+unsafe fn pack_rows<W: Weights>(weights: W, place: Place, panel: &mut [f32]) {
+    const { assert!(WIDTH + BLOCK <= W::STRIP, "one set of factors for a row of a panel") };
     let Place { inner, depth, outer, width } = place;
     assert!(panel.len() >= depth * width.next_multiple_of(LANES), "room for a panel");
     for k in 0..depth {
-        let row = &weights[(inner + k) * stride + outer..][..width];
-        for line in (0..width).step_by(LINE) {
-            _mm_prefetch::<_MM_HINT_T0>(row.as_ptr().wrapping_add(AHEAD * stride + line).cast());
+        for column in (outer..outer + width).step_by(W::LINE) {
+            _mm_prefetch::<_MM_HINT_T0>(weights.address(inner + k + AHEAD, column));
         }
-        for (group, halves) in row.chunks(COLUMNS).enumerate() {
-            let columns = halves.len().next_multiple_of(LANES);
-            let to = &mut panel[group * COLUMNS * depth + k * columns..][..columns];
-            let (whole, rest) = halves.as_chunks::<LANES>();
-            for (from, to) in whole.iter().zip(to.as_chunks_mut::<LANES>().0) {
-                // SAFETY: a vector of halves, and one of floats.
-                unsafe {
-                    let wide = _mm512_cvtph_ps(_mm256_loadu_si256(from.as_ptr().cast()));
-                    _mm512_storeu_ps(to.as_mut_ptr(), wide);
-                }
-            }
-            if !rest.is_empty() {
-                store(&mut to[whole.len() * LANES..], widened(rest));
+        // SAFETY: the caller's promise.
+        let factors = unsafe { W::factors(1.0, weights.scales(inner + k, outer)) };
+        for group in (0..width).step_by(COLUMNS) {
+            let real = COLUMNS.min(width - group);
+            let columns = real.next_multiple_of(LANES);
+            let to = &mut panel[group * depth + k * columns..][..columns];
+            for (v, to) in to.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+                let (column, left) = (outer + group + v * LANES, real - v * LANES);
+                // SAFETY: as above.
+                let vector = unsafe {
+                    match left {
+                        LANES.. => {
+                            W::times(weights.raw(inner + k, column), &factors, column / BLOCK - outer / BLOCK)
+                        }
+                        _ => weights.part(inner + k, column, left),
+                    }
+                };
+                // SAFETY: as many floats as a vector has.
+                unsafe { _mm512_storeu_ps(to.as_mut_ptr(), vector) };
             }
         }
     }
@@ -161,17 +207,17 @@ unsafe fn pack_rows(weights: &[f16], stride: usize, place: Place, panel: &mut [f
 /// The same of the transpose: column `outer + j` of the panel is row `outer + j` of W.
 ///
 /// # Safety
-/// The CPU has AVX-512 F.
+/// As [`pack_rows`].
 #[target_feature(enable = "avx512f")]
-unsafe fn pack_columns(weights: &[f16], stride: usize, place: Place, panel: &mut [f32]) {
+unsafe fn pack_columns<W: Weights>(weights: W, place: Place, panel: &mut [f32]) {
     let Place { inner, depth, outer, width } = place;
     let load = |row: usize, step: usize, steps: usize| {
-        let from = &weights[(outer + row) * stride + inner + step..][..steps];
-        if step.is_multiple_of(LINE) {
+        if step.is_multiple_of(W::LINE) {
             // The same place in the next LANES rows.
-            _mm_prefetch::<_MM_HINT_T0>(from.as_ptr().wrapping_add(LANES * stride).cast());
+            _mm_prefetch::<_MM_HINT_T0>(weights.address(outer + row + LANES, inner + step));
         }
-        widened(from)
+        // SAFETY: as promised.
+        unsafe { weights.part(outer + row, inner + step, steps) }
     };
     // SAFETY: the caller's promise.
     unsafe { pack_turned(panel, (depth, width), load) }

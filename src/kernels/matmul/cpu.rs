@@ -1,9 +1,9 @@
-//! CPU side: packed panels where the CPU has AVX-512; elsewhere FP16 panels are widened into per-thread scratch
+//! CPU side: packed panels where the CPU has AVX-512; elsewhere panels of weights are widened into per-thread scratch
 //! and multiplied in FP32 by `gemm`, which is also the plain twin of the former.
 
 use half::f16;
 
-use super::{Matrix, Start};
+use super::{Elements, Matrix, Start};
 use crate::kernels::{
     cpu::{Shared, Strides, each, gemm, parts, wide, widen, with_scratch},
     device::View,
@@ -12,7 +12,7 @@ use crate::kernels::{
 /// Widened panels are at most INNER x OUTER floats (768 KiB): they stay in a second-level cache.
 const INNER: usize = 384;
 const OUTER: usize = 512;
-/// Up to this many rows the product reads each weight once, straight from FP16: decoding is bound by memory.
+/// Up to this many rows the product reads each weight once, where it lies: decoding is bound by memory.
 const FEW: usize = 4;
 
 /// Floats of scratch a task uses, and floats that packing takes for a product of `n` rows.
@@ -31,11 +31,11 @@ pub fn frozen_nn(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
         return unsafe { super::avx512::frozen_nn(x, w, start, y, n) };
     }
     let (rows, cols) = (w.rows, w.cols);
-    let weights: &[f16] = w.data.host();
+    let weights = w.host();
     // The panel holds rows k .. k + kn of W, each cut to columns j .. j + jn.
     let widen_panel = |(k, kn): (usize, usize), (j, jn): (usize, usize), panel: &mut [f32]| {
         for (row, wide_row) in panel.chunks_exact_mut(jn).take(kn).enumerate() {
-            widen(&weights[(k + row) * cols + j..][..jn], wide_row);
+            weights.widen(cols, (k + row, j), wide_row);
         }
         Strides::rows(jn)
     };
@@ -50,11 +50,11 @@ pub fn frozen_nt(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
         return unsafe { super::avx512::frozen_nt(x, w, start, y, n) };
     }
     let (rows, cols) = (w.rows, w.cols);
-    let weights: &[f16] = w.data.host();
+    let weights = w.host();
     // The panel holds rows j .. j + jn of W, each cut to columns k .. k + kn: it is read transposed.
     let widen_panel = |(k, kn): (usize, usize), (j, jn): (usize, usize), panel: &mut [f32]| {
         for (row, wide_row) in panel.chunks_exact_mut(kn).take(jn).enumerate() {
-            widen(&weights[(j + row) * cols + k..][..kn], wide_row);
+            weights.widen(cols, (j + row, k), wide_row);
         }
         Strides::columns(kn)
     };
@@ -130,11 +130,11 @@ pub(super) fn fill(start: Start, out: Shared, n: usize, cols: usize, j: usize, j
 /// A row of weights is widened in pieces of this many floats, which stay in the first-level cache.
 const PIECE: usize = 768;
 
-fn few_nn(x: &[f32], w: &[f16], out: Shared, (n, rows, cols): (usize, usize, usize), j: usize, jn: usize) {
+fn few_nn(x: &[f32], w: Elements, out: Shared, (n, rows, cols): (usize, usize, usize), j: usize, jn: usize) {
     assert!(jn <= PIECE || n == 0, "a task is at most one piece wide");
     let mut piece = [0f32; PIECE];
     for k in 0..rows {
-        widen(&w[k * cols + j..][..jn], &mut piece[..jn]);
+        w.widen(cols, (k, j), &mut piece[..jn]);
         for row in 0..n {
             let factor = x[row * rows + k];
             // SAFETY: these columns belong to the calling task.
@@ -147,12 +147,12 @@ fn few_nn(x: &[f32], w: &[f16], out: Shared, (n, rows, cols): (usize, usize, usi
     }
 }
 
-fn few_nt(x: &[f32], w: &[f16], out: Shared, (n, rows, cols): (usize, usize, usize), i: usize, rn: usize) {
+fn few_nt(x: &[f32], w: Elements, out: Shared, (n, rows, cols): (usize, usize, usize), i: usize, rn: usize) {
     let mut piece = [0f32; PIECE];
     for weight_row in i..i + rn {
         for k in (0..cols).step_by(PIECE) {
             let kn = PIECE.min(cols - k);
-            widen(&w[weight_row * cols + k..][..kn], &mut piece[..kn]);
+            w.widen(cols, (weight_row, k), &mut piece[..kn]);
             for row in 0..n {
                 let sum = dot(&x[row * cols + k..][..kn], &piece[..kn]);
                 // SAFETY: this column belongs to the calling task.

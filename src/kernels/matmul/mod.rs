@@ -1,4 +1,4 @@
-//! Matrix products with a frozen FP16 matrix, and small dense FP32 ones. Accumulation is FP32. Activations are
+//! Matrix products with a frozen matrix, FP16 or 8-bit, and small dense FP32 ones. Accumulation is FP32. Activations are
 //! FP32 on CPUs, of any type on CUDA devices.
 //!
 //! GPT-2 stores weights as Conv1D `[in, out]`. Forward and backward of a linear layer, and the two of
@@ -16,43 +16,16 @@ mod avx512;
 mod cpu;
 #[cfg(feature = "cuda")]
 pub(super) mod cuda;
+mod matrix;
 #[cfg(test)]
 mod tests;
+
+pub(super) use matrix::Elements;
+pub use matrix::{Arithmetic, Matrix};
 
 /// Floats of scratch that a CPU thread uses, and floats that packing takes for `n` rows.
 pub fn scratch(n: usize) -> (usize, usize) {
     cpu::scratch(n)
-}
-
-/// How a CPU computes products with a frozen matrix.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Arithmetic {
-    /// FP16 weights are widened, all else is FP32.
-    #[default]
-    F32,
-    /// Both factors are rounded to BF16 and products are added up in FP32, where the CPU does that faster
-    /// ([`cpu::bf16`](super::cpu::bf16)) and there are enough rows for it to matter; as [`Arithmetic::F32`] elsewhere.
-    Bf16,
-}
-
-/// A frozen matrix `(rows, cols)`, FP16, row-major.
-#[derive(Clone, Copy)]
-pub struct Matrix<'a> {
-    /// Its elements.
-    pub data: View<'a>,
-    /// Rows: inputs of a linear layer, vocabulary of the head.
-    pub rows: usize,
-    /// Columns: outputs of a linear layer, width of the head.
-    pub cols: usize,
-    /// For CPUs; a device goes by the type of the activations.
-    pub arithmetic: Arithmetic,
-}
-
-impl<'a> Matrix<'a> {
-    /// A matrix whose products are computed in F32.
-    pub fn new(data: View<'a>, rows: usize, cols: usize) -> Self {
-        Self { data, rows, cols, arithmetic: Arithmetic::F32 }
-    }
 }
 
 /// What stands in the output before a product is added to it.

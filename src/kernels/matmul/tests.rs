@@ -3,7 +3,10 @@
 use half::f16;
 
 use super::*;
-use crate::kernels::testing::{assert_close, halves, numbers};
+use crate::kernels::{
+    q8,
+    testing::{assert_close, halves, numbers},
+};
 
 fn plain(x: &[f32], w: &[f16], (n, k, m): (usize, usize, usize), transposed: bool) -> Vec<f64> {
     let at = |i: usize, j: usize| if transposed { w[j * k + i] } else { w[i * m + j] };
@@ -25,7 +28,7 @@ fn frozen_products_match_plain_loops() {
         (33, 17, 401),
     ] {
         let weights = halves(1, rows * cols);
-        let matrix = Matrix::new(weights.as_slice().into(), rows, cols);
+        let matrix = Matrix::halves(weights.as_slice().into(), rows, cols);
         let (bias, residual) = (halves(2, cols), numbers(3, n * cols));
         let x = numbers(4, n * rows);
         let mut y = vec![f32::NAN; n * cols];
@@ -47,11 +50,97 @@ fn frozen_products_match_plain_loops() {
     }
 }
 
+/// A matrix `(rows, cols)` in codes, with its values.
+struct Coded {
+    codes: Vec<i8>,
+    scales: Vec<f16>,
+    values: Vec<f32>,
+    rows: usize,
+    cols: usize,
+}
+
+impl Coded {
+    fn of(weights: &[f32], cols: usize) -> Self {
+        let rows = weights.len() / cols;
+        let (mut codes, mut scales) = (vec![0; weights.len()], Vec::new());
+        for (row, codes) in weights.chunks(cols).zip(codes.chunks_mut(cols)) {
+            let blocks = row.chunks(q8::BLOCK).zip(codes.chunks_mut(q8::BLOCK));
+            scales.extend(blocks.map(|(values, codes)| q8::quantise(values, codes)));
+        }
+        let value = |at: usize| {
+            let (row, column) = (at / cols, at % cols);
+            f32::from(codes[at]) * scales[row * q8::blocks(cols) + column / q8::BLOCK].to_f32()
+        };
+        let values = (0..weights.len()).map(value).collect();
+        Self { codes, scales, values, rows, cols }
+    }
+
+    fn matrix(&self) -> Matrix<'_> {
+        Matrix::codes(self.codes[..].into(), self.scales[..].into(), self.rows, self.cols)
+    }
+}
+
+/// `x W` of both directions, `x (n, rows)` and `x (n, cols)`, on top of what stands there.
+fn both(x: &[f32], w: Matrix, n: usize) -> [Vec<f32>; 2] {
+    let (mut y, mut z) = (numbers(7, n * w.cols), numbers(8, n * w.rows));
+    frozen_nn(x[..n * w.rows].into(), w, Start::Keep, y.as_mut_slice().into(), n);
+    frozen_nt(x[..n * w.cols].into(), w, Start::Keep, z.as_mut_slice().into(), n);
+    [y, z]
+}
+
+#[test]
+fn products_with_codes_match_plain_loops() {
+    for n in [1, 2, 3, 5, 8, 9, 33] {
+        for (rows, cols) in [(5, 3), (17, 33), (1, 1), (50, 70), (800, 270), (13, 1601), (401, 40)] {
+            let coded = Coded::of(&numbers(11, rows * cols), cols);
+            let x = numbers(12, n * rows.max(cols));
+            let [y, z] = both(&x, coded.matrix(), n);
+            let at = |i: usize, j: usize| f64::from(coded.values[i * cols + j]);
+            let sum = |row: usize, inner: usize, at: &dyn Fn(usize) -> f64| -> f64 {
+                x[row * inner..][..inner].iter().enumerate().map(|(i, &x)| f64::from(x) * at(i)).sum()
+            };
+            let (before_y, before_z) = (numbers(7, n * cols), numbers(8, n * rows));
+            let cells = |outer: usize| (0..n).flat_map(move |row| (0..outer).map(move |j| (row, j)));
+            let expected: Vec<f64> = cells(cols)
+                .map(|(row, j)| sum(row, rows, &|i| at(i, j)) + f64::from(before_y[row * cols + j]))
+                .collect();
+            assert_close(&y, &expected, 2e-5, "nn");
+            let expected: Vec<f64> = cells(rows)
+                .map(|(row, i)| sum(row, cols, &|j| at(i, j)) + f64::from(before_z[row * rows + i]))
+                .collect();
+            assert_close(&z, &expected, 2e-5, "nt");
+        }
+    }
+}
+
+/// Codes give their values exactly, so where FP16 has them too every bit is the same.
+#[test]
+fn codes_and_halves_of_the_same_values_give_the_same_bits() {
+    for (rows, cols) in [(33, 70), (384, 400), (20, 1100)] {
+        let mut weights: Vec<f32> =
+            numbers(21, rows * cols).iter().map(|x| (x * 127.0).round() / 1024.0).collect();
+        weights
+            .chunks_mut(cols)
+            .for_each(|row| row.chunks_mut(q8::BLOCK).for_each(|b| b[0] = 127.0 / 1024.0));
+        let (coded, halves) =
+            (Coded::of(&weights, cols), weights.iter().map(|&w| f16::from_f32(w)).collect::<Vec<_>>());
+        assert_eq!(coded.values, weights);
+        for n in [1, 4, 7, 8, 9, 33] {
+            let x = numbers(22, n * rows.max(cols));
+            assert_eq!(
+                both(&x, coded.matrix(), n),
+                both(&x, Matrix::halves(halves[..].into(), rows, cols), n),
+                "{n} rows"
+            );
+        }
+    }
+}
+
 #[test]
 fn results_do_not_depend_on_the_number_of_threads() {
     let (n, rows, cols) = (37, 900, 530);
     let (weights, x) = (halves(1, rows * cols), numbers(2, n * rows));
-    let matrix = Matrix::new(weights.as_slice().into(), rows, cols);
+    let matrix = Matrix::halves(weights.as_slice().into(), rows, cols);
     let run = |threads: usize| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         let mut y = vec![0f32; n * cols];

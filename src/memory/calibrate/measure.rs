@@ -117,8 +117,8 @@ fn products(sizes: &Sizes) -> (Product, Product, f64) {
     let weights = halves((inputs * outputs).max(vocabulary * inputs));
     let x = values(sizes.rows.1 * inputs.max(outputs));
     let mut y = values((sizes.rows.1 * inputs.max(outputs)).max(head_rows * vocabulary));
-    let layer = Matrix::new(View::from(&weights[..inputs * outputs]), inputs, outputs);
-    let head = Matrix::new(View::from(&weights[..vocabulary * inputs]), vocabulary, inputs);
+    let layer = Matrix::halves(View::from(&weights[..inputs * outputs]), inputs, outputs);
+    let head = Matrix::halves(View::from(&weights[..vocabulary * inputs]), vocabulary, inputs);
 
     let mut call = |forward: bool, w: Matrix, rows: usize| {
         let (product, across): (FrozenProduct, _) = if forward {

@@ -1,8 +1,8 @@
-//! The cache folder: an FP16 copy and a fingerprint for each source, found by the source's identity.
+//! The cache folder: copies and a fingerprint for each source, found by the source's identity.
 //!
-//! `<cache>/<key>/model.safetensors` is the copy (absent when the source itself is mapped) and
-//! `<cache>/<key>/fingerprint` its fingerprint, written last. Both appear by rename, so whoever reads them
-//! sees a whole file or none.
+//! `<cache>/<key>/model.safetensors` is the FP16 copy (absent when the source itself is mapped) and
+//! `<cache>/<key>/fingerprint` its fingerprint, written last; `model-q8.safetensors` and `fingerprint-q8` are the same
+//! with 8-bit codes. All appear by rename, so whoever reads them sees a whole file or none.
 
 use std::{
     fs::{self, File, Metadata},
@@ -15,6 +15,7 @@ use tempfile::NamedTempFile;
 
 use super::{
     convert::{FORM as FINGERPRINT_FORM, Sink},
+    form::BaseDType,
     names::Wanted,
     source::Source,
 };
@@ -26,11 +27,12 @@ const FORM: &[u8] = b"engraft cache 2";
 /// The place of one source in the cache.
 pub(super) struct Entry {
     folder: PathBuf,
+    dtype: BaseDType,
 }
 
 impl Entry {
-    /// Where `source`, read as `wanted`, is kept: keyed by the path, size and times of each of its files.
-    pub(super) fn of(cache: &Path, source: &Source, wanted: &[Wanted]) -> Result<Self> {
+    /// Where `source`, read as `wanted`, is kept in `dtype`: keyed by the path, size and times of each of its files.
+    pub(super) fn of(cache: &Path, source: &Source, wanted: &[Wanted], dtype: BaseDType) -> Result<Self> {
         let mut hasher = blake3::Hasher::new();
         hasher.update(FORM);
         for file in &source.files {
@@ -42,16 +44,22 @@ impl Entry {
         // The same files under another config.json are another base.
         hasher.update(format!("{wanted:?}").as_bytes());
         let key = hasher.finalize().to_hex();
-        Ok(Self { folder: cache.join(&key.as_str()[..32]) })
+        Ok(Self { folder: cache.join(&key.as_str()[..32]), dtype })
     }
 
-    /// The FP16 copy.
+    /// The copy.
     pub(super) fn model(&self) -> PathBuf {
-        self.folder.join("model.safetensors")
+        self.folder.join(match self.dtype {
+            BaseDType::F16 => "model.safetensors",
+            BaseDType::Q8 => "model-q8.safetensors",
+        })
     }
 
     fn record(&self) -> PathBuf {
-        self.folder.join("fingerprint")
+        self.folder.join(match self.dtype {
+            BaseDType::F16 => "fingerprint",
+            BaseDType::Q8 => "fingerprint-q8",
+        })
     }
 
     /// The fingerprint that was kept, if one was and the copy is still the file it was kept for.
@@ -78,12 +86,12 @@ impl Entry {
         finish(file, &path)
     }
 
-    /// Writes the FP16 copy through `write`, which returns its fingerprint.
+    /// Writes the copy through `write`, which returns its fingerprint.
     pub(super) fn write_model(&self, write: impl FnOnce(&mut Sink) -> Result<String>) -> Result<String> {
         let path = self.model();
         let mut file = self.temporary(&path)?;
         let mut buffered = BufWriter::with_capacity(1 << 20, file.as_file_mut());
-        let fingerprint = write(&mut Sink { file: &mut buffered, path: &path })?;
+        let fingerprint = write(&mut Sink { file: &mut buffered, path: &path, at: 0 })?;
         buffered.flush().map_err(|cause| Error::writing(&path, &cause))?;
         drop(buffered);
         finish(file, &path)?;

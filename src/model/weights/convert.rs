@@ -1,13 +1,12 @@
-//! One pass over all values of a base: checked, hashed and, where the source is not FP16, written as FP16.
+//! One pass over all values of a base: checked, hashed and, where a copy is needed, written as FP16 or 8-bit codes.
 
-use std::io::Write;
-
-use safetensors::{
-    Dtype,
-    tensor::{Metadata, TensorInfo},
+use std::{
+    collections::BTreeMap,
+    io::{Seek, SeekFrom, Write},
 };
 
 use super::{
+    form::{self, BaseDType, Coder, scales_of},
     halves::halves,
     names::{self, Wanted},
     source::Source,
@@ -19,32 +18,80 @@ pub(super) const FORM: &str = "engraft1";
 
 /// The fingerprint of a checked source, after looking at every value.
 pub(super) fn fingerprint(source: &Source, wanted: &[Wanted], tied: bool) -> Result<String> {
-    pass(source, wanted, tied, &mut |_| Ok(()))
+    pass(source, wanted, tied, &mut |_, values| values(&mut |_| Ok(())))
 }
 
-/// Writes the wanted tensors to `file` as an FP16 safetensors file; returns their fingerprint.
-pub(super) fn convert(source: &Source, wanted: &[Wanted], tied: bool, file: &mut Sink) -> Result<String> {
-    file.write(&header(wanted)?)?;
-    pass(source, wanted, tied, &mut |bytes| file.write(bytes))
+/// Writes the wanted tensors to `file` as a safetensors file of `dtype`; returns the fingerprint of their FP16 values.
+pub(super) fn convert(
+    source: &Source,
+    wanted: &[Wanted],
+    tied: bool,
+    dtype: BaseDType,
+    file: &mut Sink,
+) -> Result<String> {
+    let parts = form::parts(wanted, dtype);
+    let header = form::header(&parts)?;
+    file.write_at(0, &header)?;
+    let places: BTreeMap<&str, usize> =
+        parts.iter().map(|part| (part.name.as_str(), header.len() + part.start)).collect();
+    let place = |name: &str| places.get(name).copied().unwrap_or_default();
+    pass(source, wanted, tied, &mut |tensor, values| {
+        let start = place(&tensor.name);
+        match tensor.shape[..] {
+            [_, cols] if tensor.is_coded(dtype) => {
+                let mut coder = Coder::new(file, cols, (start, place(&scales_of(&tensor.name))));
+                values(&mut |bytes| coder.take(bytes))?;
+                coder.finish()
+            }
+            _ => {
+                let mut at = start;
+                values(&mut |bytes| {
+                    file.write_at(at, bytes)?;
+                    at += bytes.len();
+                    Ok(())
+                })
+            }
+        }
+    })
 }
+
+/// What is written to: a file, or memory.
+pub(super) trait Room: Write + Seek {}
+
+impl<T: Write + Seek> Room for T {}
 
 /// A file that is being written, with the name that errors give it.
 pub(super) struct Sink<'a> {
-    pub(super) file: &'a mut dyn Write,
+    pub(super) file: &'a mut dyn Room,
     pub(super) path: &'a std::path::Path,
+    /// Where it stands.
+    pub(super) at: usize,
 }
 
 impl Sink<'_> {
-    fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        self.file.write_all(bytes).map_err(|cause| Error::writing(self.path, &cause))
+    /// Writes `bytes` at `place`.
+    pub(super) fn write_at(&mut self, place: usize, bytes: &[u8]) -> Result<()> {
+        let failed = |cause| Error::writing(self.path, &cause);
+        if place != self.at {
+            self.file.seek(SeekFrom::Start(place as u64)).map_err(failed)?;
+        }
+        self.file.write_all(bytes).map_err(failed)?;
+        self.at = place + bytes.len();
+        Ok(())
     }
 }
 
+/// Takes up the bytes of a tensor's values, part by part.
+type Take<'a> = &'a mut dyn FnMut(&[u8]) -> Result<()>;
+/// Hands out the values of a tensor.
+type Values<'a> = &'a mut dyn FnMut(Take) -> Result<()>;
+
+/// Hands every tensor with its values to `visit`, which has to take them all up; returns their fingerprint.
 fn pass(
     source: &Source,
     wanted: &[Wanted],
     tied: bool,
-    sink: &mut dyn FnMut(&[u8]) -> Result<()>,
+    visit: &mut dyn FnMut(&Wanted, Values) -> Result<()>,
 ) -> Result<String> {
     let mut hasher = blake3::Hasher::new();
     hasher.update(FORM.as_bytes()).update(b"\n");
@@ -57,9 +104,11 @@ fn pass(
         let Some(stored) = source.tensors.get(&tensor.name) else {
             return Err(Error::input(format!("{} is missing", tensor.name)));
         };
-        halves(source, stored, &mut |bytes| {
-            hasher.update(bytes);
-            sink(bytes)
+        visit(tensor, &mut |take| {
+            halves(source, stored, &mut |bytes| {
+                hasher.update(bytes);
+                take(bytes)
+            })
         })?;
     }
     if tied {
@@ -90,25 +139,4 @@ fn check_tied_head(source: &Source) -> Result<()> {
         head.name,
         wte.name
     )))
-}
-
-/// The header of an FP16 file of the wanted tensors in canonical order, padded so that they begin on a
-/// cache line.
-fn header(wanted: &[Wanted]) -> Result<Vec<u8>> {
-    let mut offset = 0;
-    let tensors = wanted.iter().map(|tensor| {
-        let start = offset;
-        offset += 2 * tensor.len();
-        let shape = tensor.shape.clone();
-        (tensor.name.clone(), TensorInfo { dtype: Dtype::F16, shape, data_offsets: (start, offset) })
-    });
-    let format = Some([("format".to_owned(), "pt".to_owned())].into());
-    let metadata = Metadata::new(format, tensors.collect())
-        .map_err(|cause| Error::failed(format!("the header of the FP16 copy cannot be made: {cause}")))?;
-    let mut text = serde_json::to_vec(&metadata)
-        .map_err(|cause| Error::failed(format!("the header of the FP16 copy cannot be made: {cause}")))?;
-    text.resize((8 + text.len()).next_multiple_of(64) - 8, b' ');
-    let mut bytes = (text.len() as u64).to_le_bytes().to_vec();
-    bytes.extend(text);
-    Ok(bytes)
 }

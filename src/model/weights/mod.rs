@@ -1,7 +1,7 @@
-//! The frozen weights of a base, FP16 and mapped from their file, and the fingerprint that names them.
+//! The frozen weights of a base, mapped from their file in FP16 or 8 bits, and the fingerprint that names them.
 //!
-//! An FP16 safetensors source is mapped where it lies. Any other source is rewritten once, tensor by
-//! tensor, as an FP16 `model.safetensors` in the cache, and that is mapped. Values are checked in the same
+//! An FP16 safetensors source is mapped where it lies. Any other source, and any that is wanted in 8 bits, is
+//! rewritten once, tensor by tensor, as a safetensors file in the cache, and that is mapped. Values are checked in the same
 //! pass that takes the fingerprint; the cache keeps the result under the identity of the source (path,
 //! size and times of its files), so a second load reads headers only.
 //!
@@ -9,18 +9,21 @@
 
 mod cache;
 mod convert;
+mod form;
 mod halves;
 mod names;
 mod pickle;
 mod source;
 mod stored;
 
-use std::{fs::File, path::Path, sync::Arc};
+use std::{fs::File, io::Cursor, path::Path, sync::Arc};
 
 use memmap2::Mmap;
 
 use self::{
     cache::{Entry, Hold},
+    convert::Sink,
+    form::scales_of,
     names::Wanted,
     source::{Content, Source, SourceFile},
     stored::Stored,
@@ -28,19 +31,19 @@ use self::{
 use crate::{
     error::{Error, Result},
     kernels::{
-        device::{Bytes, DType, Device, Frozen},
+        device::{Bytes, DType, Device, Frozen, FrozenMatrix},
         matmul::Arithmetic,
     },
     model::config::Config,
 };
 
-pub use self::source::shard_names;
+pub use self::{form::BaseDType, source::shard_names};
 
-/// Everything of a base that the model reads, FP16; v vocabulary, c width.
+/// Everything of a base that the model reads; v vocabulary, c width. Vectors and positions are FP16.
 #[derive(Debug, Clone)]
 pub struct Weights {
     /// Token embedding, (v, c); also the head of a tied model.
-    pub wte: Frozen,
+    pub wte: FrozenMatrix,
     /// Position embedding, (positions, c).
     pub wpe: Frozen,
     /// From the first block to the last.
@@ -48,10 +51,9 @@ pub struct Weights {
     /// Before the head.
     pub ln_f: Norm,
     /// Head, (v, c); `None` when it is the token embedding.
-    pub head: Option<Frozen>,
-    /// How a CPU multiplies with the head.
-    pub arithmetic: Arithmetic,
-    /// Names the values: equal for every copy of the same FP16 weights, whatever their file.
+    pub head: Option<FrozenMatrix>,
+    /// Names the values: equal for every copy of the same FP16 weights, whatever their file, and whether or not they
+    /// were rounded to 8 bits afterwards.
     ///
     /// `engraft1:blake3:` and the BLAKE3 hash over a version line and, for each tensor in canonical order,
     /// its canonical name, a newline, its rank and sizes as 64-bit little-endian numbers, and its FP16
@@ -88,30 +90,24 @@ pub struct Norm {
 /// A Conv1D's parameters: `y = x W + b`.
 #[derive(Debug, Clone)]
 pub struct Linear {
-    /// (inputs, outputs), row-major.
-    pub weight: Frozen,
+    /// (inputs, outputs): columns of x, columns of y.
+    pub weight: FrozenMatrix,
     /// (outputs).
     pub bias: Frozen,
-    /// Columns of x.
-    pub inputs: usize,
-    /// Columns of y.
-    pub outputs: usize,
-    /// How a CPU multiplies with it.
-    pub arithmetic: Arithmetic,
 }
 
 impl Weights {
-    /// Maps the weights that lie in `folder`, through `cache` when they are not FP16.
+    /// Maps the weights that lie in `folder` as `dtype`, through `cache` when they are kept in another type.
     ///
     /// # Errors
     /// [`Error::Input`] when the files are damaged, or hold other tensors than `config` asks for, or values
     /// that FP16 cannot; [`Error::Failed`] when the cache cannot be written.
-    pub fn from_folder(folder: &Path, config: &Config, cache: &Path) -> Result<Self> {
+    pub fn from_folder(folder: &Path, config: &Config, cache: &Path, dtype: BaseDType) -> Result<Self> {
         let wanted = names::wanted(config);
         let source = Source::open(folder)?;
         source.check(&wanted, config.tied)?;
-        let entry = Entry::of(cache, &source, &wanted)?;
-        if source.is_mappable(&wanted) {
+        let entry = Entry::of(cache, &source, &wanted, dtype)?;
+        if dtype == BaseDType::F16 && source.is_mappable(&wanted) {
             let fingerprint = match entry.fingerprint() {
                 Some(fingerprint) => fingerprint,
                 None => {
@@ -123,41 +119,49 @@ impl Weights {
             };
             return Self::map(&source, &wanted, config, fingerprint);
         }
-        if let Some(weights) = Self::converted(&entry, &wanted, config) {
+        if let Some(weights) = Self::converted(&entry, &wanted, config, dtype) {
             return Ok(weights);
         }
         let _hold = Hold::on(&entry)?;
         // Another process may have converted it while this one waited.
-        if let Some(weights) = Self::converted(&entry, &wanted, config) {
+        if let Some(weights) = Self::converted(&entry, &wanted, config, dtype) {
             return Ok(weights);
         }
-        let fingerprint = entry.write_model(|file| convert::convert(&source, &wanted, config.tied, file))?;
+        let fingerprint =
+            entry.write_model(|file| convert::convert(&source, &wanted, config.tied, dtype, file))?;
         entry.keep(&fingerprint)?;
         let copy = Source::open_file(entry.model())?;
         Self::map(&copy, &wanted, config, fingerprint)
     }
 
-    /// Weights that are compiled into the program.
+    /// Weights that are compiled into the program; those of another type than FP16 are made of them in memory.
     ///
     /// # Errors
     /// [`Error::Input`] when the bytes are no FP16 safetensors file of `config`.
-    pub fn from_embedded(bytes: &'static [u8], config: &Config) -> Result<Self> {
+    pub fn from_embedded(bytes: &'static [u8], config: &Config, dtype: BaseDType) -> Result<Self> {
         let wanted = names::wanted(config);
         let source = Source::embedded(bytes)?;
         source.check(&wanted, config.tied)?;
         if !source.is_mappable(&wanted) {
             return Err(Error::input("the embedded base is not FP16; build the program with an FP16 base"));
         }
-        let fingerprint = convert::fingerprint(&source, &wanted, config.tied)?;
-        Self::map(&source, &wanted, config, fingerprint)
+        if dtype == BaseDType::F16 {
+            let fingerprint = convert::fingerprint(&source, &wanted, config.tied)?;
+            return Self::map(&source, &wanted, config, fingerprint);
+        }
+        let mut copy = Cursor::new(Vec::new());
+        let mut file = Sink { file: &mut copy, path: Path::new("the embedded base"), at: 0 };
+        let fingerprint = convert::convert(&source, &wanted, config.tied, dtype, &mut file)?;
+        Self::map(&Source::in_memory(copy.into_inner())?, &wanted, config, fingerprint)
     }
 
     /// Has CPUs multiply with all matrices in this way.
     pub fn multiply(&mut self, arithmetic: Arithmetic) {
-        self.arithmetic = arithmetic;
+        self.wte.arithmetic = arithmetic;
+        self.head.iter_mut().for_each(|head| head.arithmetic = arithmetic);
         for block in &mut self.blocks {
             for linear in [&mut block.c_attn, &mut block.attn_proj, &mut block.c_fc, &mut block.mlp_proj] {
-                linear.arithmetic = arithmetic;
+                linear.weight.arithmetic = arithmetic;
             }
         }
     }
@@ -167,38 +171,54 @@ impl Weights {
     /// # Errors
     /// As [`Frozen::bring`].
     pub fn bring(&mut self, device: Device) -> Result<()> {
-        let mut tensors = vec![&mut self.wte, &mut self.wpe];
+        let mut tensors: Vec<&mut Frozen> = self.wte.tensors_mut().collect();
+        tensors.push(&mut self.wpe);
         for block in &mut self.blocks {
             let BlockWeights { ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj } = block;
             for norm in [ln_1, ln_2] {
                 tensors.extend([&mut norm.gain, &mut norm.bias]);
             }
             for linear in [c_attn, attn_proj, c_fc, mlp_proj] {
-                tensors.extend([&mut linear.weight, &mut linear.bias]);
+                tensors.extend(linear.weight.tensors_mut());
+                tensors.push(&mut linear.bias);
             }
         }
         tensors.extend([&mut self.ln_f.gain, &mut self.ln_f.bias]);
-        tensors.extend(&mut self.head);
+        tensors.extend(self.head.iter_mut().flat_map(FrozenMatrix::tensors_mut));
         Frozen::bring(&mut tensors, device)
     }
 
     /// The finished copy in the cache, if there is one.
-    fn converted(entry: &Entry, wanted: &[Wanted], config: &Config) -> Option<Self> {
+    fn converted(entry: &Entry, wanted: &[Wanted], config: &Config, dtype: BaseDType) -> Option<Self> {
         let fingerprint = entry.fingerprint()?;
         let copy = Source::open_file(entry.model()).ok()?;
-        copy.check(wanted, config.tied).ok()?;
-        copy.is_mappable(wanted).then(|| Self::map(&copy, wanted, config, fingerprint).ok())?
+        copy.is_copy(wanted, dtype).then(|| Self::map(&copy, wanted, config, fingerprint).ok())?
     }
 
     /// Views of the wanted tensors, which were checked before.
     fn map(source: &Source, wanted: &[Wanted], config: &Config, fingerprint: String) -> Result<Self> {
         let bytes = source.files.iter().map(map_file).collect::<Result<Vec<_>>>()?;
         let mut views = Vec::with_capacity(wanted.len());
+        let frozen = |stored: &Stored| {
+            let dtype = if stored.dtype == safetensors::Dtype::I8 { DType::I8 } else { DType::F16 };
+            let len = stored.shape.iter().product();
+            Frozen::new(bytes[stored.file].clone(), stored.start, dtype, len)
+        };
         for tensor in wanted {
             let stored: Option<&Stored> = source.tensors.get(&tensor.name);
             let stored = stored.ok_or_else(|| Error::input(format!("{} is missing", tensor.name)))?;
-            let view = Frozen::new(bytes[stored.file].clone(), stored.start, DType::F16, tensor.len())?;
-            views.push(view);
+            let scales = source.tensors.get(&scales_of(&tensor.name));
+            let (rows, cols) = match tensor.shape[..] {
+                [rows, cols] => (rows, cols),
+                _ => (1, tensor.len()),
+            };
+            views.push(FrozenMatrix {
+                data: frozen(stored)?,
+                scales: scales.map(frozen).transpose()?,
+                rows,
+                cols,
+                arithmetic: Arithmetic::F32,
+            });
         }
         assemble(views, config, fingerprint)
             .ok_or_else(|| Error::input("the weights hold fewer tensors than their config.json asks for"))
@@ -216,40 +236,40 @@ pub fn read_config(folder: &Path) -> Result<Config> {
 }
 
 /// Hands the views out in canonical order.
-fn assemble(views: Vec<Frozen>, config: &Config, fingerprint: String) -> Option<Weights> {
+fn assemble(views: Vec<FrozenMatrix>, config: &Config, fingerprint: String) -> Option<Weights> {
     let mut next = views.into_iter();
     let wte = next.next()?;
-    let wpe = next.next()?;
-    let blocks = (0..config.layers).map(|_| block(&mut next, config)).collect::<Option<Vec<_>>>()?;
+    let wpe = next.next()?.data;
+    let blocks = (0..config.layers).map(|_| block(&mut next)).collect::<Option<Vec<_>>>()?;
     let ln_f = norm(&mut next)?;
     let head = next.next();
-    Some(Weights { wte, wpe, blocks, ln_f, head, arithmetic: Arithmetic::F32, fingerprint })
+    Some(Weights { wte, wpe, blocks, ln_f, head, fingerprint })
 }
 
-fn block(next: &mut dyn Iterator<Item = Frozen>, config: &Config) -> Option<BlockWeights> {
-    let c = config.width;
+fn block(next: &mut dyn Iterator<Item = FrozenMatrix>) -> Option<BlockWeights> {
     Some(BlockWeights {
         ln_1: norm(next)?,
-        c_attn: linear(next, c, 3 * c)?,
-        attn_proj: linear(next, c, c)?,
+        c_attn: linear(next)?,
+        attn_proj: linear(next)?,
         ln_2: norm(next)?,
-        c_fc: linear(next, c, config.inner)?,
-        mlp_proj: linear(next, config.inner, c)?,
+        c_fc: linear(next)?,
+        mlp_proj: linear(next)?,
     })
 }
 
-fn norm(next: &mut dyn Iterator<Item = Frozen>) -> Option<Norm> {
-    Some(Norm { gain: next.next()?, bias: next.next()? })
+fn norm(next: &mut dyn Iterator<Item = FrozenMatrix>) -> Option<Norm> {
+    Some(Norm { gain: next.next()?.data, bias: next.next()?.data })
 }
 
-fn linear(next: &mut dyn Iterator<Item = Frozen>, inputs: usize, outputs: usize) -> Option<Linear> {
-    let (weight, bias) = (next.next()?, next.next()?);
-    Some(Linear { weight, bias, inputs, outputs, arithmetic: Arithmetic::F32 })
+fn linear(next: &mut dyn Iterator<Item = FrozenMatrix>) -> Option<Linear> {
+    Some(Linear { weight: next.next()?, bias: next.next()?.data })
 }
 
 fn map_file(file: &SourceFile) -> Result<Arc<dyn Bytes>> {
-    if let Content::Embedded(bytes) = file.content {
-        return Ok(Arc::new(bytes));
+    match &file.content {
+        Content::Embedded(bytes) => return Ok(Arc::new(*bytes)),
+        Content::Memory(bytes) => return Ok(Arc::clone(bytes) as Arc<dyn Bytes>),
+        Content::Safetensors | Content::Pickle(_) => {}
     }
     let opened = File::open(&file.path).map_err(|cause| Error::reading(&file.path, &cause))?;
     // SAFETY: the mapping is read-only and its elements are plain numbers, so every content is valid.

@@ -3,10 +3,13 @@
 //! A canonical name is the one `GPT2LMHeadModel` saves today: `transformer.` in front of everything but
 //! `lm_head.weight`. Uploads of the bare `GPT2Model` lack the prefix.
 
+use super::form::BaseDType;
 use crate::model::config::Config;
 
 /// The token embedding, which is also the head of a tied model.
 pub(super) const WTE: &str = "transformer.wte.weight";
+/// The position embedding.
+const WPE: &str = "transformer.wpe.weight";
 /// The head of a model that is not tied.
 pub(super) const HEAD: &str = "lm_head.weight";
 
@@ -21,6 +24,12 @@ impl Wanted {
     pub(super) fn len(&self) -> usize {
         self.shape.iter().product()
     }
+
+    /// Whether a base of `dtype` keeps it in codes: matrices that products are made with, and the embedding, which
+    /// may be one of them.
+    pub(super) fn is_coded(&self, dtype: BaseDType) -> bool {
+        dtype == BaseDType::Q8 && self.shape.len() == 2 && self.name != WPE
+    }
 }
 
 /// Everything `config` asks for, in canonical order: wte, wpe, the blocks from the first to the last
@@ -30,7 +39,7 @@ pub(super) fn wanted(config: &Config) -> Vec<Wanted> {
     let mut list = Vec::with_capacity(12 * config.layers + 5);
     let mut push = |name: String, shape: &[usize]| list.push(Wanted { name, shape: shape.to_vec() });
     push(WTE.into(), &[config.vocab, c]);
-    push("transformer.wpe.weight".into(), &[config.positions, c]);
+    push(WPE.into(), &[config.positions, c]);
     for layer in 0..config.layers {
         let parts: [(&str, &[usize], usize); 6] = [
             ("ln_1", &[c], c),

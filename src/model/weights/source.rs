@@ -6,12 +6,19 @@ use std::{
     fs::File,
     io::{Read, Seek, SeekFrom},
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use safetensors::{Dtype, tensor::Metadata};
 use serde_json::Value;
 
-use super::{names, names::Wanted, pickle::Pickle, stored::Stored};
+use super::{
+    form::{self, BaseDType},
+    names,
+    names::Wanted,
+    pickle::Pickle,
+    stored::Stored,
+};
 use crate::error::{Error, Result};
 
 /// Bytes read at a time: a multiple of every element size, small beside any model.
@@ -31,6 +38,8 @@ pub(super) enum Content {
     Safetensors,
     Pickle(Pickle),
     Embedded(&'static [u8]),
+    /// Made in this process.
+    Memory(Arc<Vec<u8>>),
 }
 
 /// All tensors of a base by canonical name, causal masks left out.
@@ -71,11 +80,21 @@ impl Source {
 
     /// A safetensors file compiled into the program.
     pub(super) fn embedded(bytes: &'static [u8]) -> Result<Self> {
+        Self::of_bytes(bytes, Content::Embedded(bytes))
+    }
+
+    /// A safetensors file made of the one compiled into the program.
+    pub(super) fn in_memory(bytes: Vec<u8>) -> Result<Self> {
+        let bytes = Arc::new(bytes);
+        Self::of_bytes(&bytes, Content::Memory(Arc::clone(&bytes)))
+    }
+
+    fn of_bytes(bytes: &[u8], content: Content) -> Result<Self> {
         let mut source = Self { files: Vec::new(), tensors: BTreeMap::new() };
         let path = PathBuf::from("the embedded base");
         let header = Header::read(&path, bytes.len() as u64, &mut { bytes })?;
         source.add_safetensors(&path, &header)?;
-        source.files.push(SourceFile { path, content: Content::Embedded(bytes) });
+        source.files.push(SourceFile { path, content });
         Ok(source)
     }
 
@@ -146,6 +165,16 @@ impl Source {
         })
     }
 
+    /// Whether the tensors are those of a copy of `dtype`, where a mapping can have them.
+    pub(super) fn is_copy(&self, wanted: &[Wanted], dtype: BaseDType) -> bool {
+        form::parts(wanted, dtype).iter().all(|part| {
+            self.tensors.get(&part.name).is_some_and(|stored| {
+                let even = part.dtype != Dtype::F16 || stored.start.is_multiple_of(2);
+                even && stored.dtype == part.dtype && stored.shape == part.shape
+            })
+        })
+    }
+
     /// Whether exactly the wanted tensors are there, in shape and with a type that FP16 can take up.
     ///
     /// # Errors
@@ -189,6 +218,9 @@ impl Source {
         match content {
             Content::Pickle(pickle) => pickle.read(stored, sink),
             Content::Embedded(bytes) => {
+                bytes[stored.start..stored.start + stored.bytes].chunks(CHUNK).try_for_each(sink)
+            }
+            Content::Memory(bytes) => {
                 bytes[stored.start..stored.start + stored.bytes].chunks(CHUNK).try_for_each(sink)
             }
             Content::Safetensors => {

@@ -1,57 +1,74 @@
-//! Products of few rows, as decoding makes them: bound by memory, so each weight is read once, in FP16, and
+//! Products of few rows, as decoding makes them: bound by memory, so each weight is read once, as it is kept, and
 //! widened in a register.
 //!
 //! An element is one chain of fused multiply-adds (`nn`), or LANES chains that are added up at the end (`nt`).
 
 use std::{arch::x86_64::*, ops::Range};
 
-use half::f16;
-
-use super::check;
+use super::{check, weights::Weights};
 use crate::kernels::{
-    avx512::{LANES, load_or, widened},
+    avx512::{LANES, load_or},
     cpu::{Shared, cut, each},
     matmul::{Start, cpu::fill},
+    q8::BLOCK,
 };
 
 /// Rows up to which this is the faster way where a task takes columns, and where it takes rows of weights.
 pub const ROWS: usize = 24;
 pub const ROWS_TURNED: usize = 8;
+/// Rows of x that meet weights in registers at a time.
+const TALL: usize = 8;
 /// Floats of y that a task works on at a time: half of a first-level cache.
 const NEAR: usize = 6144;
 /// Rows of weights that a sum takes up before it goes back to memory.
 const DEEP: usize = 8;
 /// Rows of weights whose sums run side by side.
 const SIDE: usize = 4;
-/// Cache lines of weights that are fetched ahead.
-const AHEAD: usize = 8;
-/// FP16 weights in a cache line.
-const LINE: usize = 32;
+/// Rows of weights that are fetched ahead of `rows` in FP16: as many bytes of every form.
+const fn ahead<W: Weights>(rows: usize) -> usize {
+    rows * W::LINE / 32
+}
 
 /// `y (n, cols) = start + x (n, rows) W (rows, cols)`, a task for each stretch of columns.
 ///
 /// # Safety
-/// The CPU has AVX-512 F.
+/// The CPU has AVX-512 F; w is of this shape.
 #[target_feature(enable = "avx512f")]
-pub unsafe fn nn(x: &[f32], w: &[f16], (n, rows, cols): (usize, usize, usize), start: Start, y: &mut [f32]) {
-    assert!(x.len() >= n * rows && w.len() >= rows * cols && y.len() >= n * cols, "shapes of few rows");
+pub unsafe fn nn<W: Weights>(
+    x: &[f32],
+    w: W,
+    (n, rows, cols): (usize, usize, usize),
+    start: Start,
+    y: &mut [f32],
+) {
+    assert!(x.len() >= n * rows && y.len() >= n * cols, "shapes of few rows");
     check(start, n, cols);
     let out = Shared::new(y);
-    // A cache line of weights belongs to one task.
-    let (tasks, width) = cut(cols, LINE);
-    let side = (NEAR / n.max(1)).next_multiple_of(LINE);
+    // A cache line belongs to one task.
+    let (tasks, width) = cut(cols, W::LINE);
+    let side = (NEAR / n.max(1)).next_multiple_of(W::LINE.max(BLOCK));
     each(tasks, |task| {
         let end = cols.min((task + 1) * width);
         for first in (task * width..end).step_by(side) {
             let columns = first..end.min(first + side);
             fill(start, out, n, cols, first, columns.len());
             for k in (0..rows).step_by(DEEP) {
-                let piece = Piece { x, w, sizes: (n, rows, cols), columns: columns.clone(), y: out };
-                // SAFETY: the caller found the instructions; the range was checked, these columns are this task's.
-                unsafe {
-                    match DEEP.min(rows - k) {
-                        DEEP => piece.add::<DEEP>(k),
-                        left => (k..k + left).for_each(|k| piece.add::<1>(k)),
+                for row in (0..n).step_by(TALL) {
+                    let piece = Piece {
+                        x: &x[row * rows..],
+                        w,
+                        rows,
+                        cols,
+                        columns: columns.clone(),
+                        first_row: row,
+                        y: out,
+                    };
+                    // SAFETY: the caller found the instructions; the range was checked, these columns are this task's.
+                    unsafe {
+                        match DEEP.min(rows - k) {
+                            DEEP => piece.rows::<DEEP>(k, n - row),
+                            left => (k..k + left).for_each(|k| piece.rows::<1>(k, n - row)),
+                        }
                     }
                 }
             }
@@ -60,77 +77,120 @@ pub unsafe fn nn(x: &[f32], w: &[f16], (n, rows, cols): (usize, usize, usize), s
 }
 
 /// Columns of y that a task works on, and what they are made of.
-struct Piece<'a> {
+struct Piece<'a, W> {
+    /// From the first row on.
     x: &'a [f32],
-    w: &'a [f16],
-    /// n, rows, cols.
-    sizes: (usize, usize, usize),
+    w: W,
+    /// Of the weights.
+    rows: usize,
+    cols: usize,
     columns: Range<usize>,
+    /// Of y.
+    first_row: usize,
     y: Shared,
 }
 
-impl Piece<'_> {
-    /// Adds D rows of weights, from row `k` on.
+impl<W: Weights> Piece<'_, W> {
+    /// [`Piece::deep`] for up to TALL of `n` rows.
     ///
     /// # Safety
-    /// The CPU has AVX-512 F, and the columns belong to the caller.
+    /// As [`Piece::deep`].
     #[target_feature(enable = "avx512f")]
-    unsafe fn add<const D: usize>(&self, k: usize) {
-        let (n, rows, cols) = self.sizes;
-        let mut column = self.columns.start;
-        // SAFETY: whole vectors inside the columns.
+    unsafe fn rows<const D: usize>(&self, k: usize, n: usize) {
+        // SAFETY: the caller's promise.
         unsafe {
-            while column + 2 * LANES <= self.columns.end {
-                self.vectors::<D, 2>(k, column);
-                column += 2 * LANES;
-            }
-            if column + LANES <= self.columns.end {
-                self.vectors::<D, 1>(k, column);
-                column += LANES;
-            }
-        }
-        for column in column..self.columns.end {
-            for row in 0..n {
-                // SAFETY: an element of the caller's columns.
-                let y = unsafe { self.y.range(row * cols + column, 1) };
-                for k in k..k + D {
-                    y[0] = self.x[row * rows + k].mul_add(self.w[k * cols + column].to_f32(), y[0]);
-                }
+            match n {
+                0 => {}
+                1 => self.deep::<D, 1>(k),
+                2 => self.deep::<D, 2>(k),
+                3 => self.deep::<D, 3>(k),
+                4 => self.deep::<D, 4>(k),
+                5 => self.deep::<D, 5>(k),
+                6 => self.deep::<D, 6>(k),
+                7 => self.deep::<D, 7>(k),
+                _ => self.deep::<D, TALL>(k),
             }
         }
     }
 
-    /// The same for V vectors of columns from `column` on: D x V vectors of weights stay in registers while the rows
-    /// of x go by.
+    /// Adds D rows of weights, from row `k` on, to R rows of y.
     ///
     /// # Safety
-    /// As [`Piece::add`], and the vectors lie inside the columns.
-    #[inline]
+    /// The CPU has AVX-512 F, w is of this shape, there are R rows, and the columns belong to the caller.
     #[target_feature(enable = "avx512f")]
-    #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers")]
-    unsafe fn vectors<const D: usize, const V: usize>(&self, k: usize, column: usize) {
-        let (n, rows, cols) = self.sizes;
-        // SAFETY: D rows of weights and n rows of y have V vectors from here on, x has D elements in n rows;
-        // prefetches may point anywhere.
-        unsafe {
-            let weights: [[__m512; V]; D] = std::array::from_fn(|d| {
-                let from = self.w.as_ptr().add((k + d) * cols + column);
-                _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(D * cols).cast());
-                std::array::from_fn(|v| _mm512_cvtph_ps(_mm256_loadu_si256(from.add(v * LANES).cast())))
+    unsafe fn deep<const D: usize, const R: usize>(&self, k: usize) {
+        let Self { x, w, rows, cols, .. } = *self;
+        let (first, width) = (self.columns.start, self.columns.len());
+        let body = width - width % LANES;
+        let to = |r: usize, column: usize| self.y.at((self.first_row + r) * cols + first + column);
+        for strip in (0..body).step_by(W::STRIP) {
+            // SAFETY: the weights have these rows and columns.
+            let scales: [W::Scales; D] = std::array::from_fn(|d| unsafe { w.scales(k + d, first + strip) });
+            // Elements of x, times the scale of each block that they will meet.
+            let factors: [[W::Factors; D]; R] = std::array::from_fn(|r| {
+                // SAFETY: as above.
+                std::array::from_fn(|d| unsafe { W::factors(x[r * rows + k + d], scales[d]) })
             });
-            for row in 0..n {
-                let x = self.x.as_ptr().add(row * rows + k);
-                let y = self.y.at(row * cols + column);
-                let mut sums: [__m512; V] = std::array::from_fn(|v| _mm512_loadu_ps(y.add(v * LANES)));
-                for d in 0..D {
-                    let x = _mm512_set1_ps(*x.add(d));
-                    for v in 0..V {
-                        sums[v] = _mm512_fmadd_ps(x, weights[d][v], sums[v]);
+            let end = body.min(strip.saturating_add(W::STRIP));
+            let pairs = end - (end - strip) % (2 * LANES);
+            // SAFETY: D rows of weights and R rows of y have the vectors up to `end`; prefetches may point anywhere.
+            unsafe {
+                for column in (strip..pairs).step_by(2 * LANES) {
+                    if self.first_row == 0 && column % W::LINE == 0 {
+                        for d in 0..D {
+                            _mm_prefetch::<_MM_HINT_T0>(w.address(k + ahead::<W>(DEEP) + d, first + column));
+                        }
                     }
+                    let factors = (&factors, (column - strip) / BLOCK);
+                    add::<W, D, R, 2>(w, k, first + column, factors, |r| to(r, column));
                 }
+                if pairs < end {
+                    let factors = (&factors, (pairs - strip) / BLOCK);
+                    add::<W, D, R, 1>(w, k, first + pairs, factors, |r| to(r, pairs));
+                }
+            }
+        }
+        for column in first + body..first + width {
+            for row in 0..R {
+                // SAFETY: an element of the caller's columns.
+                let y = unsafe { self.y.range((self.first_row + row) * cols + column, 1) };
+                for d in 0..D {
+                    y[0] = x[row * rows + k + d].mul_add(w.value(k + d, column), y[0]);
+                }
+            }
+        }
+    }
+}
+
+/// Adds D rows of weights, from row `k` on, to the V vectors at `y(row)` of R rows; the vectors lie in one block.
+///
+/// # Safety
+/// The CPU has AVX-512 F, weights and y have these vectors, and those of y belong to the caller.
+#[inline]
+#[target_feature(enable = "avx512f")]
+#[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers")]
+unsafe fn add<W: Weights, const D: usize, const R: usize, const V: usize>(
+    w: W,
+    k: usize,
+    column: usize,
+    (factors, block): (&[[W::Factors; D]; R], usize),
+    y: impl Fn(usize) -> *mut f32,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let weights: [[__m512; V]; D] =
+            std::array::from_fn(|d| std::array::from_fn(|v| w.raw(k + d, column + v * LANES)));
+        for r in 0..R {
+            let y = y(r);
+            let mut sums: [__m512; V] = std::array::from_fn(|v| _mm512_loadu_ps(y.add(v * LANES)));
+            for d in 0..D {
+                let factor = _mm512_set1_ps(W::factor(&factors[r][d], block));
                 for v in 0..V {
-                    _mm512_storeu_ps(y.add(v * LANES), sums[v]);
+                    sums[v] = _mm512_fmadd_ps(factor, weights[d][v], sums[v]);
                 }
+            }
+            for v in 0..V {
+                _mm512_storeu_ps(y.add(v * LANES), sums[v]);
             }
         }
     }
@@ -139,10 +199,16 @@ impl Piece<'_> {
 /// `y (n, rows) = start + x (n, cols) W^T`, a task for each stretch of rows of W.
 ///
 /// # Safety
-/// The CPU has AVX-512 F.
+/// As [`nn`].
 #[target_feature(enable = "avx512f")]
-pub unsafe fn nt(x: &[f32], w: &[f16], (n, rows, cols): (usize, usize, usize), start: Start, y: &mut [f32]) {
-    assert!(x.len() >= n * cols && w.len() >= rows * cols && y.len() >= n * rows, "shapes of few rows");
+pub unsafe fn nt<W: Weights>(
+    x: &[f32],
+    w: W,
+    (n, rows, cols): (usize, usize, usize),
+    start: Start,
+    y: &mut [f32],
+) {
+    assert!(x.len() >= n * cols && y.len() >= n * rows, "shapes of few rows");
     check(start, n, rows);
     let out = Shared::new(y);
     let (tasks, length) = cut(rows, LANES);
@@ -153,7 +219,7 @@ pub unsafe fn nt(x: &[f32], w: &[f16], (n, rows, cols): (usize, usize, usize), s
         for at in (first..end).step_by(SIDE) {
             let mut row = 0;
             while row < n {
-                let block = Block { x: &x[row * cols..], w: &w[at * cols..], depth: cols };
+                let block = Block { x: &x[row * cols..], w, first: at, depth: cols };
                 let to = |i: usize| out.at((row + i) * rows + at);
                 // SAFETY: the caller found the instructions; these columns of y are this task's.
                 row += unsafe {
@@ -162,7 +228,7 @@ pub unsafe fn nt(x: &[f32], w: &[f16], (n, rows, cols): (usize, usize, usize), s
                         (true, _) => block.add::<SIDE, 1>(to),
                         (false, _) => {
                             for i in at..end {
-                                let single = Block { w: &w[i * cols..], ..block };
+                                let single = Block { first: i, ..block };
                                 single.add::<1, 1>(|_| out.at(row * rows + i));
                             }
                             1
@@ -174,46 +240,54 @@ pub unsafe fn nt(x: &[f32], w: &[f16], (n, rows, cols): (usize, usize, usize), s
     });
 }
 
-/// Rows of x `(.., depth)` beside rows of weights `(.., depth)`.
+/// Rows of x `(.., depth)` beside rows of weights `(.., depth)` from `first` on.
 #[derive(Clone, Copy)]
-struct Block<'a> {
+struct Block<'a, W> {
     x: &'a [f32],
-    w: &'a [f16],
+    w: W,
+    first: usize,
     depth: usize,
 }
 
-impl Block<'_> {
+impl<W: Weights> Block<'_, W> {
     /// Adds the products of each of the first R rows of x with each of the first S rows of weights to the S elements
     /// at `y(row)`; returns R.
     ///
     /// # Safety
-    /// The CPU has AVX-512 F, and the elements of y belong to the caller.
+    /// The CPU has AVX-512 F, the weights have these rows, and the elements of y belong to the caller.
     #[target_feature(enable = "avx512f")]
     #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers: 9 against 19 GB/s")]
     unsafe fn add<const S: usize, const R: usize>(&self, y: impl Fn(usize) -> *mut f32) -> usize {
-        let depth = self.depth;
-        assert!(self.x.len() >= R * depth && self.w.len() >= S * depth, "rows of a block");
+        let Self { w, first, depth, .. } = *self;
+        assert!(self.x.len() >= R * depth, "rows of a block");
         let mut sums = [[_mm512_setzero_ps(); S]; R];
         let whole = depth - depth % LANES;
-        for at in (0..whole).step_by(LANES) {
-            // SAFETY: R rows of x and S of weights have a vector here; prefetches may point anywhere.
-            unsafe {
-                let x: [__m512; R] =
-                    std::array::from_fn(|r| _mm512_loadu_ps(self.x.as_ptr().add(r * depth + at)));
-                for s in 0..S {
-                    let from = self.w.as_ptr().add(s * depth + at);
-                    if at % LINE == 0 {
-                        _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD * LINE).cast());
-                    }
-                    let weights = _mm512_cvtph_ps(_mm256_loadu_si256(from.cast()));
-                    for r in 0..R {
-                        sums[r][s] = _mm512_fmadd_ps(x[r], weights, sums[r][s]);
+        for strip in (0..whole).step_by(W::STRIP) {
+            // SAFETY: the weights have these rows.
+            let factors: [W::Factors; S] =
+                std::array::from_fn(|s| unsafe { W::factors(1.0, w.scales(first + s, strip)) });
+            for at in (strip..whole.min(strip.saturating_add(W::STRIP))).step_by(LANES) {
+                let block = (at - strip) / BLOCK;
+                // SAFETY: R rows of x and S of weights have a vector here; prefetches may point anywhere.
+                unsafe {
+                    let x: [__m512; R] =
+                        std::array::from_fn(|r| _mm512_loadu_ps(self.x.as_ptr().add(r * depth + at)));
+                    for s in 0..S {
+                        if at % W::LINE == 0 {
+                            _mm_prefetch::<_MM_HINT_T0>(w.address(first + ahead::<W>(SIDE) + s, at));
+                        }
+                        let weights = W::times(w.raw(first + s, at), &factors[s], block);
+                        for r in 0..R {
+                            sums[r][s] = _mm512_fmadd_ps(x[r], weights, sums[r][s]);
+                        }
                     }
                 }
             }
         }
-        for s in 0..S {
-            let weights = widened(&self.w[s * depth..][whole..depth]);
+        // Not even zeros are added where there is no rest: a vector of them lies outside the last row.
+        for s in 0..if whole < depth { S } else { 0 } {
+            // SAFETY: the weights have these rows.
+            let weights = unsafe { w.part(first + s, whole, depth - whole) };
             for r in 0..R {
                 let x = load_or(&self.x[r * depth..][whole..depth], 0.0);
                 sums[r][s] = _mm512_fmadd_ps(x, weights, sums[r][s]);

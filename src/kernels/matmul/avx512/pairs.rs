@@ -6,14 +6,12 @@
 
 use std::arch::x86_64::*;
 
-use half::f16;
-
-use super::{Place, Start, begin, check};
+use super::{Place, Start, begin, check, weights::Weights};
 use crate::kernels::{
     avx512::{
         LANES, first, load_or,
         tile::{COLUMNS, ROWS, Tile},
-        transposed, widened,
+        transposed,
     },
     cpu::{Shared, each, parts, with_scratch},
 };
@@ -25,28 +23,17 @@ const WIDTH: usize = 192;
 /// Floats of scratch a task uses: the panel and rounded rows of x.
 pub const SCRATCH: usize = DEPTH / 2 * (WIDTH + LANES + ROWS);
 
-/// FP16 weights `(rows, row)`, read as they lie or turned.
-#[derive(Clone, Copy)]
-pub struct Weights<'a> {
-    /// All of them.
-    pub halves: &'a [f16],
-    /// Elements of a row.
-    pub row: usize,
-    /// Whether a row holds the weights of one column of the product.
-    pub turned: bool,
-}
-
-/// `y (n, outer) = start + x (n, inner) V`, a task for each stretch of columns of V.
+/// `y (n, outer) = start + x (n, inner) V`, a task for each stretch of columns of V: the weights as they lie, or turned.
 ///
 /// # Safety
-/// The CPU has AVX-512 F and BF16.
+/// The CPU has AVX-512 F and BF16; the weights are of this shape.
 #[target_feature(enable = "avx512f,avx512bf16")]
-pub unsafe fn product(
+pub unsafe fn product<W: Weights>(
     x: &[f32],
     (n, inner, outer): (usize, usize, usize),
     start: Start,
     y: &mut [f32],
-    weights: Weights,
+    (weights, turned): (W, bool),
 ) {
     assert!(x.len() >= n * inner && y.len() >= n * outer, "shapes of a frozen product");
     check(start, n, outer);
@@ -63,7 +50,7 @@ pub unsafe fn product(
                 // SAFETY: the caller found the instructions; the columns of y belong to this task, and the lengths of
                 // x, y and start were checked.
                 unsafe {
-                    if weights.turned {
+                    if turned {
                         pack_columns(weights, place, panel);
                     } else {
                         pack_rows(weights, place, panel);
@@ -140,19 +127,23 @@ fn round(row: &[f32], to: &mut [f32]) {
 /// Rounds `V[inner .., outer ..]` into groups of COLUMNS columns, `(depth / 2, columns)` pairs each.
 ///
 /// # Safety
-/// The CPU has AVX-512 F and BF16.
+/// The CPU has AVX-512 F and BF16; the weights have these rows and columns.
 #[target_feature(enable = "avx512f,avx512bf16")]
-unsafe fn pack_rows(weights: Weights, place: Place, panel: &mut [f32]) {
+unsafe fn pack_rows<W: Weights>(weights: W, place: Place, panel: &mut [f32]) {
     let Place { inner, depth, outer, width } = place;
     let pairs = depth.div_ceil(2);
     assert!(panel.len() >= pairs * width.next_multiple_of(LANES), "room for a panel");
-    let row = |k: usize| &weights.halves[(inner + k) * weights.row + outer..][..width];
     for pair in 0..pairs {
-        let (even, odd) = (row(2 * pair), (2 * pair + 1 < depth).then(|| row(2 * pair + 1)));
         for start in (0..width).step_by(LANES) {
-            let count = LANES.min(width - start);
-            let low = widened(&even[start..][..count]);
-            let high = odd.map_or(_mm512_setzero_ps(), |odd| widened(&odd[start..][..count]));
+            let part = |step: usize| {
+                if step < depth {
+                    // SAFETY: the weights have these rows and columns.
+                    unsafe { weights.part(inner + step, outer + start, LANES.min(width - start)) }
+                } else {
+                    _mm512_setzero_ps()
+                }
+            };
+            let (low, high) = (part(2 * pair), part(2 * pair + 1));
             let group = start / COLUMNS * COLUMNS;
             let columns = (width - group).min(COLUMNS).next_multiple_of(LANES);
             let to = &mut panel[group * pairs + pair * columns + start - group..][..LANES];
@@ -175,9 +166,9 @@ fn interleaved(low: __m512, high: __m512) -> __m512 {
 /// The same of the transpose: column `outer + j` of the panel is row `outer + j` of the weights.
 ///
 /// # Safety
-/// The CPU has AVX-512 F and BF16.
+/// The CPU has AVX-512 F and BF16; the weights have these rows and columns.
 #[target_feature(enable = "avx512f,avx512bf16")]
-unsafe fn pack_columns(weights: Weights, place: Place, panel: &mut [f32]) {
+unsafe fn pack_columns<W: Weights>(weights: W, place: Place, panel: &mut [f32]) {
     let Place { inner, depth, outer, width } = place;
     let pairs = depth.div_ceil(2);
     assert!(panel.len() >= pairs * width.next_multiple_of(LANES), "room for a panel");
@@ -187,9 +178,12 @@ unsafe fn pack_columns(weights: Weights, place: Place, panel: &mut [f32]) {
         for step in (0..depth).step_by(2 * LANES) {
             let mut square = [_mm512_setzero_ps(); LANES];
             for (i, vector) in square.iter_mut().enumerate().take(width - start) {
-                let row = &weights.halves[(outer + start + i) * weights.row + inner..][..depth];
-                let (low, high) = row[step..].split_at(LANES.min(depth - step));
-                *vector = paired(widened(low), widened(&high[..LANES.min(high.len())]));
+                let part = |step: usize| match depth.saturating_sub(step) {
+                    0 => _mm512_setzero_ps(),
+                    // SAFETY: the weights have these rows and columns.
+                    left => unsafe { weights.part(outer + start + i, inner + step, left.min(LANES)) },
+                };
+                *vector = paired(part(step), part(step + LANES));
             }
             for (i, vector) in transposed(square).into_iter().enumerate().take((depth - step).div_ceil(2)) {
                 let at = group * pairs + (step / 2 + i) * columns + start - group;

@@ -1,0 +1,158 @@
+//! What a converted copy of a base holds: which tensors, of which type, and where in its file.
+
+use half::f16;
+use safetensors::{
+    Dtype,
+    tensor::{Metadata, TensorInfo},
+};
+
+use super::{convert::Sink, names::Wanted};
+use crate::{
+    error::{Error, Result},
+    kernels::q8::{self, BLOCK},
+};
+
+/// Types that the matrices of a base are kept in; vectors and positions are FP16 in both.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum BaseDType {
+    /// FP16.
+    #[default]
+    F16,
+    /// 8-bit codes with an FP16 scale for each block of 32.
+    Q8,
+}
+
+impl BaseDType {
+    /// Its name in options and files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F16 => "f16",
+            Self::Q8 => "q8",
+        }
+    }
+
+    /// Bytes of a matrix `(rows, cols)` of the linear layers, the token embedding or the head.
+    pub fn matrix_bytes(self, rows: usize, cols: usize) -> u64 {
+        let (rows, cols, blocks) = (rows as u64, cols as u64, q8::blocks(cols) as u64);
+        match self {
+            Self::F16 => 2 * rows * cols,
+            Self::Q8 => rows * cols + 2 * rows * blocks,
+        }
+    }
+}
+
+/// The scales of a tensor.
+pub(super) fn scales_of(name: &str) -> String {
+    format!("{name}.scales")
+}
+
+/// A tensor of a copy, and where it begins behind the header.
+pub(super) struct Part {
+    pub(super) name: String,
+    pub(super) dtype: Dtype,
+    pub(super) shape: Vec<usize>,
+    pub(super) start: usize,
+}
+
+/// The tensors of a copy: all FP16 in canonical order, scales where their codes would be, then the codes. So FP16 lies
+/// at even places whatever the sizes are.
+pub(super) fn parts(wanted: &[Wanted], dtype: BaseDType) -> Vec<Part> {
+    let coded = |tensor: &&Wanted| tensor.is_coded(dtype);
+    let halves = wanted.iter().map(|tensor| match tensor.shape[..] {
+        [rows, cols] if tensor.is_coded(dtype) => {
+            (scales_of(&tensor.name), Dtype::F16, vec![rows, q8::blocks(cols)])
+        }
+        _ => (tensor.name.clone(), Dtype::F16, tensor.shape.clone()),
+    });
+    let codes =
+        wanted.iter().filter(coded).map(|tensor| (tensor.name.clone(), Dtype::I8, tensor.shape.clone()));
+    let mut end = 0;
+    let place = |(name, dtype, shape): (String, Dtype, Vec<usize>)| {
+        let start = end;
+        end += shape.iter().product::<usize>() * size(dtype);
+        Part { name, dtype, shape, start }
+    };
+    halves.chain(codes).map(place).collect()
+}
+
+/// Bytes of an element of a copy.
+fn size(dtype: Dtype) -> usize {
+    if dtype == Dtype::F16 { 2 } else { 1 }
+}
+
+/// The header of a file of `parts`, padded so that they begin on a cache line.
+pub(super) fn header(parts: &[Part]) -> Result<Vec<u8>> {
+    let failed = |cause: &dyn std::fmt::Display| {
+        Error::failed(format!("the header of the converted base cannot be made: {cause}"))
+    };
+    let tensors = parts.iter().map(|part| {
+        let end = part.start + part.shape.iter().product::<usize>() * size(part.dtype);
+        let info =
+            TensorInfo { dtype: part.dtype, shape: part.shape.clone(), data_offsets: (part.start, end) };
+        (part.name.clone(), info)
+    });
+    let format = Some([("format".to_owned(), "pt".to_owned())].into());
+    let metadata = Metadata::new(format, tensors.collect()).map_err(|cause| failed(&cause))?;
+    let mut text = serde_json::to_vec(&metadata).map_err(|cause| failed(&cause))?;
+    text.resize((8 + text.len()).next_multiple_of(64) - 8, b' ');
+    let mut bytes = (text.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(text);
+    Ok(bytes)
+}
+
+/// Makes codes of the values of one tensor after another, as they come.
+pub(super) struct Coder<'a, 'f> {
+    file: &'a mut Sink<'f>,
+    cols: usize,
+    /// Values of a block, as far as they are there.
+    block: Vec<f32>,
+    /// Where the block stands in its row.
+    column: usize,
+    codes: Vec<i8>,
+    scales: Vec<f16>,
+    /// Where the next codes go, and where the scales go in the end.
+    places: (usize, usize),
+}
+
+impl<'a, 'f> Coder<'a, 'f> {
+    /// For a tensor of rows of `cols`, whose codes begin at `codes` in the file and its scales at `scales`.
+    pub(super) fn new(file: &'a mut Sink<'f>, cols: usize, (codes, scales): (usize, usize)) -> Self {
+        let block = Vec::with_capacity(BLOCK);
+        Self { file, cols, block, column: 0, codes: Vec::new(), scales: Vec::new(), places: (codes, scales) }
+    }
+
+    /// Takes up values, little-endian FP16.
+    pub(super) fn take(&mut self, halves: &[u8]) -> Result<()> {
+        for &two in halves.as_chunks::<2>().0 {
+            self.block.push(f16::from_le_bytes(two).to_f32());
+            if self.block.len() == BLOCK.min(self.cols - self.column) {
+                self.close();
+            }
+        }
+        self.flush()
+    }
+
+    /// Ends a block.
+    fn close(&mut self) {
+        let start = self.codes.len();
+        self.codes.resize(start + self.block.len(), 0);
+        self.scales.push(q8::quantise(&self.block, &mut self.codes[start..]));
+        self.column = (self.column + self.block.len()) % self.cols;
+        self.block.clear();
+    }
+
+    /// Writes what codes there are.
+    fn flush(&mut self) -> Result<()> {
+        // One byte as another: a code is written as two's complement.
+        let bytes: Vec<u8> = self.codes.drain(..).map(|code| code.to_le_bytes()[0]).collect();
+        self.file.write_at(self.places.0, &bytes)?;
+        self.places.0 += bytes.len();
+        Ok(())
+    }
+
+    /// Writes the scales.
+    pub(super) fn finish(self) -> Result<()> {
+        let bytes: Vec<u8> = self.scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
+        self.file.write_at(self.places.1, &bytes)
+    }
+}
