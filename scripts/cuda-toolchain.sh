@@ -2,7 +2,7 @@
 # cuda-toolchain.sh FOLDER [--stand-in]: lays out a CUDA compiler in FOLDER, for machines without one.
 #
 # Needs no GPU, no driver and no root, but bash, python3 with pip, and gcc. The compiler comes from its Python
-# wheels, about 105 MB, 272 MB unpacked; a second run changes nothing. Afterwards
+# wheels, about 110 MB, 277 MB unpacked; a second run changes nothing. Afterwards
 #
 #     . FOLDER/env.sh && cargo build --release --features cuda
 #
@@ -53,6 +53,7 @@ wheels=(
     nvidia-nvvm==13.0.88
     nvidia-cuda-runtime==13.0.96
     nvidia-cuda-cccl==13.0.85
+    nvidia-cuda-nvdisasm==13.2.86 # for check-kernels.sh; it has no older wheel and reads older machine code
 )
 platforms=(manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64)
 mkdir -p "$folder/wheels" "$home"

@@ -3,8 +3,9 @@
 # `--device cuda` without a GPU, slowly:
 #
 #     cuda-shim/driver/build.sh target/shim
-#     LD_LIBRARY_PATH=target/shim cargo run --release --features cuda --example device_check -- 0 ops
+#     LD_LIBRARY_PATH=target/shim cargo run --release --features cuda --example device_check
 #
+# SHIM_MEMORY is how many bytes the device has, 6 GiB if it is not set.
 # The program may have been built with the stand-in of scripts/cuda-toolchain.sh: its own kernels are not used.
 set -euo pipefail
 [ $# -eq 1 ] || { echo "usage: $0 FOLDER" >&2; exit 2; }

@@ -1,8 +1,12 @@
 // A libcuda for machines without a GPU: device memory is host memory, and a launch runs the kernel that the shim
 // has compiled, before it returns. As much of the driver as this program calls.
 //
-// It shows wrong arguments, names, grids and sizes of launches, and the whole way of a training step. It shows
-// nothing about timing, streams, tensor-core hardware or the real driver.
+// The first stream does at once what it is given. Any other one does nothing before somebody waits for it: what is
+// read without waiting is not there yet.
+//
+// It shows wrong arguments, names, grids and sizes of launches, a copy that kernels do not wait for, and the whole way
+// of a training step. It shows nothing about timing, a copy that does not wait for kernels, tensor-core hardware or
+// the real driver.
 #include <dlfcn.h>
 
 #include <cstddef>
@@ -10,25 +14,74 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
+#include <vector>
 
 typedef int Result; // 0: success
 typedef void *Handle;
 typedef unsigned long long Address;
 constexpr Result INVALID = 1, NO_MEMORY = 2, NOT_FOUND = 500, LAUNCH_FAILED = 719;
 
-/// What the device is said to have.
-constexpr size_t MEMORY = size_t(6) << 30;
+/// What the device is said to have: 6 GiB, or the bytes in SHIM_MEMORY.
+static size_t memory() {
+  const char *bytes = getenv("SHIM_MEMORY");
+  static const size_t size = bytes ? strtoull(bytes, nullptr, 10) : size_t(6) << 30;
+  return size;
+}
 /// Largest grid in y and z.
 constexpr unsigned MOST_BLOCKS = 65535;
 
-static char objects[4]; // context, stream, event, module
+static char objects[2]; // context, module
 static thread_local Handle current;
 static std::mutex guard;
 static std::map<Address, size_t> held;
 static size_t used;
+
+/// What a stream was given and has not done; `done` counts what it has.
+struct Stream {
+  std::deque<std::function<void()>> waiting;
+  size_t done;
+  bool at_once;
+};
+/// What a stream has been given up to some moment; of none nothing is waited for.
+struct Event {
+  Stream *stream;
+  size_t count;
+};
+static std::recursive_mutex order;
+static std::vector<Stream *> streams;
+
+static void run(Stream &stream, size_t count) {
+  while (stream.done < count && !stream.waiting.empty()) {
+    auto work = stream.waiting.front();
+    stream.waiting.pop_front();
+    stream.done++;
+    work();
+  }
+}
+static void run_all() {
+  std::lock_guard<std::recursive_mutex> lock(order);
+  for (Stream *stream : streams) run(*stream, SIZE_MAX);
+}
+static void wait_for(const Event &event) {
+  std::lock_guard<std::recursive_mutex> lock(order);
+  if (event.stream) run(*event.stream, event.count);
+}
+static Result give(Handle handle, std::function<void()> work) {
+  Stream &stream = *static_cast<Stream *>(handle);
+  if (stream.at_once) return work(), 0;
+  std::lock_guard<std::recursive_mutex> lock(order);
+  return stream.waiting.push_back(work), 0;
+}
+static Result new_stream(Handle *handle) {
+  std::lock_guard<std::recursive_mutex> lock(order);
+  streams.push_back(new Stream{{}, 0, streams.empty()});
+  return *handle = streams.back(), 0;
+}
 
 extern "C" {
 Result cuInit(unsigned) { return 0; }
@@ -43,29 +96,40 @@ Result cuDevicePrimaryCtxRetain(Handle *context, int) { return *context = object
 Result cuDevicePrimaryCtxRelease_v2(int) { return 0; }
 Result cuCtxGetCurrent(Handle *context) { return *context = current, 0; }
 Result cuCtxSetCurrent(Handle context) { return current = context, 0; }
-Result cuCtxSynchronize() { return 0; }
+Result cuCtxSynchronize() { return run_all(), 0; }
 
-Result cuStreamCreate(Handle *stream, unsigned) { return *stream = objects + 1, 0; }
-Result cuStreamCreateWithPriority(Handle *stream, unsigned, int) { return *stream = objects + 1, 0; }
-Result cuStreamSynchronize(Handle) { return 0; }
-Result cuStreamDestroy_v2(Handle) { return 0; }
-Result cuStreamWaitEvent(Handle, Handle, unsigned) { return 0; }
-Result cuEventCreate(Handle *event, unsigned) { return *event = objects + 2, 0; }
-Result cuEventRecord(Handle, Handle) { return 0; }
-Result cuEventSynchronize(Handle) { return 0; }
-Result cuEventDestroy_v2(Handle) { return 0; }
+Result cuStreamCreate(Handle *stream, unsigned) { return new_stream(stream); }
+Result cuStreamCreateWithPriority(Handle *stream, unsigned, int) { return new_stream(stream); }
+Result cuStreamSynchronize(Handle stream) {
+  return wait_for({static_cast<Stream *>(stream), SIZE_MAX}), 0;
+}
+Result cuStreamDestroy_v2(Handle stream) { return cuStreamSynchronize(stream); }
+Result cuStreamWaitEvent(Handle stream, Handle event, unsigned) {
+  Event now = *static_cast<Event *>(event);
+  return give(stream, [now] { wait_for(now); });
+}
+Result cuEventCreate(Handle *event, unsigned) { return *event = new Event{}, 0; }
+Result cuEventRecord(Handle event, Handle handle) {
+  std::lock_guard<std::recursive_mutex> lock(order);
+  Stream *stream = static_cast<Stream *>(handle);
+  return *static_cast<Event *>(event) = {stream, stream->done + stream->waiting.size()}, 0;
+}
+Result cuEventSynchronize(Handle event) { return wait_for(*static_cast<Event *>(event)), 0; }
+Result cuEventDestroy_v2(Handle event) { return delete static_cast<Event *>(event), 0; }
 
 /// Filled with NaN: what reads memory before it is written shows.
 Result cuMemAlloc_v2(Address *address, size_t size) {
   std::lock_guard<std::mutex> lock(guard);
-  void *memory = nullptr;
-  if (used + size > MEMORY || posix_memalign(&memory, 256, size)) return NO_MEMORY;
-  memset(memory, 0xff, size);
-  *address = reinterpret_cast<Address>(memory);
+  void *place = nullptr;
+  if (size == 0) return INVALID;
+  if (used + size > memory() || posix_memalign(&place, 256, size)) return NO_MEMORY;
+  memset(place, 0xff, size);
+  *address = reinterpret_cast<Address>(place);
   held[*address] = size, used += size;
   return 0;
 }
 Result cuMemFree_v2(Address address) {
+  run_all();
   std::lock_guard<std::mutex> lock(guard);
   auto found = held.find(address);
   if (found == held.end()) return INVALID;
@@ -74,22 +138,23 @@ Result cuMemFree_v2(Address address) {
   free(reinterpret_cast<void *>(address));
   return 0;
 }
-Result cuMemGetInfo_v2(size_t *free, size_t *total) { return *total = MEMORY, *free = MEMORY - used, 0; }
-Result cuMemHostAlloc(void **memory, size_t size, unsigned) {
-  return posix_memalign(memory, 4096, size) ? NO_MEMORY : 0;
+Result cuMemGetInfo_v2(size_t *free, size_t *total) { return *total = memory(), *free = memory() - used, 0; }
+Result cuMemHostAlloc(void **place, size_t size, unsigned) {
+  if (posix_memalign(place, 4096, size)) return NO_MEMORY;
+  return memset(*place, 0xff, size), 0;
 }
-Result cuMemFreeHost(void *memory) { return free(memory), 0; }
-Result cuMemsetD8Async(Address to, unsigned char value, size_t size, Handle) {
-  return memset(reinterpret_cast<void *>(to), value, size), 0;
+Result cuMemFreeHost(void *place) { return run_all(), free(place), 0; }
+Result cuMemsetD8Async(Address to, unsigned char value, size_t size, Handle stream) {
+  return give(stream, [=] { memset(reinterpret_cast<void *>(to), value, size); });
 }
-Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t size, Handle) {
-  return memcpy(reinterpret_cast<void *>(to), from, size), 0;
+Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t size, Handle stream) {
+  return give(stream, [=] { memcpy(reinterpret_cast<void *>(to), from, size); });
 }
-Result cuMemcpyDtoHAsync_v2(void *to, Address from, size_t size, Handle) {
-  return memcpy(to, reinterpret_cast<void *>(from), size), 0;
+Result cuMemcpyDtoHAsync_v2(void *to, Address from, size_t size, Handle stream) {
+  return give(stream, [=] { memcpy(to, reinterpret_cast<void *>(from), size); });
 }
 
-Result cuModuleLoadData(Handle *module, const void *) { return *module = objects + 3, 0; }
+Result cuModuleLoadData(Handle *module, const void *) { return *module = objects + 1, 0; }
 
 /// A kernel is known by its name alone: that of its launcher in this library.
 Result cuModuleGetFunction(Handle *function, Handle, const char *name) {
@@ -102,10 +167,11 @@ Result cuModuleGetFunction(Handle *function, Handle, const char *name) {
 }
 
 Result cuLaunchKernel(Handle function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned threads_y,
-                      unsigned threads_z, unsigned shared, Handle, void **arguments, void **) {
+                      unsigned threads_z, unsigned shared, Handle stream, void **arguments, void **) {
   typedef int (*Launcher)(const unsigned *, const unsigned *, size_t, uint64_t, void **);
   static uint64_t seed;
   unsigned grid[3] = {x, y, z}, block[3] = {threads, threads_y, threads_z};
+  if (!static_cast<Stream *>(stream)->at_once) return INVALID;
   if (!x || !y || !z || y > MOST_BLOCKS || z > MOST_BLOCKS) return INVALID;
   int status = reinterpret_cast<Launcher>(function)(grid, block, shared, ++seed, arguments);
   if (status == 0) return 0;

@@ -1,24 +1,32 @@
-//! Holds a CUDA device against the CPU side of every op, and trains a little on it.
+//! Holds a CUDA device against the CPU side of every op, trains on it, and compares its memory with the plans.
 //!
-//!     cargo run --release --features cuda --example device_check -- [ORDINAL|cpu] [ops|runs]
+//!     cargo run --release --features cuda --example device_check -- [DEVICE] [PART..] [--large|--small] [--json FILE]
 //!
-//! `cpu` holds the CPU side against itself: a check of this program, without a device. `ops` or `runs` alone make
-//! one half of it.
+//! DEVICE is a number or `cpu`, which holds the CPU side against itself: a check of this program, without a device.
+//! A PART is `ops` (every op at odd shapes, in every type of activations), `runs` (trainings: losses and gradients
+//! of every kind of adapter, recompute, micro-batches, 8-bit moments, resume, generation), `golden` (what PEFT
+//! computed, tests/golden) or `memory` (held against planned bytes, and a training that does not fit); none stands for
+//! all. On the driver of `cuda-shim/driver` trainings are tiny, on a real device larger: `--large` and `--small`
+//! choose.
 //!
-//! A table of relative errors goes to stderr, the same as one JSON object to stdout; exit code 1 when a bound is
-//! broken. What is compared: each op at odd shapes and in every type of activations, a training whose loss must
-//! fall, recompute bit for bit, and planned against held bytes.
+//! A table of relative errors goes to stdout, the same as one JSON object into FILE, target/device_check.json where none
+//! is named; exit code 1 when a bound is broken.
 
+mod golden;
+mod memory;
 mod ops;
 mod runs;
+mod setup;
+mod wide;
 
-use std::process::ExitCode;
+use std::{path::PathBuf, process::ExitCode, time::Instant};
 
 use engraft::{
-    error::Result,
+    error::{Error, Result},
     kernels::device::{DType, Device},
 };
 use serde_json::{Value, json};
+use setup::Size;
 
 /// One comparison.
 pub struct Line {
@@ -42,7 +50,7 @@ impl Line {
     fn shown(&self) -> String {
         let verdict = if self.holds() { "ok" } else { "BROKEN" };
         format!(
-            "{:<44} {:<5} {:>10.2e} {:>10.2e}  {verdict}",
+            "{:<64} {:<5} {:>10.2e} {:>10.2e}  {verdict}",
             self.what,
             format!("{:?}", self.activations),
             self.error,
@@ -59,43 +67,105 @@ impl Line {
     }
 }
 
-/// Opens the device, and tells the types of activations that it computes in, the usual one first.
-fn open(name: &str) -> Result<(Device, String, &'static [DType])> {
+/// What the command line asks for.
+struct Options {
+    device: String,
+    parts: Vec<String>,
+    size: Option<Size>,
+    json: PathBuf,
+}
+
+const PARTS: [&str; 4] = ["ops", "runs", "golden", "memory"];
+
+impl Options {
+    fn read(mut arguments: impl Iterator<Item = String>) -> Result<Self> {
+        let json = PathBuf::from("target/device_check.json");
+        let mut options = Self { device: "0".to_owned(), parts: Vec::new(), size: None, json };
+        while let Some(argument) = arguments.next() {
+            match argument.as_str() {
+                "--large" => options.size = Some(Size::LARGE),
+                "--small" => options.size = Some(Size::SMALL),
+                "--json" => {
+                    let file = arguments.next();
+                    options.json =
+                        file.ok_or_else(|| Error::input("--json: names no file; give one"))?.into();
+                }
+                part if PARTS.contains(&part) => options.parts.push(argument),
+                device if device == "cpu" || device.parse::<usize>().is_ok() => options.device = argument,
+                other => {
+                    return Err(Error::input(format!(
+                        "{other}: is no device and no part; give a number or cpu, and some of {}",
+                        PARTS.join(", ")
+                    )));
+                }
+            }
+        }
+        Ok(options)
+    }
+
+    fn wants(&self, part: &str) -> bool {
+        self.parts.is_empty() || self.parts.iter().any(|wanted| wanted == part)
+    }
+}
+
+/// What cuda-shim/driver calls its device.
+const INTERPRETED: &str = "shim";
+
+/// Opens the device, and tells its name, the types of activations that it computes in, the usual one first, and how
+/// much is computed where nobody says.
+fn open(name: &str) -> Result<(Device, String, &'static [DType], Size)> {
     if name == "cpu" {
-        return Ok((Device::Cpu, "the CPU itself".to_owned(), &[DType::F32]));
+        return Ok((Device::Cpu, "the CPU itself".to_owned(), &[DType::F32], Size::SMALL));
     }
     let device = Device::cuda(name.parse().unwrap_or(0))?;
     let name = if let Device::Cuda(gpu) = device { gpu.name() } else { String::new() };
-    Ok((device, format!("{name} ({})", device.dispatch()), &[DType::F16, DType::BF16, DType::F32]))
+    let size = if name == INTERPRETED { Size::SMALL } else { Size::LARGE };
+    Ok((device, format!("{name} ({})", device.dispatch()), &[DType::F16, DType::BF16, DType::F32], size))
 }
 
-fn check(name: &str, part: &str) -> Result<(String, Vec<Line>)> {
-    let (device, name, types) = open(name)?;
+fn check(options: &Options) -> Result<(String, Vec<Line>)> {
+    let (device, name, types, size) = open(&options.device)?;
+    let size = options.size.unwrap_or(size);
     let mut lines = Vec::new();
-    // The trainings first: what they hold is compared with their plan before anything else was there.
-    if part != "ops" {
-        lines.extend(runs::check(device, types)?);
+    // Memory first: what is held is compared with the plan before anything else was there.
+    for part in ["memory", "golden", "runs", "ops"].into_iter().filter(|part| options.wants(part)) {
+        let start = Instant::now();
+        lines.extend(match part {
+            "memory" => memory::check(device, types, size)?,
+            "golden" => golden::check(device, types, size)?,
+            "runs" => runs::check(device, types, size)?,
+            _ => ops::check(device, types)?,
+        });
+        eprintln!("{part}: {:.1} s", start.elapsed().as_secs_f64());
     }
-    if part != "runs" {
-        lines.extend(ops::check(device, types)?);
-    }
+    setup::clean();
     Ok((name, lines))
 }
 
 fn main() -> ExitCode {
-    let argument = |at| std::env::args().nth(at).unwrap_or_default();
-    let (name, lines) = match check(&argument(1), &argument(2)) {
-        Ok(found) => found,
-        Err(error) => {
-            eprintln!("error: {error}");
-            return ExitCode::from(error.exit_code().max(1));
-        }
+    let refused = |error: Error| {
+        eprintln!("error: {error}");
+        ExitCode::from(error.exit_code().max(1))
     };
-    eprintln!("{:<44} {:<5} {:>10} {:>10}", name, "type", "error", "bound");
-    lines.iter().for_each(|line| eprintln!("{}", line.shown()));
+    let options = match Options::read(std::env::args().skip(1)) {
+        Ok(options) => options,
+        Err(error) => return refused(error),
+    };
+    let (name, lines) = match check(&options) {
+        Ok(found) => found,
+        Err(error) => return refused(error),
+    };
+    println!("{:<64} {:<5} {:>10} {:>10}", name, "type", "error", "bound");
+    lines.iter().for_each(|line| println!("{}", line.shown()));
     let broken = lines.iter().filter(|line| !line.holds()).count();
-    eprintln!("{} checks, {broken} broken", lines.len());
+    println!("{} checks, {broken} broken", lines.len());
     let checks: Vec<Value> = lines.iter().map(Line::json).collect();
-    println!("{}", json!({ "device": name, "broken": broken, "checks": checks }));
+    let json = json!({ "device": name, "broken": broken, "checks": checks });
+    if let Err(cause) = std::fs::write(&options.json, format!("{json:#}\n")) {
+        return refused(Error::failed(format!(
+            "{}: cannot be written: {cause}; name another file with --json",
+            options.json.display()
+        )));
+    }
     if broken == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

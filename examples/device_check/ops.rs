@@ -22,7 +22,7 @@ use engraft::{
 use engraft_adapters::rng;
 use half::{bf16, f16};
 
-use crate::Line;
+use crate::{Line, runs::largest_error};
 
 /// Where an op runs and how its activations are stored; `rounded` is the type that inputs are rounded to.
 #[derive(Clone, Copy)]
@@ -124,16 +124,6 @@ pub fn check(device: Device, types: &[DType]) -> Result<Vec<Line>> {
         }
     }
     Ok(lines)
-}
-
-/// The largest difference over the largest expected element; infinite where something is not finite.
-fn largest_error(expected: &[f32], found: &[f32]) -> f64 {
-    if expected.len() != found.len() {
-        return f64::INFINITY;
-    }
-    let largest = expected.iter().fold(1e-30f64, |most, value| most.max(f64::from(value.abs())));
-    let errors = expected.iter().zip(found).map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs() / largest);
-    errors.fold(0.0, |most, error| if error.is_finite() { most.max(error) } else { f64::INFINITY })
 }
 
 fn embeddings(on: On) -> Result<Outputs> {

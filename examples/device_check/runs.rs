@@ -1,30 +1,27 @@
-//! Small trainings: the loss falls and begins where the CPU's does, recompute changes no bit, and the device holds
-//! what was planned.
+//! Trainings on the device: as on the CPU within rounding, the same bits whatever is computed again or streamed,
+//! and as much memory as was planned.
 
-use std::{path::Path, sync::Arc};
+use std::{collections::BTreeMap, sync::Arc};
 
 use engraft::{
-    data::{Batch, NO_LOSS, Row},
     error::Result,
-    kernels::{
-        arena::{Arenas, TableRow},
-        device::{DType, Device},
-        device_scratch::WORKSPACE,
+    kernels::device::{DType, Device},
+    model::{Base, Decoder, Policy, Recompute, Wiring},
+    optim::OptimizerKind,
+    train::{
+        Machine,
+        save::{self, FORMAT, SaveInfo},
     },
-    model::{Base, BaseSource, Decoder, Policy, Recompute, Wiring},
-    optim::{AdamWOptions, OptimizerKind},
-    train::{Trainer, TrainerOptions},
 };
-use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, PrefixSpec, Targets, rng};
+use engraft_adapters::rng;
 
-use crate::Line;
+use crate::{
+    Line,
+    setup::{Kind, Outcome, Prepared, Recipe, Size, base, start, streamed},
+};
 
-const ROWS: usize = 3;
-const TOKENS: usize = 37;
-const STEPS: usize = 12;
-
-/// First losses relative to the CPU's: what rounding of activations may change.
-fn loss_bound(activations: DType) -> f64 {
+/// Losses relative to the CPU's: what rounding of activations may change.
+pub fn loss_bound(activations: DType) -> f64 {
     match activations {
         DType::F16 => 5e-3,
         DType::BF16 => 3e-2,
@@ -32,133 +29,247 @@ fn loss_bound(activations: DType) -> f64 {
     }
 }
 
-pub fn check(device: Device, types: &[DType]) -> Result<Vec<Line>> {
+/// Gradients, and logits, relative to the largest of a tensor.
+pub fn element_bound(activations: DType) -> f64 {
+    match activations {
+        DType::F16 => 1e-2,
+        DType::BF16 => 8e-2,
+        _ => 2e-5,
+    }
+}
+
+pub fn check(device: Device, types: &[DType], size: Size) -> Result<Vec<Line>> {
     let mut lines = Vec::new();
-    let on_cpu =
-        Training::new(base(Device::Cpu, DType::F32)?, Recompute::None, OptimizerKind::AdamW)?.run()?;
+    let cpu = base(size, Device::Cpu, DType::F32)?;
     for &activations in types {
-        let base = base(device, activations)?;
-        lines.extend(training(&base, activations, &on_cpu)?);
-        lines.push(generation(&base, activations)?);
+        let base = base(size, device, activations)?;
+        for kind in Kind::ALL {
+            lines.extend(against_cpu(&cpu, &base, Recipe::of(kind, size))?);
+        }
+        lines.extend(same_bits(&base, size)?);
+        if activations != DType::F32 {
+            lines.extend(wide_heads(device, activations, size.with_wide_heads())?);
+        }
+        lines.push(micro_batches(&base, size)?);
+        lines.extend(resumed(&base, size)?);
+        lines.extend(generation(&cpu, &base, size)?);
     }
     Ok(lines)
 }
 
-fn base(device: Device, activations: DType) -> Result<Arc<Base>> {
-    Ok(Arc::new(Base::load(&BaseSource::Embedded, "embedded", Path::new("."))?.on(device, activations)?))
-}
-
-/// A LoRA with dropout on all sites and a prefix, on a fixed batch in two micro-batches.
-struct Training {
-    trainer: Trainer,
-    batches: Vec<Batch>,
-    planned: usize,
-}
-
-/// What a training did.
-struct Outcome {
-    losses: Vec<f64>,
-    values: Vec<f32>,
-    planned: usize,
-    held: usize,
-}
-
-impl Training {
-    fn new(base: Arc<Base>, recompute: Recompute, optimizer: OptimizerKind) -> Result<Self> {
-        let targets = "all-linear".parse::<Targets>().unwrap_or_else(|never| match never {});
-        let lora = LoraSpec { rank: 5, targets, dropout: 0.1, ..LoraSpec::default() };
-        let prefix = PrefixSpec { length: 7, projection: Some(12) };
-        let spec = AdapterSpec { lora: Some(lora), prefix: Some(prefix) };
-        let set = AdapterSet::new(&spec, &base.description())?;
-        let options = TrainerOptions {
-            rows: ROWS,
-            seq_len: TOKENS,
-            policy: Policy { recompute, head_rows: 32, activations: base.activations, ..Policy::default() },
-            optimizer,
-            adamw: AdamWOptions::default(),
-            clip: 1.0,
-            label_smoothing: 0.1,
-            seed: 1,
-        };
-        let table: usize = Trainer::plan(&base.config, &set, options)?.iter().map(TableRow::bytes).sum();
-        let planned = table + options.device_scratch(&base.config, &set);
-        let vocab = base.config.vocab as u64;
-        let batch = |first: u64| {
-            let rows: Vec<Row> = (0..ROWS as u64).map(|row| tokens(first + row, vocab)).collect();
-            Batch::new(&rows.iter().collect::<Vec<_>>())
-        };
-        let batches = vec![batch(0), batch(ROWS as u64)];
-        let (device, values) = (base.device, set.init(3));
-        let trainer = Trainer::new(base, set, &values, options, Arenas::real(None).on(device))?;
-        Ok(Self { trainer, batches, planned })
+/// The largest difference over the largest expected element; infinite where something is not finite.
+pub fn largest_error(expected: &[f32], found: &[f32]) -> f64 {
+    if expected.len() != found.len() {
+        return f64::INFINITY;
     }
+    let largest = expected.iter().fold(1e-30f64, |most, value| most.max(f64::from(value.abs())));
+    let errors = expected.iter().zip(found).map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs() / largest);
+    errors.fold(0.0, |most, error| if error.is_finite() { most.max(error) } else { f64::INFINITY })
+}
 
-    fn run(mut self) -> Result<Outcome> {
-        let held = |trainer: &Trainer| held(trainer.device());
-        let mut losses = Vec::new();
-        for _ in 0..STEPS {
-            losses.push(self.trainer.step(&self.batches, 3e-3)?.loss);
-        }
-        let (values, held) = (self.trainer.values().into_owned(), held(&self.trainer));
-        Ok(Outcome { losses, values, planned: self.planned, held })
+fn relative(expected: f64, found: f64) -> f64 {
+    let error = (found - expected).abs() / expected.abs();
+    if error.is_finite() { error } else { f64::INFINITY }
+}
+
+/// How many numbers have other bits.
+pub fn different(a: &Outcome, b: &Outcome) -> f64 {
+    let values = a.values.iter().zip(&b.values).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+    let losses = a.losses.iter().zip(&b.losses).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+    (values + losses + a.values.len().abs_diff(b.values.len()) + a.losses.len().abs_diff(b.losses.len()))
+        as f64
+}
+
+/// Gradients of the first step, losses of all, with either kind of moments, and the loss of an evaluation.
+fn against_cpu(cpu: &Arc<Base>, base: &Arc<Base>, recipe: Recipe) -> Result<Vec<Line>> {
+    let (name, activations) = (recipe.kind.name(), base.activations);
+    let (mut expected, mut found) = (recipe.prepare(cpu)?, recipe.prepare(base)?);
+    let mut lines = Vec::new();
+    let evaluated = |prepared: &mut Prepared| {
+        let batches = prepared.batches.clone();
+        prepared.trainer.evaluate(&mut batches.into_iter()).map(|evaluation| evaluation.loss)
+    };
+    let error = relative(evaluated(&mut expected)?, evaluated(&mut found)?);
+    lines.push(Line::new(
+        format!("{name}: loss of an evaluation"),
+        activations,
+        error,
+        loss_bound(activations),
+    ));
+    for prepared in [&mut expected, &mut found] {
+        prepared.trainer.accumulate(&prepared.batches)?;
     }
+    let (wanted, gradient) = (expected.trainer.gradient(), found.trainer.gradient());
+    let ranges = expected.trainer.set().layout.tensors.iter().map(|slot| slot.range());
+    let error =
+        ranges.map(|range| largest_error(&wanted[range.clone()], &gradient[range])).fold(0.0, f64::max);
+    lines.push(Line::new(format!("{name}: gradients"), activations, error, element_bound(activations)));
+    lines.push(losses(
+        name,
+        activations,
+        &expected.steps(recipe.size.steps)?,
+        &found.steps(recipe.size.steps)?,
+    ));
+    drop((expected, found));
+    if recipe.kind == Kind::Prefix {
+        let coded = Recipe { optimizer: OptimizerKind::AdamW8bit, ..recipe };
+        lines.push(losses("prefix, 8-bit moments", activations, &coded.run(cpu)?, &coded.run(base)?));
+    }
+    Ok(lines)
 }
 
-fn held(device: Device) -> usize {
-    if let Device::Cuda(gpu) = device { gpu.held().0 } else { 0 }
+/// The largest relative distance between losses, which must also fall.
+fn losses(name: &str, activations: DType, expected: &Outcome, found: &Outcome) -> Line {
+    let errors =
+        expected.losses.iter().zip(&found.losses).map(|(expected, found)| relative(*expected, *found));
+    let falls = found.losses.last() < found.losses.first();
+    let error = if falls { errors.fold(0.0, f64::max) } else { f64::INFINITY };
+    Line::new(format!("{name}: falling losses"), activations, error, 2.0 * loss_bound(activations))
 }
 
-/// A row of repeatable tokens, half of them without a loss.
-fn tokens(row: u64, vocab: u64) -> Row {
-    let key = rng::key(&[row]);
-    let ids: Vec<u32> = (0..TOKENS as u64).map(|at| (rng::bits(key, at) % vocab) as u32).collect();
-    let supervised = |at: usize| at.is_multiple_of(2) && at + 1 < TOKENS;
-    let targets = (0..TOKENS).map(|at| if supervised(at) { ids[at + 1] as i32 } else { NO_LOSS }).collect();
-    // Two documents in a row.
-    let starts = (0..TOKENS as u32).map(|at| if at < 11 { 0 } else { 11 }).collect();
-    Row { ids, targets, starts }
+/// What changes memory and no bit.
+fn same_bits(base: &Arc<Base>, size: Size) -> Result<Vec<Line>> {
+    let recipe = Recipe { micro_batch: size.rows / 2, ..Recipe::of(Kind::Both, size) };
+    let kept = recipe.run(base)?;
+    let again = |recompute| Policy { recompute, ..recipe.policy };
+    let policies = [Recompute::Mlp, Recompute::Linear, Recompute::Every(2), Recompute::All].map(again);
+    let mut lines = Vec::new();
+    for policy in policies {
+        let found = Recipe { policy, ..recipe }.run(base)?;
+        let name = format!("recompute {}: other bits", policy.recompute);
+        lines.push(Line::new(name, base.activations, different(&kept, &found), 0.0));
+    }
+    let streamed = streamed(size, base.device, base.activations)?;
+    let policy = Policy { stream: true, ..recipe.policy };
+    let found = Recipe { policy, ..recipe }.run(&streamed)?;
+    lines.push(Line::new("streamed base: other bits", base.activations, different(&kept, &found), 0.0));
+    let evaluated = |base: &Arc<Base>, policy| -> Result<f64> {
+        let mut prepared = Recipe { policy, ..recipe }.prepare(base)?;
+        let batches = prepared.batches.clone();
+        Ok(prepared.trainer.evaluate(&mut batches.into_iter())?.loss)
+    };
+    let (resident, moving) = (evaluated(base, recipe.policy)?, evaluated(&streamed, policy)?);
+    let other = f64::from(u8::from(resident.to_bits() != moving.to_bits()));
+    lines.push(Line::new("streamed base: other loss of an evaluation", base.activations, other, 0.0));
+    let (resident, moving) = (decode(base, size)?, decode(&streamed, size)?);
+    lines.push(Line::new("streamed base: other logits", base.activations, bits(&resident, &moving), 0.0));
+    Ok(lines)
 }
 
-fn training(base: &Arc<Base>, activations: DType, on_cpu: &Outcome) -> Result<Vec<Line>> {
-    let before = held(base.device);
-    let run = |recompute, optimizer| Training::new(Arc::clone(base), recompute, optimizer)?.run();
-    let kept = run(Recompute::None, OptimizerKind::AdamW)?;
-    let again = run(Recompute::All, OptimizerKind::AdamW)?;
-    let coded = run(Recompute::None, OptimizerKind::AdamW8bit)?;
-    let different = kept.values.iter().zip(&again.values).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
-    let fell = |losses: &[f64]| losses[STEPS - 1] / losses[0];
-    let first = (kept.losses[0] - on_cpu.losses[0]).abs() / on_cpu.losses[0];
-    // Scratch may be there from a training before, the workspace of products is had with the first.
-    let planned = kept.planned + WORKSPACE;
-    let grown = kept.held.saturating_sub(before);
-    let memory = grown.saturating_sub(planned) as f64 / planned as f64;
+/// Tensor cores in attention: as the CPU, and the same bits again.
+fn wide_heads(device: Device, activations: DType, size: Size) -> Result<Vec<Line>> {
+    let recipe = Recipe::of(Kind::Both, size);
+    let (cpu, base) = (base(size, Device::Cpu, DType::F32)?, base(size, device, activations)?);
+    let (expected, kept) = (recipe.run(&cpu)?, recipe.run(&base)?);
+    let policy = Policy { recompute: Recompute::All, ..recipe.policy };
+    let again = Recipe { policy, ..recipe }.run(&base)?;
     Ok(vec![
-        Line::new("training: first loss against the CPU's", activations, first, loss_bound(activations)),
-        Line::new("training: last loss over first", activations, fell(&kept.losses), 0.9),
-        Line::new("training, 8-bit moments: last loss over first", activations, fell(&coded.losses), 0.9),
-        Line::new("recompute: values with other bits", activations, different as f64, 0.0),
-        Line::new("memory: held beyond the plan", activations, memory, 0.01),
+        losses("heads of 64", activations, &expected, &kept),
+        Line::new("heads of 64, recompute all: other bits", activations, different(&kept, &again), 0.0),
     ])
 }
 
-/// Logits behind a text that is fed whole, and token by token.
-fn generation(base: &Arc<Base>, activations: DType) -> Result<Line> {
-    let vocab = base.config.vocab as u64;
-    let ids: Vec<u32> = (0..23).map(|at| (rng::bits(9, at) % vocab) as u32).collect();
-    let decoder =
-        || Decoder::new(Arc::clone(base), Wiring::none(base.config.layers), Vec::new(), 1, ids.len());
-    let whole = decoder()?.feed(&ids)?.to_vec();
-    let mut one_by_one = decoder()?;
-    let mut last = Vec::new();
-    for id in &ids {
-        last = one_by_one.feed(&[*id])?.to_vec();
-    }
-    let largest = whole.iter().fold(0f32, |most, z| most.max(z.abs()));
-    let error = whole.iter().zip(&last).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max) / largest;
-    let bound = match activations {
-        DType::F16 => 1e-2,
-        DType::BF16 => 8e-2,
-        _ => 1e-5,
+/// The gradient of all rows at once against that of one row at a time, with dropout.
+fn micro_batches(base: &Arc<Base>, size: Size) -> Result<Line> {
+    let gradient = |micro_batch| -> Result<Vec<f32>> {
+        let mut prepared = Recipe { micro_batch, ..Recipe::of(Kind::Both, size) }.prepare(base)?;
+        prepared.trainer.accumulate(&prepared.batches)?;
+        Ok(prepared.trainer.gradient())
     };
-    Ok(Line::new("generation: token by token against whole", activations, f64::from(error), bound))
+    let error = largest_error(&gradient(size.rows)?, &gradient(1)?);
+    Ok(Line::new("micro-batches: gradients", base.activations, error, element_bound(base.activations)))
+}
+
+/// A training that is cut by a save goes on with the bits it would have had, with either kind of moments.
+fn resumed(base: &Arc<Base>, size: Size) -> Result<Vec<Line>> {
+    let recipe = Recipe::of(Kind::Prefix, size);
+    let both = [(Kind::Both, OptimizerKind::AdamW), (Kind::Prefix, OptimizerKind::AdamW8bit)];
+    let mut lines = Vec::new();
+    for (kind, optimizer) in both {
+        let recipe = Recipe { kind, optimizer, ..recipe };
+        let whole = recipe.run(base)?;
+        let mut first = recipe.prepare(base)?;
+        let mut losses = first.steps(1)?.losses;
+        let folder = std::env::temp_dir().join(format!("device-check-save-{}", std::process::id()));
+        let path = std::fs::create_dir_all(&folder)
+            .map_err(|cause| engraft::error::Error::failed(format!("{}: {cause}", folder.display())))
+            .and_then(|()| save::write(&folder, &info(base, &first, optimizer), &first.trainer.tensors()));
+        drop(first);
+        let mut second = recipe.prepare(base)?;
+        let save = path.and_then(|path| save::read(&path));
+        let _ = std::fs::remove_dir_all(&folder);
+        let save = save?;
+        second.trainer.restore(save.info.step, &save.tensors())?;
+        second.trainer.restore_loss_scale(save.info.loss_scale);
+        let rest = second.steps(size.steps - 1)?;
+        losses.extend(rest.losses);
+        let found = Outcome { losses, values: rest.values };
+        let name = format!("resume, {}: other bits", optimizer.name());
+        lines.push(Line::new(name, base.activations, different(&whole, &found), 0.0));
+    }
+    Ok(lines)
+}
+
+fn info(base: &Base, prepared: &Prepared, optimizer: OptimizerKind) -> SaveInfo {
+    let set = prepared.trainer.set();
+    SaveInfo {
+        format: FORMAT,
+        step: prepared.trainer.steps_done(),
+        steps: 0,
+        options: BTreeMap::new(),
+        base: base.weights.fingerprint.clone(),
+        data: String::new(),
+        machine: Machine {
+            device: base.device.kind().to_owned(),
+            precision: format!("{:?}", base.activations),
+            dispatch: base.device.dispatch(),
+        },
+        spec: set.spec.clone(),
+        tensors: set.layout.tensors.iter().map(|slot| slot.name.clone()).collect(),
+        optimizer: optimizer.name().to_owned(),
+        loss_scale: prepared.trainer.loss_scale(),
+    }
+}
+
+fn text(base: &Base, size: Size) -> Vec<u32> {
+    (0..size.tokens as u64).map(|at| (rng::bits(9, at) % base.config.vocab as u64) as u32).collect()
+}
+
+fn decoder(base: &Arc<Base>, size: Size) -> Result<Decoder> {
+    let set = Recipe::of(Kind::Both, size).set(base)?;
+    let wiring = Wiring::new(&[(&set, 1.0)], base.config.layers)?;
+    Decoder::new(Arc::clone(base), wiring, start(&set), 2, size.tokens)
+}
+
+/// Logits behind a text that is fed whole.
+fn decode(base: &Arc<Base>, size: Size) -> Result<Vec<f32>> {
+    Ok(decoder(base, size)?.feed(&text(base, size))?.to_vec())
+}
+
+/// Logits behind an adapted text: fed whole against the CPU's, and token by token against whole.
+fn generation(cpu: &Arc<Base>, base: &Arc<Base>, size: Size) -> Result<Vec<Line>> {
+    let vocab = base.config.vocab as u64;
+    let ids = text(base, size);
+    let (expected, whole) = (decode(cpu, size)?, decode(base, size)?);
+    let mut stepwise = decoder(base, size)?;
+    // The last token by two rows that began alike.
+    let (last, begin) = ids.split_last().unwrap_or((&0, &[]));
+    for id in begin {
+        stepwise.feed(&[*id])?;
+    }
+    stepwise.fork(2);
+    let rows = stepwise.feed_each(&[*last, *last])?.to_vec();
+    let (first, second) = rows.split_at(vocab as usize);
+    let line = |what: &str, error| {
+        Line::new(format!("generation: {what}"), base.activations, error, element_bound(base.activations))
+    };
+    Ok(vec![
+        line("logits", largest_error(&expected, &whole)),
+        line("token by token", largest_error(&whole, first)),
+        Line::new("generation: two rows alike, other bits", base.activations, bits(first, second), 0.0),
+    ])
+}
+
+fn bits(a: &[f32], b: &[f32]) -> f64 {
+    a.iter().zip(b).filter(|(a, b)| a.to_bits() != b.to_bits()).count() as f64
 }

@@ -85,11 +85,12 @@ impl Compute {
     }
 }
 
-/// Finds and loads the base that `args` name, and brings it to what computes.
+/// Finds and loads the base that `args` name, and brings it to what computes; with `stream` a device gets blocks when
+/// they are needed.
 ///
 /// # Errors
 /// When it cannot be found, downloaded or read, or the device has no room for it.
-pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute) -> Result<Opened> {
+pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute, stream: bool) -> Result<Opened> {
     let dtype = args.base_dtype.map_or(BaseDType::F16, BaseDtype::kept);
     // Before anything is downloaded or converted.
     check_weights(compute.device.is_host(), dtype)?;
@@ -103,7 +104,10 @@ pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute) -> Res
     };
     let name = args.base.as_deref().unwrap_or(EMBEDDED);
     let cache = if source == BaseSource::Embedded { Path::new("") } else { environment.cache()? };
-    let base = Base::load_as(&source, name, cache, dtype)?.on(compute.device, compute.activations)?;
+    let loaded = Base::load_as(&source, name, cache, dtype)?;
+    let Compute { device, activations } = compute;
+    let base =
+        if stream { loaded.streamed_on(device, activations)? } else { loaded.on(device, activations)? };
     let tokenizer = match base.tokenizer_files() {
         TokenizerFiles::Folder(folder) => Tokenizer::from_folder(&folder)?,
         TokenizerFiles::Bytes(bytes) => Some(Tokenizer::from_bytes(bytes)?),

@@ -105,7 +105,7 @@ fn open_sizes(args: &TrainArgs, environment: &Environment) -> Result<BaseSizes> 
         base_dtype: None,
         allow_base_mismatch: true,
     };
-    let opened = open::base(&named, environment, Compute::CPU)?;
+    let opened = open::base(&named, environment, Compute::CPU, false)?;
     Ok(BaseSizes { name: name.clone(), config: opened.base.config.clone(), tokenizer: opened.tokenizer })
 }
 

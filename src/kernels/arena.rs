@@ -172,7 +172,7 @@ impl Arena {
                 Chunk::Host(HostPages::new(in_memory(role, bytes.max(1))?, place))
             }
             #[cfg(feature = "cuda")]
-            (Place::Memory, _, Device::Cuda(gpu)) => Chunk::Cuda(Memory::zeroed(gpu, bytes.max(1), role)?),
+            (Place::Memory, _, Device::Cuda(gpu)) => Chunk::Cuda(Memory::zeroed(gpu, bytes, role)?),
             (Place::Disk, ..) => {
                 return Err(Error::failed(format!("{role} has no folder to be kept in; please report this")));
             }

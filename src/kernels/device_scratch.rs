@@ -5,8 +5,16 @@
 
 use super::{device::DType, scratch::Needs};
 
+/// A tensor of the base starts at a multiple of this many bytes, where cuBLASLt has all of its algorithms.
+pub const ALIGN: usize = 256;
 /// Bytes that cuBLASLt may work in.
 pub const WORKSPACE: usize = 32 << 20;
+/// Bytes for what the update of the optimizer leaves for the host.
+pub const CONTROL: usize = 256;
+/// Bytes of the books that 8-bit moments are read with.
+pub const BOOKS: usize = 4 * 2 * 256;
+/// Bytes that a device holds whatever is computed, each had when it is first needed and kept.
+pub const FIXED: usize = WORKSPACE + CONTROL + BOOKS;
 /// Bytes that a stretch of frozen weights is converted in, where activations are not FP16.
 const CONVERTED: usize = 64 << 20;
 /// Up to this many rows products are made by kernels that read each weight once.
@@ -69,7 +77,10 @@ pub fn norm(len: usize) -> usize {
 pub fn training(needs: Needs, activations: DType, vocab: usize, trainables: usize) -> usize {
     let Needs { rows, width: c, inner, rank, head_width, .. } = needs;
     let matrices = [(c, 3 * c), (c, c), (c, inner), (inner, c), (vocab, c)];
-    let products = matrices.into_iter().map(|matrix| product(activations, rows, matrix));
+    // A chunk of the head, or the last micro-batch, may have few rows where others have many.
+    let sizes = [rows, rows.min(FEW)];
+    let products =
+        matrices.into_iter().flat_map(|matrix| sizes.map(|rows| product(activations, rows, matrix)));
     let others = [
         deltas(rows, inner.max(3 * c), rank),
         attention_backward(rows, c / head_width.max(1)),
@@ -77,4 +88,25 @@ pub fn training(needs: Needs, activations: DType, vocab: usize, trainables: usiz
         norm(trainables),
     ];
     products.chain(others).max().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_step_is_planned_for_any_number_of_rows_up_to_its_own() {
+        let (vocab, width) = (50257, 768);
+        for rows in [1, 8, 9, 16, 100, 2048] {
+            let needs =
+                Needs { rows, keys: 16, width, head_width: 64, inner: 4 * width, rank: 1, dropout: false };
+            for activations in [DType::F16, DType::BF16, DType::F32] {
+                let planned = training(needs, activations, vocab, 1000);
+                for n in 1..=rows {
+                    let head = product(activations, n, (vocab, width));
+                    assert!(head <= planned, "{n} of {rows} rows: {head} bytes where {planned} are planned");
+                }
+            }
+        }
+    }
 }

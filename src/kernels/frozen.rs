@@ -5,7 +5,10 @@
 use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
-use super::cuda::memory::{Loader, Memory};
+use super::{
+    cuda::memory::{Loader, Memory},
+    device_scratch::ALIGN,
+};
 use super::{
     device::{DType, Device},
     matmul::{Arithmetic, Matrix},
@@ -96,19 +99,26 @@ impl Frozen {
             }
             #[cfg(feature = "cuda")]
             Device::Cuda(gpu) => {
-                let total = tensors.iter().map(|tensor| tensor.bytes().next_multiple_of(DEVICE_ALIGN)).sum();
-                let memory = Arc::new(Memory::zeroed(gpu, total, "the base")?);
+                let total = tensors.iter().map(|tensor| tensor.bytes().next_multiple_of(ALIGN)).sum();
+                let memory = Arc::new(Memory::for_base(gpu, total)?);
                 let mut loader = Loader::new(gpu)?;
                 let mut start = 0;
                 for tensor in tensors {
                     loader.load(tensor.view(), memory.address() + start as u64)?;
-                    let next = start + tensor.bytes().next_multiple_of(DEVICE_ALIGN);
+                    let next = start + tensor.bytes().next_multiple_of(ALIGN);
                     **tensor = Self { source: Source::Cuda(Arc::clone(&memory)), start, ..**tensor };
                     start = next;
                 }
                 Ok(())
             }
         }
+    }
+
+    /// The tensor of this type and size that begins `start` bytes into the memory of a device.
+    #[cfg(feature = "cuda")]
+    pub(super) fn on_device(&self, memory: Arc<Memory>, start: usize) -> Self {
+        debug_assert!(start + self.bytes() <= memory.len());
+        Self { source: Source::Cuda(memory), start, ..*self }
     }
 
     /// Where it lies.
@@ -179,19 +189,20 @@ impl FrozenMatrix {
     }
 
     /// The tensors it is made of.
+    pub fn tensors(&self) -> impl Iterator<Item = &Frozen> {
+        std::iter::once(&self.data).chain(&self.scales)
+    }
+
+    /// As [`FrozenMatrix::tensors`], to be replaced.
     pub fn tensors_mut(&mut self) -> impl Iterator<Item = &mut Frozen> {
         std::iter::once(&mut self.data).chain(&mut self.scales)
     }
 
     /// The pages of all of them.
     pub fn regions(&self) -> Vec<Region> {
-        std::iter::once(&self.data).chain(&self.scales).map(Frozen::region).collect()
+        self.tensors().map(Frozen::region).collect()
     }
 }
-
-/// On a device every tensor starts where cuBLASLt has all of its algorithms.
-#[cfg(feature = "cuda")]
-const DEVICE_ALIGN: usize = 256;
 
 impl std::fmt::Debug for Frozen {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

@@ -29,6 +29,7 @@ pub mod product;
 pub mod q8;
 pub mod real;
 pub mod scratch;
+pub mod stages;
 #[cfg(test)]
 pub mod testing;
 pub mod view;

@@ -123,7 +123,7 @@ pub fn choose(job: &Job, wish: Wish, budget: Option<u64>, rates: &Rates) -> Resu
         }
     }
     let Some(best) = found else {
-        return Err(Error::Input(nothing_fits(job, budget, smallest)));
+        return Err(Error::Input(nothing_fits(job, wish, budget, smallest)));
     };
     let best = same_everywhere(job, &settings, best, budget)?;
     let chosen = Predicted { seconds: seconds(job, best.setting, rates), plan: best, measured: true };
@@ -259,7 +259,7 @@ fn only_difference(now: Setting, other: Setting) -> Option<String> {
 }
 
 /// The sentence for a job that fits in no way.
-fn nothing_fits(job: &Job, budget: Option<u64>, smallest: Option<Plan>) -> Report {
+fn nothing_fits(job: &Job, wish: Wish, budget: Option<u64>, smallest: Option<Plan>) -> Report {
     let budget = budget.unwrap_or(u64::MAX);
     let Some(least) = smallest else { return Report::new("there is no way to run this; please report this") };
     let bytes = least.peak().1;
@@ -270,6 +270,12 @@ fn nothing_fits(job: &Job, budget: Option<u64>, smallest: Option<Plan>) -> Repor
         job.seq_len,
         size_up(bytes)
     ));
+    // On a device streaming has to be asked for: the base is brought there before anything is planned.
+    let resident = job.target == Target::Cuda && wish.stream != Some(true);
+    let report = match resident {
+        true => report.with_hint("--stream-base on keeps two blocks of the base on the device at a time"),
+        false => report,
+    };
     report
         .with_hint(format!("--memory {} would fit: {}", size_up(bytes), least.setting))
         .with_hint("a smaller --seq-len or --rank makes it smaller still")

@@ -5,6 +5,7 @@
 //! [`calibrate`] measures how fast this machine is. [`plan`] is the table of a run's buffers, a pure
 //! function of sizes; [`predict`] how long a step takes; [`choose`] the fastest plan within a [`budget`].
 
+mod base_bytes;
 pub mod budget;
 pub mod calibrate;
 pub mod choose;

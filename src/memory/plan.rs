@@ -8,6 +8,7 @@ use std::fmt;
 
 use engraft_adapters::{AdapterSet, atomic::BUFFER};
 
+pub use super::base_bytes::BaseBytes;
 use super::moment::Moment;
 use crate::{
     error::Result,
@@ -113,7 +114,7 @@ impl fmt::Display for Home {
     }
 }
 
-const MOMENTS: usize = Moment::ALL.len();
+pub(super) const MOMENTS: usize = Moment::ALL.len();
 
 /// One line of a plan: a buffer, or several alike.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -226,78 +227,18 @@ fn from_the_first_pass(bytes: u64) -> [u64; MOMENTS] {
     by_moment(|moment| if moment == Moment::Loading { 0 } else { bytes })
 }
 
-fn by_moment(bytes: impl Fn(Moment) -> u64) -> [u64; MOMENTS] {
+pub(super) fn by_moment(bytes: impl Fn(Moment) -> u64) -> [u64; MOMENTS] {
     Moment::ALL.map(bytes)
-}
-
-/// Bytes of the parts of a base, that move together when it is streamed.
-#[derive(Debug, Clone, Copy)]
-pub struct BaseBytes {
-    /// Token and position embeddings.
-    pub embeddings: u64,
-    /// One block.
-    pub block: u64,
-    /// All blocks.
-    pub blocks: u64,
-    /// The head, where it is not the token embedding.
-    pub own_head: u64,
-    /// The matrix of the head, wherever it is.
-    pub head: u64,
-    /// The last layer norm.
-    pub last_norm: u64,
-    /// Tensors of scales beside each matrix.
-    scales: u64,
-}
-
-/// A tensor of a file shares its first and last page with its neighbours.
-const PAGE: u64 = 4096;
-
-impl BaseBytes {
-    /// Of a base with these sizes, its matrices kept as `dtype`.
-    pub fn of(config: &Config, dtype: BaseDType) -> Self {
-        let (c, f) = (config.width, config.inner);
-        let sites: u64 = [(c, 3 * c), (c, c), (c, f), (f, c)]
-            .into_iter()
-            .map(|(rows, cols)| dtype.matrix_bytes(rows, cols))
-            .sum();
-        let head = dtype.matrix_bytes(config.vocab, c);
-        let (c, f) = (c as u64, f as u64);
-        let block = sites + 2 * (9 * c + f);
-        Self {
-            embeddings: head + 2 * config.positions as u64 * c,
-            block,
-            blocks: block * config.layers as u64,
-            own_head: if config.tied { 0 } else { head },
-            head,
-            last_norm: 4 * c,
-            scales: u64::from(dtype == BaseDType::Q8),
-        }
-    }
-
-    /// All of it.
-    pub fn total(&self) -> u64 {
-        self.embeddings + self.blocks + self.own_head + self.last_norm
-    }
-
-    /// Pages of a streamed base that are in memory together, by moment: a stage and the one after it.
-    fn streamed(&self) -> [u64; MOMENTS] {
-        let pages = |bytes: u64, tensors: u64| bytes + tensors * PAGE;
-        let block = pages(self.block, 12 + 4 * self.scales);
-        let (embeddings, head) = (pages(self.embeddings, 2 + self.scales), pages(self.head, 1 + self.scales));
-        by_moment(|moment| match moment {
-            Moment::Loading | Moment::Update | Moment::Saving => self.last_norm,
-            Moment::Forward | Moment::Evaluation => block + block.max(embeddings).max(head),
-            Moment::Head => block + head,
-            Moment::Backward => 2 * block,
-        })
-    }
 }
 
 const POSITIONS: &str = "position embedding";
 
 fn base(job: &Job, policy: Policy) -> Vec<Row> {
     let config = job.config;
-    let parts = BaseBytes::of(config, job.base_dtype);
+    let parts = match job.target {
+        Target::Cpu { .. } => BaseBytes::of(config, job.base_dtype),
+        Target::Cuda => BaseBytes::on_device(config),
+    };
     let (c, f, layers) = (config.width, config.inner, config.layers);
     let tensors: [(&str, Vec<usize>, usize); 7] = [
         ("token embedding", vec![config.vocab, c], 1),
@@ -330,16 +271,32 @@ fn base(job: &Job, policy: Policy) -> Vec<Row> {
     let small = parts.total() - rows.iter().map(|row| row.bytes).sum::<u64>();
     rows.push(Row { resident: held(small), ..plain("base", "biases and norms", small, home, lifetime) });
     if streamed {
-        let resident = match job.target {
-            Target::Cpu { .. } => parts.streamed(),
-            // Two buffers for blocks; embeddings and head stay.
-            Target::Cuda => from_the_first_pass(parts.total() - parts.blocks + 2 * parts.block),
-        };
-        let most = resident.iter().copied().max().unwrap_or(0);
-        let home = if job.target == Target::Cuda { Home::Device } else { Home::Host };
-        rows.push(Row { resident, ..plain("base", "in use and read ahead", most, home, "two stages") });
+        rows.extend(in_use(parts, job.target));
     }
     rows
+}
+
+/// What of a streamed base is in memory.
+fn in_use(parts: BaseBytes, target: Target) -> Vec<Row> {
+    if target != Target::Cuda {
+        let resident = parts.streamed();
+        let most = resident.iter().copied().max().unwrap_or(0);
+        return vec![Row {
+            resident,
+            ..plain("base", "in use and read ahead", most, Home::Host, "two stages")
+        }];
+    }
+    let (ends, blocks) = (parts.total() - parts.blocks, 2 * parts.block);
+    let on_device = |role, name, bytes, lifetime| Row {
+        resident: from_the_first_pass(bytes),
+        ..plain(role, name, bytes, Home::Device, lifetime)
+    };
+    vec![
+        on_device("base", "embeddings, head, last norm", ends, "run"),
+        on_device("stages", "two blocks in turn", blocks, "two stages"),
+        // Of the host, whose memory a device's plan lists and does not count.
+        plain("stages", "pinned copies of two blocks", blocks, Home::Host, "two stages"),
+    ]
 }
 
 /// Memory without elements, in no moment.

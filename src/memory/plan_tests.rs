@@ -159,6 +159,42 @@ fn a_device_is_planned_without_one() {
 }
 
 #[test]
+fn a_streamed_base_takes_two_blocks_of_a_device() {
+    let config = xl();
+    let set = set(&config, "c_attn");
+    let job = Job { target: Target::Cuda, ..job(&config, &set, 8) };
+    let of_base = |row: &&Row| matches!(row.role, "base" | "stages");
+    let planned = |stream| plan(&job, setting(Policy { stream, ..Policy::default() })).unwrap();
+    let device = |plan: &Plan| -> u64 {
+        let rows = plan.rows.iter().filter(of_base).filter(|row| row.home == Home::Device);
+        rows.map(Row::most_resident).sum()
+    };
+    let (resident, streamed) = (planned(false), planned(true));
+    let parts = BaseBytes::on_device(&config);
+    assert_eq!(device(&resident), parts.total());
+    assert_eq!(device(&resident) - device(&streamed), parts.blocks - 2 * parts.block);
+    assert_eq!(resident.peak().1 - streamed.peak().1, parts.blocks - 2 * parts.block);
+    let pinned = streamed.rows.iter().find(|row| row.role == "stages" && row.home == Home::Host).unwrap();
+    assert_eq!((pinned.bytes, pinned.most_resident()), (2 * parts.block, 0));
+    // Of the base what is there before a trainer is, and nothing of the places for blocks.
+    let held = |plan: &Plan| plan.peak().1 - budget::wanted(plan);
+    assert_eq!(held(&resident) - held(&streamed), parts.blocks);
+}
+
+#[test]
+fn a_tensor_of_a_device_begins_at_a_multiple_of_256_bytes() {
+    let text = r#"{"model_type":"gpt2","n_layer":2,"n_embd":24,"n_head":3,"n_positions":40,"vocab_size":61}"#;
+    let config = Config::from_json(text, Path::new("odd")).unwrap();
+    let tensor = |elements: usize| (2 * elements).div_ceil(256) as u64 * 256;
+    let norm = 2 * tensor(24);
+    let linears = [(24, 72), (24, 24), (24, 96), (96, 24)];
+    let linears: u64 = linears.into_iter().map(|(a, b)| tensor(a * b) + tensor(b)).sum();
+    let total = tensor(61 * 24) + tensor(40 * 24) + norm + 2 * (2 * norm + linears);
+    assert_eq!(BaseBytes::on_device(&config).total(), total);
+    assert!(total > BaseBytes::of(&config, BaseDType::F16).total());
+}
+
+#[test]
 fn a_prefix_is_planned_too() {
     let config = xl();
     let spec = AdapterSpec { lora: None, prefix: Some(PrefixSpec { length: 20, projection: Some(64) }) };

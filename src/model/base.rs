@@ -7,7 +7,7 @@ use engraft_adapters::BaseDescription;
 use super::{
     config::Config,
     weights,
-    weights::{BaseDType, Weights},
+    weights::{BaseDType, BlockWeights, Weights},
 };
 use crate::{
     embedded,
@@ -108,8 +108,28 @@ impl Base {
             }
             return Ok(self);
         }
-        self.weights.bring(device)?;
+        self.weights.bring(device, true)?;
         Ok(Self { device, activations, ..self })
+    }
+
+    /// The same base computing on `device`, with all weights there but those of the blocks, which are brought one
+    /// after another when a pass needs them; as [`Base::on`] for a host.
+    ///
+    /// # Errors
+    /// As [`Base::on`].
+    pub fn streamed_on(mut self, device: Device, activations: DType) -> Result<Self> {
+        if device.is_host() {
+            return self.on(device, activations);
+        }
+        check_weights(device.is_host(), self.dtype)?;
+        self.weights.bring(device, false)?;
+        Ok(Self { device, activations, ..self })
+    }
+
+    /// Whether blocks lie on the host and are computed with elsewhere.
+    pub fn is_streamed(&self) -> bool {
+        let here = |block: &BlockWeights| block.c_attn.weight.data.device() == self.device;
+        !self.weights.blocks.iter().all(here)
     }
 
     /// What adapters must know of this base.

@@ -100,6 +100,7 @@ impl Decoder {
         })?;
         let (x, block, work, stats, logits, (ids, positions, starts)) = made;
         let block = Some(block);
+        let flow = Flow::new(Policy::default(), &base)?;
         Ok(Self {
             base,
             wiring,
@@ -116,7 +117,7 @@ impl Decoder {
             ids,
             positions,
             starts,
-            flow: Flow::new(Policy::default())?,
+            flow,
         })
     }
 
@@ -125,7 +126,7 @@ impl Decoder {
     /// # Errors
     /// When no thread can be had.
     pub(super) fn stream(&mut self, stream: bool) -> Result<()> {
-        self.flow = Flow::new(Policy { stream, ..Policy::default() })?;
+        self.flow = Flow::new(Policy { stream, ..Policy::default() }, &self.base)?;
         Ok(())
     }
 
@@ -217,7 +218,7 @@ impl Decoder {
             let block = Block {
                 config,
                 layer,
-                weights: &weights.blocks[layer],
+                weights: self.flow.block(weights, layer),
                 deltas: &self.wiring.layers[layer],
                 values: self.values.view(),
                 prompt: self.prompt.as_ref().map(|p| (p.view(self.values.view()), self.wiring.prefix_len())),

@@ -93,7 +93,7 @@ impl Stack {
     ) -> Result<Self> {
         check_length(&base, &wiring, limits.tokens)?;
         let (inputs, held) = Self::cut(&base.config, &wiring, limits, policy, training, arenas)?;
-        let flow = Flow::new(policy)?;
+        let flow = Flow::new(policy, &base)?;
         Ok(Self { base, wiring, limits, inputs, held, flow })
     }
 
@@ -157,7 +157,8 @@ impl Stack {
             self.flow.enter(&base.weights, Stage::Block(layer), after(layer, layers), self.passed(layer));
             // One block's memory serves all layers.
             let (buffers, owned) = self.held.any_block()?;
-            let block = block(&base, &self.wiring, &self.inputs, trained, layer, batch, Dropout::NONE);
+            let block =
+                block((&base, &self.flow), &self.wiring, &self.inputs, trained, layer, batch, Dropout::NONE);
             let (x, y, work) = self.held.step(layer);
             let saved = block.forward(rows!(x, n, c), buffers, work, None, rows!(mut y, n, c));
             self.held.give_back(ANY, saved.discard(), owned);
@@ -225,7 +226,8 @@ impl Stack {
         for layer in 0..layers {
             self.flow.enter(&base.weights, Stage::Block(layer), after(layer, layers), self.passed(layer));
             let (buffers, owned) = self.held.block(layer)?;
-            let block = block(&base, &self.wiring, &self.inputs, trained, layer, batch, dropout);
+            let block =
+                block((&base, &self.flow), &self.wiring, &self.inputs, trained, layer, batch, dropout);
             let (x, y, work) = self.held.step(layer);
             let saved = block.forward(rows!(x, n, c), buffers, work, None, rows!(mut y, n, c));
             // What the layer owns keeps its content until the backward comes by.
@@ -252,7 +254,8 @@ impl Stack {
                 fetch: below.and_then(|below| self.held.pages(below)),
             };
             self.flow.enter(&base.weights, Stage::Block(layer), below.map(Stage::Block), input);
-            let block = block(&base, &self.wiring, &self.inputs, trained, layer, batch, dropout);
+            let block =
+                block((&base, &self.flow), &self.wiring, &self.inputs, trained, layer, batch, dropout);
             let (buffers, owned) = self.held.block(layer)?;
             // A layer's own buffers tell what it kept; all others are made again.
             let keep = owned.keep();
@@ -389,7 +392,7 @@ pub(super) fn check_length(base: &Base, wiring: &Wiring, tokens: usize) -> Resul
 
 /// Block `layer` as it sees this micro-batch.
 fn block<'a>(
-    base: &'a Base,
+    (base, flow): (&'a Base, &'a Flow),
     wiring: &'a Wiring,
     inputs: &'a Inputs,
     trained: Trained<'a>,
@@ -400,7 +403,7 @@ fn block<'a>(
     Block {
         config: &base.config,
         layer,
-        weights: &base.weights.blocks[layer],
+        weights: flow.block(&base.weights, layer),
         deltas: &wiring.layers[layer],
         values: trained.values,
         prompt: trained.prompt.map(|prompt| (prompt, wiring.prefix_len())),

@@ -63,14 +63,13 @@ fn check_wish(wish: Wish, target: Target) -> Result<()> {
         };
     }
     let asked = [
-        ("stream-base", wish.stream == Some(true)),
         ("offload-inputs", wish.inputs == Some(Place::Disk)),
         ("offload-optimizer", wish.moments == Some(Place::Disk)),
     ];
     match asked.into_iter().find(|(_, asked)| *asked) {
         None => Ok(()),
         Some((option, _)) => Err(Error::input(format!(
-            "--{option} on: a CUDA device keeps everything in its own memory; leave it out, or give --device cpu"
+            "--{option} on: a CUDA device keeps these in its own memory; leave it out, or give --device cpu"
         ))),
     }
 }
@@ -157,6 +156,10 @@ fn by_speed(cache: Option<&Path>, job: &Job, wish: Wish, budget: Option<u64>) ->
 /// When the save holds something else than numbers where they belong.
 pub(super) fn wish(options: &RunOptions, base: &Base, past: Option<&SaveInfo>) -> Wish {
     let mut wish = Wish { activations: Some(base.activations), ..options.wish };
+    // On a device that was settled when the base was brought there.
+    if !base.device.is_host() {
+        wish.stream = Some(base.is_streamed());
+    }
     let Some(past) = past else { return wish };
     let number = |name: &str| past.options.get(name).and_then(|value| value.parse().ok());
     wish.micro_batch = wish.micro_batch.or_else(|| number(MICRO_BATCH));
@@ -191,8 +194,13 @@ pub(super) fn plan(options: &RunOptions, base: &Base, job: &Job, wish: Wish) -> 
     by_speed(options.cache.as_deref(), job, wish, budget)
 }
 
+/// Bytes that a device holds of a base before a trainer is made.
 fn base_bytes(base: &Base) -> u64 {
-    BaseBytes::of(&base.config, base.dtype).total()
+    if base.device.is_host() {
+        return BaseBytes::of(&base.config, base.dtype).total();
+    }
+    let parts = BaseBytes::on_device(&base.config);
+    if base.is_streamed() { parts.total() - parts.blocks } else { parts.total() }
 }
 
 /// The next smaller plan after `choice`, which the machine has no room for: within what is free now, and

@@ -1,6 +1,6 @@
 //! Memory of a device, and how frozen weights get there.
 
-use cudarc::driver::result;
+use cudarc::driver::{DriverError, result};
 
 use super::{Gpu, Relaxed};
 use crate::{
@@ -16,20 +16,45 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// `len` bytes of zeros for `what`.
+    /// `bytes` bytes of zeros for `what`; none take no memory.
     ///
     /// # Errors
     /// [`Error::Memory`] when the device has not as many.
-    pub fn zeroed(gpu: &'static Gpu, len: usize, what: &str) -> Result<Self> {
-        let bytes = len.max(1);
-        let refused = |cause| {
+    pub fn zeroed(gpu: &'static Gpu, bytes: usize, what: &str) -> Result<Self> {
+        let remedy = "use fewer or shorter rows at a time, or a smaller adapter";
+        Self::had(gpu, bytes, what, remedy).map_err(|error| {
+            error.hint(
+                "--memory SIZE makes a smaller plan, --micro-batch 1 and --recompute all the smallest ones",
+            )
+        })
+    }
+
+    /// `bytes` bytes for the weights of a base.
+    ///
+    /// # Errors
+    /// As [`Memory::zeroed`].
+    pub fn for_base(gpu: &'static Gpu, bytes: usize) -> Result<Self> {
+        Self::had(
+            gpu,
+            bytes,
+            "the base",
+            "train with --stream-base on, use a smaller base, or give --device cpu",
+        )
+    }
+
+    fn had(gpu: &'static Gpu, bytes: usize, what: &str, remedy: &str) -> Result<Self> {
+        if bytes == 0 {
+            return Ok(Self { gpu, address: 0, len: 0 });
+        }
+        let refused = |cause: DriverError| {
             let free = gpu.free().map_or_else(String::new, |free| format!(" (free: {free})"));
+            let cause = cause
+                .error_string()
+                .map_or_else(|_| cause.to_string(), |text| text.to_string_lossy().into_owned());
             Error::memory(format!(
-                "{bytes} bytes for {what} cannot be had of CUDA device {}{free}: {cause}; use fewer or shorter rows at a time, \
-                 or a smaller adapter",
+                "{bytes} bytes for {what} cannot be had of CUDA device {}{free}: {cause}; {remedy}",
                 gpu.ordinal
             ))
-            .hint("--memory SIZE makes a smaller plan, --micro-batch 1 and --recompute all the smallest ones")
         };
         gpu.bind().map_err(refused)?;
         // SAFETY: nothing reads the memory before it is set to zero on the stream that all work goes through.
@@ -56,7 +81,7 @@ impl Memory {
         self.len
     }
 
-    /// Whether there are none; never.
+    /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -64,6 +89,9 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
+        if self.is_empty() {
+            return;
+        }
         self.gpu.held.fetch_sub(self.len, Relaxed);
         if self.gpu.bind().is_ok() {
             // SAFETY: it was had from malloc_sync and nobody has a view on it any more; the driver waits for work

@@ -19,20 +19,21 @@ use cudarc::{
     driver::{CudaContext, CudaStream, DriverError, result, sys},
 };
 
-use super::device::{DType, View};
+use super::{
+    device::{DType, View},
+    device_scratch::CONTROL,
+};
 use crate::error::{Error, Result};
 
 mod launch;
 mod lt;
 pub mod memory;
+pub mod stages;
 
 pub use launch::{Argument, Code, Grid, Image};
 pub(super) use launch::{arguments, image};
 pub use lt::Call;
 use memory::{Memory, Pinned};
-
-/// Bytes for what the update of the optimizer leaves for the host.
-const CONTROL: usize = 256;
 
 /// Oldest devices that the kernels are compiled for.
 const OLDEST: (i32, i32) = (8, 0);
@@ -179,6 +180,11 @@ impl Gpu {
     /// Bytes that this process holds in arenas, weights and scratch of the device, now and at most.
     pub fn held(&self) -> (usize, usize) {
         (self.held.load(Relaxed), self.most.load(Relaxed))
+    }
+
+    /// Bytes of them that are scratch: as much as the largest op so far wanted.
+    pub fn scratch_held(&self) -> usize {
+        lock(&self.scratch).as_ref().map_or(0, Memory::len)
     }
 
     /// Waits for the device, and tells what failed since the last time.

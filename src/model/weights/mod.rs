@@ -78,6 +78,34 @@ pub struct BlockWeights {
     pub mlp_proj: Linear,
 }
 
+impl BlockWeights {
+    /// Its tensors, in the order of a pass.
+    pub fn tensors(&self) -> Vec<&Frozen> {
+        let Self { ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj } = self;
+        let mut tensors = Vec::new();
+        for (norms, linears) in [(ln_1, [c_attn, attn_proj]), (ln_2, [c_fc, mlp_proj])] {
+            tensors.extend([&norms.gain, &norms.bias]);
+            for linear in linears {
+                tensors.extend(linear.weight.tensors().chain([&linear.bias]));
+            }
+        }
+        tensors
+    }
+
+    /// As [`BlockWeights::tensors`], to be replaced.
+    pub fn tensors_mut(&mut self) -> Vec<&mut Frozen> {
+        let Self { ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj } = self;
+        let mut tensors = Vec::new();
+        for (norms, linears) in [(ln_1, [c_attn, attn_proj]), (ln_2, [c_fc, mlp_proj])] {
+            tensors.extend([&mut norms.gain, &mut norms.bias]);
+            for linear in linears {
+                tensors.extend(linear.weight.tensors_mut().chain([&mut linear.bias]));
+            }
+        }
+        tensors
+    }
+}
+
 /// A LayerNorm's parameters.
 #[derive(Debug, Clone)]
 pub struct Norm {
@@ -166,22 +194,16 @@ impl Weights {
         }
     }
 
-    /// Brings all tensors to `device`, tensor by tensor; what was mapped of files is let go.
+    /// Brings tensors to `device`, one after another: all of them, or all but those of the blocks. What was mapped of
+    /// files and is not needed any more is let go.
     ///
     /// # Errors
     /// As [`Frozen::bring`].
-    pub fn bring(&mut self, device: Device) -> Result<()> {
+    pub fn bring(&mut self, device: Device, with_blocks: bool) -> Result<()> {
         let mut tensors: Vec<&mut Frozen> = self.wte.tensors_mut().collect();
         tensors.push(&mut self.wpe);
-        for block in &mut self.blocks {
-            let BlockWeights { ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj } = block;
-            for norm in [ln_1, ln_2] {
-                tensors.extend([&mut norm.gain, &mut norm.bias]);
-            }
-            for linear in [c_attn, attn_proj, c_fc, mlp_proj] {
-                tensors.extend(linear.weight.tensors_mut());
-                tensors.push(&mut linear.bias);
-            }
+        if with_blocks {
+            tensors.extend(self.blocks.iter_mut().flat_map(BlockWeights::tensors_mut));
         }
         tensors.extend([&mut self.ln_f.gain, &mut self.ln_f.bias]);
         tensors.extend(self.head.iter_mut().flat_map(FrozenMatrix::tensors_mut));

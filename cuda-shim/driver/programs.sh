@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# programs.sh SHIM BIN: runs the programs in BIN, built with the feature cuda, on the driver that build.sh made in SHIM,
+# and holds what they say against what the same programs say on the CPU:
+#
+#     cargo build --release --features cuda
+#     cuda-shim/driver/programs.sh target/shim target/release
+#
+# Trains on a tiny base of tests/golden (streamed too), evaluates, generates, and runs out of device memory.
+set -euo pipefail
+[ $# -eq 2 ] || { echo "usage: $0 SHIM BIN" >&2; exit 2; }
+shim=$(cd "$1" && pwd)
+bin=$(cd "$2" && pwd)
+base=$(cd "$(dirname "$0")/../.." && pwd)/tests/golden/bases/tiny
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export ENGRAFT_CACHE=$work/cache
+cd "$work"
+for start in 1 7 13 19 25 31 37 43; do
+    ids=$(seq -s, $start 2 $((start + 16)))
+    echo "{\"input_ids\": [$ids], \"labels\": [$ids]}"
+done >rows.jsonl
+
+cpu() { "$@" --device cpu; }
+cuda() { LD_LIBRARY_PATH=$shim "$@" --device cuda --precision "$precision"; }
+number() { grep -o "\"$1\":[0-9][^,}]*" "$2" | tail -n 1 | cut -d: -f2; }
+tokens() { grep -o '"token_ids":\[[0-9][^]]*\]' "$1"; }
+close() { # WHAT A B BOUND
+    awk -v a="$2" -v b="$3" -v bound="$4" 'BEGIN { d = (a - b) / a; if (d < 0) d = -d; exit !(d <= bound) }' ||
+        { echo "$1: $2 on the CPU, $3 on the device" >&2; exit 1; }
+    echo "$1: $2 on the CPU, $3 on the device"
+}
+same() { diff -r "$2" "$3" || { echo "$1: $2 and $3 differ" >&2; exit 1; }; echo "$1: alike"; }
+
+train=("$bin/engraft" train --base "$base" --data rows.jsonl --batch 4 --method lora+prefix --rank 3 --targets all-linear
+    --prefix-len 4 --prefix-init random --steps 4 --save-every 2 --recompute all
+    --micro-batch 2 --head-rows 16 --json --offline)
+eval=("$bin/engraft" eval --base "$base" --data rows.jsonl --json --offline)
+generate=("$bin/engraft-infer" generate --base "$base" --input-ids 1,3,5,7 --max-new-tokens 6 --temperature 0 --json --offline)
+
+cpu "${train[@]}" --output on-cpu >on-cpu.log
+cpu "${eval[@]}" --adapter on-cpu/adapter >eval-cpu.log
+cpu "${generate[@]}" --adapter on-cpu/adapter >generate-cpu.log
+for precision in f32 f16; do
+    bound=$([ $precision = f32 ] && echo 1e-5 || echo 5e-3)
+    cuda "${train[@]}" --output $precision >$precision.log
+    close "train $precision" "$(number loss on-cpu.log)" "$(number loss $precision.log)" $bound
+    cuda "${train[@]}" --output $precision-streamed --stream-base on >$precision-streamed.log
+    same "train $precision, streamed" $precision/adapter $precision-streamed/adapter
+    cuda "${eval[@]}" --adapter on-cpu/adapter >eval.log
+    close "eval $precision" "$(number loss eval-cpu.log)" "$(number loss eval.log)" $bound
+    cuda "${generate[@]}" --adapter on-cpu/adapter >generate.log
+    tokens generate-cpu.log >expected
+    tokens generate.log >found
+    same "generate $precision: tokens" expected found
+done
+
+precision=f16
+if SHIM_MEMORY=20000 cuda "${eval[@]}" 2>refused; then echo "a base fits that cannot" >&2; exit 1; fi
+grep 'bytes for the base cannot be had of CUDA device 0 (free: .*): out of memory; .*--stream-base on' refused

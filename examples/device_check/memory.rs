@@ -1,0 +1,142 @@
+//! Memory of the device: no more is ever held than was planned, and what does not fit is refused in one sentence.
+
+use std::sync::Arc;
+
+use engraft::{
+    error::{Error, Result},
+    kernels::{
+        device::{DType, Device},
+        device_scratch::FIXED,
+    },
+    memory::{
+        choose::size as shown,
+        plan::{BaseBytes, CUDA_RUNTIME, Home, Job, Setting, Target, plan},
+    },
+    model::{Base, Policy},
+    optim::OptimizerKind,
+    train::Trainer,
+};
+
+use crate::{
+    Line,
+    runs::different,
+    setup::{Kind, Recipe, Size, base, held, scratch, streamed},
+};
+
+pub fn check(device: Device, types: &[DType], size: Size) -> Result<Vec<Line>> {
+    let mut lines = Vec::new();
+    if device.is_host() {
+        return Ok(lines);
+    }
+    lines.push(kept_for_good(device, types[0], size)?);
+    for &activations in types {
+        let before = held(device) - scratch(device);
+        let base = base(size, device, activations)?;
+        let taken = held(device) - scratch(device) - before;
+        let planned = BaseBytes::on_device(&base.config).total() as usize;
+        lines.push(beyond("memory: base", activations, taken, planned));
+        for (kind, optimizer) in
+            [(Kind::Both, OptimizerKind::AdamW), (Kind::Prefix, OptimizerKind::AdamW8bit)]
+        {
+            lines.extend(training(&base, before, Recipe { optimizer, ..Recipe::of(kind, size) })?);
+        }
+        drop(base);
+        let before = held(device) - scratch(device);
+        let base = streamed(size, device, activations)?;
+        let recipe = Recipe::of(Kind::Both, size);
+        let policy = Policy { stream: true, ..recipe.policy };
+        lines.extend(training(&base, before, Recipe { policy, ..recipe })?);
+    }
+    lines.extend(too_little(device, types, size)?);
+    Ok(lines)
+}
+
+/// What a device holds from its first training on; the trainings that follow are counted without it.
+fn kept_for_good(device: Device, activations: DType, size: Size) -> Result<Line> {
+    let first = base(size, device, activations)?;
+    Recipe { optimizer: OptimizerKind::AdamW8bit, ..Recipe::of(Kind::Prefix, size) }.run(&first)?;
+    drop(first);
+    Ok(beyond("memory: kept for good", activations, held(device) - scratch(device), FIXED))
+}
+
+/// Bytes that are held beyond the plan, as a part of it: nothing is allowed.
+fn beyond(what: &str, activations: DType, held: usize, planned: usize) -> Line {
+    let over = held.saturating_sub(planned) as f64 / planned.max(1) as f64;
+    Line::new(format!("{what}: {held} B held of {planned} B"), activations, over, 0.0)
+}
+
+/// What a trainer holds beside the base when it is made, and everything behind its steps, against the plan of a run.
+fn training(base: &Arc<Base>, before: usize, recipe: Recipe) -> Result<Vec<Line>> {
+    let (device, activations) = (base.device, base.activations);
+    let streamed = if recipe.policy.stream { ", streamed" } else { "" };
+    let name = format!("memory, {}, {}{streamed}", recipe.kind.name(), recipe.optimizer.name());
+    let without_scratch = held(device) - scratch(device);
+    let scratch_before = scratch(device);
+    let mut prepared = recipe.prepare(base)?;
+    let buffers = held(device) - scratch(device) - without_scratch;
+    prepared.steps(1)?;
+    let after = held(device) - scratch(device) - before;
+    let set = recipe.set(base)?;
+    let job = Job {
+        base_dtype: engraft::model::BaseDType::F16,
+        config: &base.config,
+        set: &set,
+        batch: recipe.size.rows,
+        seq_len: recipe.size.tokens,
+        target: Target::Cuda,
+        program: 0,
+        rows_on_heap: 0,
+        streamable: true,
+    };
+    let policy = Policy { activations, ..recipe.policy };
+    let setting = Setting { micro_batch: recipe.micro_batch, policy, optimizer: recipe.optimizer };
+    let rows = plan(&job, setting)?.rows;
+    let on_device = rows.iter().filter(|row| row.home == Home::Device);
+    let total = on_device.map(|row| row.most_resident()).sum::<u64>() - CUDA_RUNTIME;
+    let all = total as usize - prepared.scratch;
+    let stages = rows.iter().filter(|row| row.role == "stages" && row.home == Home::Device);
+    let table = prepared.table + stages.map(|row| row.bytes as usize).sum::<usize>();
+    // Scratch that an earlier and larger training left is no fault of this one.
+    let most_scratch = prepared.scratch.max(scratch_before);
+    Ok(vec![
+        beyond(&format!("{name}: buffers"), activations, buffers, table),
+        beyond(&format!("{name}: all"), activations, after, all),
+        beyond(&format!("{name}: scratch"), activations, scratch(device), most_scratch),
+    ])
+}
+
+/// A training that is larger than the device is refused with its numbers and leaves nothing behind: the next one
+/// has the bits of the one before.
+fn too_little(device: Device, types: &[DType], size: Size) -> Result<Vec<Line>> {
+    let activations = types.first().copied().unwrap_or(DType::F32);
+    let base = base(size, device, activations)?;
+    let recipe = Recipe::of(Kind::Both, size);
+    let first = recipe.run(&base)?;
+    let before = held(device) - scratch(device);
+    let free = device.free().unwrap_or(u64::MAX);
+    let mut large = recipe;
+    loop {
+        large.micro_batch *= 2;
+        let table = Trainer::plan(&base.config, &large.set(&base)?, large.options(activations))?;
+        let planned: u64 = table.iter().map(|row| row.bytes() as u64).sum();
+        if planned > free.saturating_mul(2) {
+            break;
+        }
+    }
+    let message = match large.prepare(&base) {
+        Err(Error::Memory(report)) => report.message,
+        Err(other) => format!("another error: {other}"),
+        Ok(_) => "no error".to_owned(),
+    };
+    eprintln!("out of memory, with {} free: {message}", shown(free));
+    let clear = ["bytes for ", "CUDA device", "free: ", "use fewer or shorter rows"];
+    let told = clear.iter().all(|part| message.contains(part));
+    // Scratch may have grown before buffers were cut, and stays.
+    let left = (held(device) - scratch(device)).abs_diff(before);
+    let again = recipe.run(&base)?;
+    Ok(vec![
+        Line::new("out of memory: told in one sentence", activations, f64::from(u8::from(!told)), 0.0),
+        Line::new("out of memory: bytes left behind", activations, left as f64, 0.0),
+        Line::new("out of memory: other bits afterwards", activations, different(&first, &again), 0.0),
+    ])
+}

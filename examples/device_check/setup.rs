@@ -1,0 +1,278 @@
+//! What is trained in the checks, and how large: a tiny base on the driver of `cuda-shim/driver`, whose device
+//! computes at the speed of an interpreter, the embedded base on a real device.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use engraft::{
+    data::{Batch, NO_LOSS, Row},
+    error::Result,
+    kernels::{
+        arena::{Arenas, TableRow},
+        device::{DType, Device},
+    },
+    model::{Base, BaseSource, Policy},
+    optim::{AdamWOptions, OptimizerKind},
+    train::{Trainer, TrainerOptions},
+};
+use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, PrefixSpec, Targets, rng};
+
+use crate::wide;
+
+/// What is computed with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Model {
+    /// 6 layers of width 128 in heads of 32.
+    Embedded,
+    /// 3 layers of width 24 in heads of 8, of tests/golden.
+    Tiny,
+    /// 2 layers of width 128 in heads of 64.
+    Wide,
+}
+
+/// How much is computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Size {
+    model: Model,
+    /// Rows of an optimizer step.
+    pub rows: usize,
+    /// Tokens of a row.
+    pub tokens: usize,
+    /// Steps of a training.
+    pub steps: usize,
+}
+
+impl Size {
+    /// Seconds on a real device.
+    pub const LARGE: Self = Self { model: Model::Embedded, rows: 6, tokens: 37, steps: 12 };
+    /// Minutes where kernels are interpreted.
+    pub const SMALL: Self = Self { model: Model::Tiny, rows: 2, tokens: 9, steps: 3 };
+
+    /// Whether this is [`Size::LARGE`].
+    pub fn is_large(self) -> bool {
+        self == Self::LARGE
+    }
+
+    /// The same for heads of 64, behind a prefix more than a tile of keys where it is large.
+    pub fn with_wide_heads(self) -> Self {
+        let (tokens, steps) = if self.is_large() { (150, self.steps) } else { (self.tokens, 2) };
+        Self { model: Model::Wide, tokens, steps, ..self }
+    }
+
+    fn source(self) -> Result<(BaseSource, &'static str)> {
+        Ok(match self.model {
+            Model::Embedded => (BaseSource::Embedded, "embedded"),
+            Model::Tiny => (BaseSource::Folder(golden("bases/tiny")), "tiny"),
+            Model::Wide => {
+                let folder = cache().join("wide");
+                if !folder.exists() {
+                    wide::write(&folder)?;
+                }
+                (BaseSource::Folder(folder), "wide")
+            }
+        })
+    }
+}
+
+/// A file or folder of tests/golden.
+pub fn golden(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
+}
+
+/// Bytes of a device's memory that this process holds now.
+pub fn held(device: Device) -> usize {
+    if let Device::Cuda(gpu) = device { gpu.held().0 } else { 0 }
+}
+
+/// Bytes of them that are the scratch of kernels.
+pub fn scratch(device: Device) -> usize {
+    if let Device::Cuda(gpu) = device { gpu.scratch_held() } else { 0 }
+}
+
+/// The base of this size, whose blocks come to `device` when they are needed.
+pub fn streamed(size: Size, device: Device, activations: DType) -> Result<Arc<Base>> {
+    let (source, name) = size.source()?;
+    Ok(Arc::new(Base::load(&source, name, &cache())?.streamed_on(device, activations)?))
+}
+
+fn cache() -> PathBuf {
+    std::env::temp_dir().join(format!("device-check-{}", std::process::id()))
+}
+
+/// Removes what loading bases left behind.
+pub fn clean() {
+    let _ = std::fs::remove_dir_all(cache());
+}
+
+/// The base of this size on `device`.
+pub fn base(size: Size, device: Device, activations: DType) -> Result<Arc<Base>> {
+    let (source, name) = size.source()?;
+    load(&source, name, device, activations)
+}
+
+/// Any base on `device`.
+pub fn load(source: &BaseSource, name: &str, device: Device, activations: DType) -> Result<Arc<Base>> {
+    Ok(Arc::new(Base::load(source, name, &cache())?.on(device, activations)?))
+}
+
+/// Which adapters are trained.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// LoRA on every linear site.
+    Lora,
+    /// A prefix whose tensor is large enough for 8-bit moments.
+    Prefix,
+    /// A prefix behind a projection.
+    Projected,
+    /// LoRA on every linear site and a prefix behind a projection.
+    Both,
+}
+
+impl Kind {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Lora, Self::Prefix, Self::Projected, Self::Both];
+
+    /// For the table.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Lora => "lora",
+            Self::Prefix => "prefix",
+            Self::Projected => "projected prefix",
+            Self::Both => "lora and projected prefix",
+        }
+    }
+
+    fn spec(self, dropout: f64) -> AdapterSpec {
+        let targets = "all-linear".parse::<Targets>().unwrap_or_else(|never| match never {});
+        let lora = LoraSpec { rank: 5, targets, dropout, ..LoraSpec::default() };
+        let lora = matches!(self, Self::Lora | Self::Both).then_some(lora);
+        let prefix = match self {
+            Self::Lora => None,
+            Self::Prefix => Some(PrefixSpec { length: 29, projection: None }),
+            Self::Projected | Self::Both => Some(PrefixSpec { length: 7, projection: Some(12) }),
+        };
+        AdapterSpec { lora, prefix }
+    }
+}
+
+/// One training.
+#[derive(Debug, Clone, Copy)]
+pub struct Recipe {
+    /// What is trained.
+    pub kind: Kind,
+    /// What is kept, and where.
+    pub policy: Policy,
+    /// How moments are held.
+    pub optimizer: OptimizerKind,
+    /// Rows at a time.
+    pub micro_batch: usize,
+    /// Dropout in front of every A.
+    pub dropout: f64,
+    /// How much.
+    pub size: Size,
+}
+
+impl Recipe {
+    /// `kind` with everything kept, dropout, and all rows at a time.
+    pub fn of(kind: Kind, size: Size) -> Self {
+        let policy = Policy { head_rows: 5, ..Policy::default() };
+        Self { kind, policy, optimizer: OptimizerKind::AdamW, micro_batch: size.rows, dropout: 0.1, size }
+    }
+
+    /// Options of the trainer on a base that computes in `activations`.
+    pub fn options(&self, activations: DType) -> TrainerOptions {
+        TrainerOptions {
+            rows: self.micro_batch,
+            seq_len: self.size.tokens,
+            policy: Policy { activations, ..self.policy },
+            optimizer: self.optimizer,
+            adamw: AdamWOptions::default(),
+            clip: 1.0,
+            label_smoothing: 0.1,
+            seed: 1,
+        }
+    }
+
+    /// The adapter on `base`.
+    pub fn set(&self, base: &Base) -> Result<AdapterSet> {
+        Ok(AdapterSet::new(&self.kind.spec(self.dropout), &base.description())?)
+    }
+
+    /// The rows of a step, cut into micro-batches.
+    pub fn batches(&self, base: &Base) -> Vec<Batch> {
+        let vocab = base.config.vocab as u64;
+        let rows: Vec<Row> =
+            (0..self.size.rows as u64).map(|row| tokens(row, self.size.tokens, vocab)).collect();
+        rows.chunks(self.micro_batch).map(|rows| Batch::new(&rows.iter().collect::<Vec<_>>())).collect()
+    }
+
+    /// A trainer, prepared on the device of `base`.
+    pub fn prepare(&self, base: &Arc<Base>) -> Result<Prepared> {
+        let set = self.set(base)?;
+        let options = self.options(base.activations);
+        let table = Trainer::plan(&base.config, &set, options)?.iter().map(TableRow::bytes).sum();
+        let scratch = options.device_scratch(&base.config, &set);
+        let values = start(&set);
+        let arenas = Arenas::real(Some(std::env::temp_dir())).on(base.device);
+        let trainer = Trainer::new(Arc::clone(base), set, &values, options, arenas)?;
+        Ok(Prepared { trainer, batches: self.batches(base), table, scratch })
+    }
+
+    /// The losses of every step, and the values behind the last.
+    pub fn run(&self, base: &Arc<Base>) -> Result<Outcome> {
+        let mut prepared = self.prepare(base)?;
+        prepared.steps(self.size.steps)
+    }
+}
+
+/// Values to begin with: those of the initialiser, and something else than zero for B.
+pub fn start(set: &AdapterSet) -> Vec<f32> {
+    let mut values = set.init(3);
+    let small = |at: u64| 0.1 * (rng::uniform(17, at) - 0.5);
+    values.iter_mut().zip(0..).filter(|(value, _)| **value == 0.0).for_each(|(value, at)| *value = small(at));
+    values
+}
+
+/// A trainer with its rows and its plan.
+pub struct Prepared {
+    /// The trainer.
+    pub trainer: Trainer,
+    /// The rows of every step.
+    pub batches: Vec<Batch>,
+    /// Planned bytes of all buffers.
+    pub table: usize,
+    /// Planned bytes of scratch.
+    pub scratch: usize,
+}
+
+/// What a training did.
+pub struct Outcome {
+    /// Mean loss before each update.
+    pub losses: Vec<f64>,
+    /// All trained values.
+    pub values: Vec<f32>,
+}
+
+impl Prepared {
+    /// Makes `steps` updates.
+    pub fn steps(&mut self, steps: usize) -> Result<Outcome> {
+        let mut losses = Vec::new();
+        for _ in 0..steps {
+            losses.push(self.trainer.step(&self.batches, 3e-3)?.loss);
+        }
+        Ok(Outcome { losses, values: self.trainer.values().into_owned() })
+    }
+}
+
+/// A row of repeatable tokens in two documents, half of them without a loss.
+fn tokens(row: u64, len: usize, vocab: u64) -> Row {
+    let key = rng::key(&[row]);
+    let ids: Vec<u32> = (0..len as u64).map(|at| (rng::bits(key, at) % vocab) as u32).collect();
+    let supervised = |at: usize| at.is_multiple_of(2) && at + 1 < len;
+    let targets = (0..len).map(|at| if supervised(at) { ids[at + 1] as i32 } else { NO_LOSS }).collect();
+    let second = (len / 3) as u32;
+    let starts = (0..len as u32).map(|at| if at < second { 0 } else { second }).collect();
+    Row { ids, targets, starts }
+}
