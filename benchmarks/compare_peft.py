@@ -3,6 +3,7 @@
     pip install -r benchmarks/requirements.txt
     cargo build --release
     python benchmarks/compare_peft.py [--size small] [--batch 4] [--seq 512] [--rounds 3] [--compile]
+        [--targets all-linear --rank 16] [--masked 0.67]
 
 Both sides train from random FP16 weights in F32 arithmetic with the same data, rank, clip and optimizer.
 A round runs one side after the other, each in a process of its own; speed is the median step after the
@@ -39,6 +40,7 @@ def engraft(a, base, rows, output):
     command = [PROGRAM, "train", "--base", base, "--data", rows, "--output", output, "--json", "--no-shuffle",
                "--no-pack", "--seq-len", a.seq, "--batch", a.batch, "--steps", a.steps, "--lr", "2e-4",
                "--schedule", "constant", "--method", a.method, "--save-every", "0", *a.engraft]
+    command += ["--rank", a.rank, "--alpha", 16, "--targets", a.targets] if a.method == "lora" else []
     text, peak = run(command)
     events = [json.loads(line) for line in text.splitlines()]
     steps = [event for event in events if event["event"] == "step"]
@@ -49,7 +51,7 @@ def engraft(a, base, rows, output):
 def peft(a, base, rows, compiled):
     """One training run of PEFT."""
     command = [sys.executable, HERE / "peft_step.py", base, rows, "--batch", a.batch, "--steps", a.steps,
-               "--method", a.method]
+               "--method", a.method, "--rank", a.rank, "--targets", a.targets]
     command += ["--compile"] if compiled else []
     command += ["--checkpointing"] if "--recompute" in a.engraft else []
     return json.loads(run(command)[0].splitlines()[-1])
@@ -60,6 +62,10 @@ def main():
     p.add_argument("--size", default="small")
     p.add_argument("--base", help="a folder made by gpt2.py; by default one is made")
     p.add_argument("--method", choices=["lora", "prefix"], default="lora")
+    p.add_argument("--rank", type=int, default=8)
+    p.add_argument("--targets", choices=["c_attn", "all-linear"], default="c_attn")
+    p.add_argument("--masked", type=float, default=0, metavar="SHARE",
+                   help="leave this share of each row, its beginning, out of the loss")
     p.add_argument("--batch", type=int, default=4)
     p.add_argument("--seq", type=int, default=512)
     p.add_argument("--steps", type=int, default=4)
@@ -78,7 +84,8 @@ def main():
         with open(rows, "w", encoding="utf-8") as file:
             for _ in range(a.batch * a.steps):
                 ids = [draw.randrange(50257) for _ in range(a.seq)]
-                file.write(json.dumps({"input_ids": ids, "labels": ids}) + "\n")
+                masked = int(a.masked * a.seq)
+                file.write(json.dumps({"input_ids": ids, "labels": [-100] * masked + ids[masked:]}) + "\n")
         sides = {"engraft": [], "peft": []} | ({"peft compiled": []} if a.compile else {})
         for round_ in range(a.rounds):
             for side, results in sides.items():
@@ -87,8 +94,8 @@ def main():
                 results.append(result)
                 print(f"round {round_}: {side}: {result['tokens_per_s']:.0f} tokens/s, "
                       f"{result['peak_bytes'] / 2**30:.2f} GiB", flush=True)
-    print(f"\n{platform.machine()}, {os.cpu_count()} CPUs; {a.size}, {a.method}, {a.batch} x {a.seq}, "
-          f"median of {a.rounds}")
+    print(f"\n{platform.machine()}, {os.cpu_count()} CPUs; {a.size}, {a.method}, {a.targets}, rank {a.rank}, {a.batch} x {a.seq}, "
+          f"{a.masked:.0%} masked, median of {a.rounds}")
     ours = sides["engraft"]
     for side, results in sides.items():
         speed = statistics.median(result["tokens_per_s"] for result in results)

@@ -32,6 +32,8 @@ def main():
     p.add_argument("base")
     p.add_argument("rows")
     p.add_argument("--method", choices=["lora", "prefix"], default="lora")
+    p.add_argument("--rank", type=int, default=8)
+    p.add_argument("--targets", choices=["c_attn", "all-linear"], default="c_attn")
     p.add_argument("--batch", type=int, default=4)
     p.add_argument("--steps", type=int, default=4)
     p.add_argument("--dtype", choices=DTYPES, default="f32")
@@ -44,7 +46,8 @@ def main():
     model = AutoModelForCausalLM.from_pretrained(a.base, dtype=DTYPES[a.dtype], attn_implementation="sdpa",
                                                  resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)
     if a.method == "lora":
-        config = LoraConfig(r=8, lora_alpha=16, target_modules=["c_attn"], fan_in_fan_out=True,
+        modules = ["c_attn", "c_proj", "c_fc"] if a.targets == "all-linear" else [a.targets]
+        config = LoraConfig(r=a.rank, lora_alpha=16, target_modules=modules, fan_in_fan_out=True,
                             task_type="CAUSAL_LM")
     else:
         config = PrefixTuningConfig(num_virtual_tokens=20, task_type="CAUSAL_LM")
@@ -59,12 +62,14 @@ def main():
     optimizer = torch.optim.AdamW(trainable, lr=2e-4, weight_decay=0.01)
 
     with open(a.rows, encoding="utf-8") as file:
-        records = [json.loads(line)["input_ids"] for line in file]
+        records = [json.loads(line) for line in file]
     seconds, losses = [], []
     for step in range(a.steps):
-        ids = torch.tensor(records[step * a.batch:(step + 1) * a.batch])
+        batch = records[step * a.batch:(step + 1) * a.batch]
+        ids = torch.tensor([record["input_ids"] for record in batch])
+        labels = torch.tensor([record["labels"] for record in batch])
         start = time.perf_counter()
-        loss = step_model(input_ids=ids, labels=ids).loss
+        loss = step_model(input_ids=ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trainable, 1.0)
         optimizer.step()

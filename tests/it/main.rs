@@ -20,6 +20,7 @@ mod q8;
 mod resume;
 mod setup;
 mod source;
+mod speed;
 mod tidy;
 
 #[global_allocator]

@@ -1,0 +1,114 @@
+//! Gross losses of speed: each hand-written kernel beside its plain twin, in turn, in a process of its own (the level
+//! is one for a whole process). Ratios alone count, so a busy machine does not matter.
+
+use std::{env, process::Command, time::Instant};
+
+use engraft::kernels::{
+    activation::{self, Activation},
+    attention::{self, Seen, Shape},
+    cpu::{Level, avx512, limit_level},
+    matmul::{Matrix, Start, frozen_nn, frozen_nt},
+};
+use engraft_adapters::rng;
+use half::f16;
+
+/// A kernel is at fault when it takes this many times as long as its twin; they take 0.2 to 0.95.
+const GROSS: f64 = 1.5;
+const ROUNDS: usize = 9;
+
+#[test]
+fn kernels_are_not_grossly_slower_than_their_twins() {
+    if !avx512() {
+        return; // there are twins alone
+    }
+    let child = Command::new(env::current_exe().unwrap())
+        .args(["speed::ratios", "--exact", "--ignored", "--nocapture"])
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&child.stdout);
+    assert!(child.status.success() && text.contains("1 passed"), "{text}");
+}
+
+#[test]
+#[ignore = "limits the level of the process"]
+fn ratios() {
+    let numbers =
+        |count: usize| -> Vec<f32> { (0..count as u64).map(|at| rng::uniform(1, at) - 0.5).collect() };
+    let (n, width, inner) = (192, 384, 768);
+    let weights: Vec<f16> = numbers(width * inner).into_iter().map(f16::from_f32).collect();
+    let matrix = Matrix::halves(weights.as_slice().into(), width, inner);
+    let (x, wide) = (numbers(n * width), numbers(n * inner));
+    let mut y = vec![0f32; n * inner];
+
+    let mut slow = Vec::new();
+    let mut check = |name: &str, run: &mut dyn FnMut()| {
+        let ratio = ratio(run);
+        println!("{name}: {ratio:.2} of its twin's time");
+        slow.extend((ratio > GROSS).then(|| format!("{name} takes {ratio:.2} times as long as its twin")));
+    };
+    for rows in [1, 16, n] {
+        check(&format!("x W of {rows} rows"), &mut || {
+            frozen_nn(x[..rows * width].into(), matrix, Start::Zero, (&mut y[..rows * inner]).into(), rows);
+        });
+        check(&format!("x W^T of {rows} rows"), &mut || {
+            frozen_nt(
+                wide[..rows * inner].into(),
+                matrix,
+                Start::Zero,
+                (&mut y[..rows * width]).into(),
+                rows,
+            );
+        });
+    }
+
+    let (t, h, d) = (128, 4, 64);
+    let c = h * d;
+    let (qkv, dout, starts) = (numbers(3 * t * c), numbers(t * c), vec![0u32; t]);
+    let (mut out, mut lse, mut d_qkv) = (vec![0f32; t * c], vec![0f32; h * t], vec![0f32; 3 * t * c]);
+    let shape = Shape { batch: 1, queries: t, past: 0, heads: h, width: d, prefix: 0 };
+    let packed = attention::packed(qkv.as_slice().into(), t, c);
+    check("attention forward", &mut || {
+        let to = ((&mut out[..]).into(), (&mut lse[..]).into());
+        attention::forward(packed, None, starts.as_slice().into(), 0.125, shape, to.0, to.1);
+    });
+    let seen = Seen {
+        qkv: qkv.as_slice().into(),
+        prefix: None,
+        starts: starts.as_slice().into(),
+        out: out.as_slice().into(),
+        lse: lse.as_slice().into(),
+    };
+    check("attention backward", &mut || {
+        let nothing: &mut [f32] = &mut [];
+        attention::backward(
+            dout.as_slice().into(),
+            seen,
+            0.125,
+            shape,
+            (&mut d_qkv[..]).into(),
+            nothing.into(),
+        );
+    });
+    check("GELU", &mut || {
+        activation::forward(Activation::GeluTanh, wide.as_slice().into(), (&mut y[..]).into());
+    });
+    assert!(slow.is_empty(), "{}", slow.join("; "));
+}
+
+/// Time at the best level over time at the plain one: the median of rounds that take both in turn.
+fn ratio(run: &mut dyn FnMut()) -> f64 {
+    let mut seconds = |level: Level| {
+        limit_level(level);
+        run();
+        let start = Instant::now();
+        let mut count = 0;
+        while count == 0 || start.elapsed().as_secs_f64() < 0.004 {
+            run();
+            count += 1;
+        }
+        start.elapsed().as_secs_f64() / f64::from(count)
+    };
+    let mut ratios: Vec<f64> = (0..ROUNDS).map(|_| seconds(Level::Avx512) / seconds(Level::Plain)).collect();
+    ratios.sort_by(f64::total_cmp);
+    ratios[ROUNDS / 2]
+}
