@@ -19,7 +19,7 @@ use crate::error::Error;
 use crate::error::Result;
 
 pub use super::{
-    frozen::{Bytes, Frozen, FrozenMatrix},
+    frozen::{Bytes, Frozen},
     view::{View, ViewMut},
 };
 

@@ -11,7 +11,6 @@ use super::{
 };
 use super::{
     device::{DType, Device},
-    matmul::{Arithmetic, Matrix},
     pages::Region,
     view::View,
 };
@@ -163,44 +162,6 @@ impl Frozen {
             #[cfg(feature = "cuda")]
             Source::Cuda(_) => Region::of_file(Arc::new(Vec::new()), 0, 0),
         }
-    }
-}
-
-/// A read-only matrix of the base, `(rows, cols)`: FP16, or 8-bit codes with their scales.
-#[derive(Debug, Clone)]
-pub struct FrozenMatrix {
-    /// Its elements, FP16 or I8.
-    pub data: Frozen,
-    /// Scales of its blocks, where its elements are codes.
-    pub scales: Option<Frozen>,
-    /// Rows.
-    pub rows: usize,
-    /// Columns.
-    pub cols: usize,
-    /// How a CPU multiplies with it.
-    pub arithmetic: Arithmetic,
-}
-
-impl FrozenMatrix {
-    /// Read access.
-    pub fn view(&self) -> Matrix<'_> {
-        let &Self { ref data, ref scales, rows, cols, arithmetic } = self;
-        Matrix { data: data.view(), scales: scales.as_ref().map(Frozen::view), rows, cols, arithmetic }
-    }
-
-    /// The tensors it is made of.
-    pub fn tensors(&self) -> impl Iterator<Item = &Frozen> {
-        std::iter::once(&self.data).chain(&self.scales)
-    }
-
-    /// As [`FrozenMatrix::tensors`], to be replaced.
-    pub fn tensors_mut(&mut self) -> impl Iterator<Item = &mut Frozen> {
-        std::iter::once(&mut self.data).chain(&mut self.scales)
-    }
-
-    /// The pages of all of them.
-    pub fn regions(&self) -> Vec<Region> {
-        self.tensors().map(Frozen::region).collect()
     }
 }
 

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Result, Tensor, Var, backprop::GradStore};
 use engraft::{
     data::{NO_LOSS, Row},
     kernels::arena::Arenas,
-    kernels::device::{Frozen, FrozenMatrix},
+    kernels::{device::Frozen, matmul::FrozenMatrix},
     model::{Activation, Base, BaseDType, BlockWeights, Linear, Norm, Policy, Recompute},
     optim::{AdamWOptions, OptimizerKind},
     train::{Trainer, TrainerOptions},

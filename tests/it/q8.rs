@@ -5,7 +5,8 @@ use std::{fs, path::Path, sync::Arc};
 use engraft::{
     kernels::{
         arena::Arenas,
-        device::{Frozen, FrozenMatrix},
+        device::Frozen,
+        matmul::FrozenMatrix,
         q8::{BLOCK, blocks},
     },
     memory::plan::BaseBytes,

@@ -45,19 +45,23 @@ struct Place {
     width: usize,
 }
 
-/// `y (n, cols) = start + x (n, rows) W`.
+/// `y (n, cols) = start + x (n, rows) W`, or turned `y (n, rows) = start + x (n, cols) W^T`.
 ///
 /// # Safety
 /// The CPU has AVX-512 F.
 #[target_feature(enable = "avx512f")]
-pub unsafe fn frozen_nn(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
+pub unsafe fn frozen(x: &[f32], (w, turned): (Matrix, bool), start: Start, y: &mut [f32], n: usize) {
     let shape = (n, w.rows, w.cols);
     let pairs = w.arithmetic == Arithmetic::Bf16 && bf16();
     // SAFETY: the CPU has the instructions; the matrix has its elements.
     unsafe {
         match w.host() {
-            Elements::Halves(halves) => nn(x, Halves(halves, w.cols), shape, pairs, start, y),
-            Elements::Codes(codes, scales) => nn(x, Codes(codes, scales, w.cols), shape, pairs, start, y),
+            Elements::Halves(halves) => {
+                form(x, (Halves(halves, w.cols), turned), shape, pairs, start, y);
+            }
+            Elements::Codes(codes, scales) => {
+                form(x, (Codes(codes, scales, w.cols), turned), shape, pairs, start, y);
+            }
         }
     }
 }
@@ -65,66 +69,29 @@ pub unsafe fn frozen_nn(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: us
 /// # Safety
 /// The CPU has AVX-512 F, and BF16 where pairs are wanted; `w` is `(rows, cols)`.
 #[target_feature(enable = "avx512f")]
-unsafe fn nn<W: Weights>(
+unsafe fn form<W: Weights>(
     x: &[f32],
-    w: W,
+    (w, turned): (W, bool),
     (n, rows, cols): (usize, usize, usize),
     pairs: bool,
     start: Start,
     y: &mut [f32],
 ) {
-    if n <= few::ROWS {
-        // SAFETY: as promised.
-        return unsafe { few::nn(x, w, (n, rows, cols), start, y) };
-    }
-    if pairs {
-        // SAFETY: the CPU has these instructions too.
-        return unsafe { pairs::product(x, (n, rows, cols), start, y, (w, false)) };
-    }
-    // SAFETY: as above; panels are cut from a matrix of this shape.
-    let pack = |place: Place, panel: &mut [f32]| unsafe { pack_rows(w, place, panel) };
-    product(x, (n, rows, cols), start, y, pack);
-}
-
-/// `y (n, rows) = start + x (n, cols) W^T`.
-///
-/// # Safety
-/// As [`frozen_nn`].
-#[target_feature(enable = "avx512f")]
-pub unsafe fn frozen_nt(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
-    let shape = (n, w.rows, w.cols);
-    let pairs = w.arithmetic == Arithmetic::Bf16 && bf16();
-    // SAFETY: the CPU has the instructions; the matrix has its elements.
+    let (inner, outer) = if turned { (cols, rows) } else { (rows, cols) };
+    // SAFETY: as promised; panels are cut from a matrix of this shape.
     unsafe {
-        match w.host() {
-            Elements::Halves(halves) => nt(x, Halves(halves, w.cols), shape, pairs, start, y),
-            Elements::Codes(codes, scales) => nt(x, Codes(codes, scales, w.cols), shape, pairs, start, y),
+        if turned && n <= few::ROWS_TURNED {
+            few::nt(x, w, (n, rows, cols), start, y);
+        } else if !turned && n <= few::ROWS {
+            few::nn(x, w, (n, rows, cols), start, y);
+        } else if pairs {
+            pairs::product(x, (n, inner, outer), start, y, (w, turned));
+        } else if turned {
+            product(x, (n, inner, outer), start, y, |place, panel| pack_columns(w, place, panel));
+        } else {
+            product(x, (n, inner, outer), start, y, |place, panel| pack_rows(w, place, panel));
         }
     }
-}
-
-/// # Safety
-/// As [`nn`].
-#[target_feature(enable = "avx512f")]
-unsafe fn nt<W: Weights>(
-    x: &[f32],
-    w: W,
-    (n, rows, cols): (usize, usize, usize),
-    pairs: bool,
-    start: Start,
-    y: &mut [f32],
-) {
-    if n <= few::ROWS_TURNED {
-        // SAFETY: as promised.
-        return unsafe { few::nt(x, w, (n, rows, cols), start, y) };
-    }
-    if pairs {
-        // SAFETY: the CPU has these instructions too.
-        return unsafe { pairs::product(x, (n, cols, rows), start, y, (w, true)) };
-    }
-    // SAFETY: as above; panels are cut from a matrix of this shape.
-    let pack = |place: Place, panel: &mut [f32]| unsafe { pack_columns(w, place, panel) };
-    product(x, (n, cols, rows), start, y, pack);
 }
 
 /// `y (n, outer) = start + x (n, inner) V`, a task for each stretch of columns of V.

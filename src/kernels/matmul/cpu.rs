@@ -28,7 +28,7 @@ pub fn frozen_nn(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
     #[cfg(target_arch = "x86_64")]
     if crate::kernels::cpu::avx512() {
         // SAFETY: the CPU has the instructions.
-        return unsafe { super::avx512::frozen_nn(x, w, start, y, n) };
+        return unsafe { super::avx512::frozen(x, (w, false), start, y, n) };
     }
     let (rows, cols) = (w.rows, w.cols);
     let weights = w.host();
@@ -47,7 +47,7 @@ pub fn frozen_nt(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
     #[cfg(target_arch = "x86_64")]
     if crate::kernels::cpu::avx512() {
         // SAFETY: the CPU has the instructions.
-        return unsafe { super::avx512::frozen_nt(x, w, start, y, n) };
+        return unsafe { super::avx512::frozen(x, (w, true), start, y, n) };
     }
     let (rows, cols) = (w.rows, w.cols);
     let weights = w.host();

@@ -4,7 +4,8 @@ use half::f16;
 
 use crate::kernels::{
     cpu::widen,
-    device::{DType, View},
+    device::{DType, Frozen, View},
+    pages::Region,
     q8,
 };
 
@@ -73,6 +74,44 @@ impl<'a> Matrix<'a> {
             elements.widen(self.cols, (row, 0), floats);
         }
         floats
+    }
+}
+
+/// A read-only matrix of the base, `(rows, cols)`: FP16, or 8-bit codes with their scales.
+#[derive(Debug, Clone)]
+pub struct FrozenMatrix {
+    /// Its elements, FP16 or I8.
+    pub data: Frozen,
+    /// Scales of its blocks, where its elements are codes.
+    pub scales: Option<Frozen>,
+    /// Rows.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+    /// How a CPU multiplies with it.
+    pub arithmetic: Arithmetic,
+}
+
+impl FrozenMatrix {
+    /// Read access.
+    pub fn view(&self) -> Matrix<'_> {
+        let &Self { ref data, ref scales, rows, cols, arithmetic } = self;
+        Matrix { data: data.view(), scales: scales.as_ref().map(Frozen::view), rows, cols, arithmetic }
+    }
+
+    /// The tensors it is made of.
+    pub fn tensors(&self) -> impl Iterator<Item = &Frozen> {
+        std::iter::once(&self.data).chain(&self.scales)
+    }
+
+    /// As [`FrozenMatrix::tensors`], to be replaced.
+    pub fn tensors_mut(&mut self) -> impl Iterator<Item = &mut Frozen> {
+        std::iter::once(&mut self.data).chain(&mut self.scales)
+    }
+
+    /// The pages of all of them.
+    pub fn regions(&self) -> Vec<Region> {
+        self.tensors().map(Frozen::region).collect()
     }
 }
 

@@ -31,8 +31,8 @@ use self::{
 use crate::{
     error::{Error, Result},
     kernels::{
-        device::{Bytes, DType, Device, Frozen, FrozenMatrix},
-        matmul::Arithmetic,
+        device::{Bytes, DType, Device, Frozen},
+        matmul::{Arithmetic, FrozenMatrix},
     },
     model::config::Config,
 };
