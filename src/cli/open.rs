@@ -94,6 +94,9 @@ pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute, stream
     let dtype = args.base_dtype.map_or(BaseDType::F16, BaseDtype::kept);
     // Before anything is downloaded or converted.
     check_weights(compute.device.is_host(), dtype)?;
+    if compute.device.is_host() && compute.activations == DType::BF16 && !bf16() {
+        write_note("hint: --precision bf16 computes in f32 on this CPU, which has no fast BF16 products");
+    }
     let source = match &args.base {
         None => BaseSource::Embedded,
         Some(name) => {

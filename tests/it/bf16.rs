@@ -9,7 +9,7 @@ use engraft::{
     data::{Batch, Row},
     kernels::{
         arena::Arenas,
-        cpu::{avx512, force_bf16},
+        cpu::{avx512, bf16 as fast_bf16, force_bf16},
         device::{DType, Device},
         matmul::{Arithmetic, Matrix, Start, frozen_nn, frozen_nt},
     },
@@ -19,6 +19,8 @@ use engraft::{
 };
 use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, rng};
 use half::{bf16, f16};
+
+use crate::cli_support::Sandbox;
 
 /// Runs an ignored test of this module in another process.
 fn insist(test: &str) {
@@ -51,6 +53,17 @@ fn bf16_is_accepted_on_every_cpu() {
     let base = embedded(DType::BF16);
     assert_eq!((base.activations, base.weights.wte.arithmetic), (DType::F32, Arithmetic::Bf16));
     assert!(base.weights.blocks.iter().all(|block| block.c_fc.weight.arithmetic == Arithmetic::Bf16));
+}
+
+#[test]
+fn a_cpu_without_fast_products_says_that_it_computes_in_f32() {
+    let sandbox = Sandbox::new();
+    let told = |precision: &str| {
+        let line =
+            format!("train --steps 1 --batch 1 --device cpu --precision {precision} --output {precision}");
+        sandbox.engraft(&line).succeeds().stderr().contains("computes in f32 on this CPU")
+    };
+    assert_eq!((told("bf16"), told("f32")), (!fast_bf16(), false));
 }
 
 fn numbers(seed: u64, count: usize) -> Vec<f32> {
