@@ -72,9 +72,9 @@ pub fn avx512() -> bool {
 
 static BF16: AtomicU8 = AtomicU8::new(0);
 
-/// Whether products of BF16 pairs are there and worth while: AVX-512 BF16 on CPUs of AMD, which make one of 32 pairs
-/// per FMA of 16 floats. Those of Intel make one in the time of four (measured on a fifth-generation Xeon: 1.35
-/// against 5.4 G/s), half as many operations as in F32.
+/// Whether products of BF16 pairs are there and worth while: AVX-512 BF16 on CPUs of AMD, which make a vector of 16
+/// pairs about as fast as an FMA. Those of Intel make one in the time of four FMAs (measured on a fifth-generation
+/// Xeon: 1.35 against 5.4 G/s), half as many operations as in F32.
 pub fn bf16() -> bool {
     let known = match BF16.load(Relaxed) {
         0 => {
