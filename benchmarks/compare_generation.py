@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 
-from common import HERE, ROOT, base, save, words
+from common import HERE, ROOT, base, job, save, train_command, words, write_rows
 
 LLAMA = "node-llama-cpp@3.22.1"
 
@@ -54,18 +54,16 @@ def adapter(program, source, folder):
     """A LoRA of rank 16 on all linear sites after a step, so that its B is not zero."""
     made = folder / "rank16" / "adapter"
     if not made.exists():
-        rows = folder / "text.txt"
-        rows.write_text("All happy families are alike. " * 400, encoding="utf-8")
-        subprocess.run(words([program, "train", "--base", source, "--data", rows, "--targets", "all-linear", "--rank",
-                              16, "--steps", 1, "--batch", 1, "--seq-len", 64, "--output", folder / "rank16"]),
-                       check=True, stdout=sys.stderr, stderr=sys.stderr)
+        rows = write_rows(folder / "rows.jsonl", 1, 64)
+        options = [*job(source, rows, 1, 64, 1), "--targets", "all-linear", "--rank", 16]
+        subprocess.run(train_command(program, options, folder / "rank16"), check=True, stdout=sys.stderr)
     return made
 
 
 def first_token(program, source):
     """Seconds from the start of the program to its end with one token, and with 201; peak resident bytes."""
     def run(new):
-        command = words([program, "generate", "--base", source, "--prompt", "Hello there", "--max-new-tokens", new,
+        command = words([program, "generate", "--base", source, "--input-ids", "15496,612", "--max-new-tokens", new,
                          "--min-new-tokens", new, "--temperature", 0])
         start = time.perf_counter()
         subprocess.run(command, check=True, capture_output=True)
@@ -79,7 +77,7 @@ def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--size", default="small")
     p.add_argument("--bases", type=pathlib.Path, default=ROOT / "target" / "bases", metavar="FOLDER")
-    p.add_argument("--base", type=pathlib.Path, help="a folder with a GPT-2 and its tokenizer")
+    p.add_argument("--base", type=pathlib.Path, help="a folder with a GPT-2")
     p.add_argument("--peers", type=pathlib.Path, default=ROOT / "target" / "peers", metavar="FOLDER")
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--prompt", default="512,1000")
