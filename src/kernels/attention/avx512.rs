@@ -20,9 +20,7 @@ use crate::kernels::{
 };
 
 /// Queries of a block in the backward.
-const BLOCK: usize = 64;
-/// Columns of a tile over the width of a head: 64 are two of them.
-const NARROW: usize = 2 * LANES;
+const BLOCK: usize = 12 * ROWS;
 
 /// Whether heads are whole vectors and queries are worth turning the keys for.
 pub fn fits(width: usize, queries: usize) -> bool {
@@ -135,13 +133,13 @@ impl<'a> Task<'a> {
             if hidden.start <= at && at + COLUMNS <= hidden.end {
                 continue;
             }
-            let count = COLUMNS.min(columns - at);
+            let count = COLUMNS.min(p + group.tokens.end - at);
             let tile = Tile {
                 x: left,
                 x_row: left_row,
                 x_step: 1,
                 panel: panel[at * width..].as_ptr(),
-                panel_row: count.next_multiple_of(LANES),
+                panel_row: COLUMNS.min(columns - at).next_multiple_of(LANES),
                 depth: width,
                 y: scores[at..].as_mut_ptr(),
                 y_row: row,
@@ -168,10 +166,10 @@ impl<'a> Task<'a> {
     ) {
         let (p, row) = (self.shape.prefix, self.row());
         assert!(weights.len() >= (group.rows - 1) * row + p + group.tokens.end, "weights of a group");
-        for column in (0..self.shape.width).step_by(NARROW) {
+        for column in (0..self.shape.width).step_by(COLUMNS) {
             let part = |from: Head, at: usize, (token, depth): (usize, usize), begin: Begin| {
                 let vectors = &from.data[token * from.row + column..];
-                let columns = NARROW.min(self.shape.width - column);
+                let columns = COLUMNS.min(self.shape.width - column);
                 assert!(vectors.len() >= (depth - 1) * from.row + columns, "vectors of all tokens");
                 let tile = Tile {
                     x: weights[at..].as_ptr(),
@@ -417,8 +415,8 @@ impl Backward<'_> {
     ) {
         let (row, width) = (self.task.row(), self.task.shape.width);
         assert!(weights.len() >= block.rows * row && column + rows <= row, "weights of a block");
-        for start in (0..width).step_by(NARROW) {
-            let columns = NARROW.min(width - start);
+        for start in (0..width).step_by(COLUMNS) {
+            let columns = COLUMNS.min(width - start);
             let vectors = &from.data[(block.first + before) * from.row + start..];
             assert!(vectors.len() >= (block.rows - before - 1) * from.row + columns, "vectors of a block");
             let tile = Tile {
