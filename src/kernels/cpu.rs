@@ -171,23 +171,34 @@ impl Shared {
     }
 }
 
+/// A cache line. No vector of a panel or of scores may lie in two of them.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Line(#[expect(dead_code, reason = "scratch is lent as floats")] [f32; LINE]);
+
+/// Floats of a cache line; scratch is whole lines.
+pub const LINE: usize = 16;
+
 thread_local! {
-    static SCRATCH: RefCell<Vec<Vec<f32>>> = const { RefCell::new(Vec::new()) };
+    static SCRATCH: RefCell<Vec<Vec<Line>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Lends `len` floats of per-thread memory with arbitrary content; nests.
+/// Lends `len` floats of per-thread memory with arbitrary content, the first on a cache line; nests.
 ///
 /// A few MB a thread that stay for the life of the process; the sizes follow from the tile constants
 /// of the ops, not from the model.
 pub fn with_scratch<R>(len: usize, body: impl FnOnce(&mut [f32]) -> R) -> R {
     let mut memory = SCRATCH.with(|pool| pool.borrow_mut().pop()).unwrap_or_default();
-    if memory.len() < len {
+    let lines = len.div_ceil(LINE);
+    if memory.len() < lines {
         // Exactly as much as planned, and never the old and the new memory together.
         memory = Vec::new();
-        memory.reserve_exact(len);
-        memory.resize(len, 0.0);
+        memory.reserve_exact(lines);
+        memory.resize(lines, Line([0.0; LINE]));
     }
-    let result = body(&mut memory[..len]);
+    // SAFETY: lines are LINE floats each, without anything between them.
+    let floats = unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast::<f32>(), len) };
+    let result = body(floats);
     SCRATCH.with(|pool| pool.borrow_mut().push(memory));
     result
 }

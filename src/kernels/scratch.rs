@@ -32,5 +32,5 @@ pub fn bytes(needs: Needs, threads: usize) -> usize {
     ];
     let tiles = ops.iter().map(|op| op.0).max().unwrap_or(0);
     let packed = ops.iter().map(|op| op.1).max().unwrap_or(0);
-    threads * (4 * (tiles + packed) + cpu::slab())
+    threads * (4 * (tiles.next_multiple_of(cpu::LINE) + packed) + cpu::slab())
 }
