@@ -133,7 +133,7 @@ impl Tile {
             x = x.wrapping_add(self.x_step);
         }
         // SAFETY: the caller's promise.
-        unsafe { self.end(sums) }
+        unsafe { self.end::<M, V, false>(sums) }
     }
 
     /// # Safety
@@ -165,16 +165,17 @@ impl Tile {
             x = x.wrapping_add(self.x_step);
         }
         // SAFETY: the caller's promise.
-        unsafe { self.end(sums) }
+        unsafe { self.end::<M, V, true>(sums) }
     }
 
-    /// Adds the sums to what the output begins with.
+    /// Adds the sums to what the output begins with. `OF_PAIRS` tells the callers apart: what has one caller is
+    /// compiled into it, and of two the sums would come through memory.
     ///
     /// # Safety
     /// As [`Tile::rows`].
     #[inline]
     #[target_feature(enable = "avx512f")]
-    unsafe fn end<const M: usize, const V: usize>(&self, sums: [[__m512; V]; M]) {
+    unsafe fn end<const M: usize, const V: usize, const OF_PAIRS: bool>(&self, sums: [[__m512; V]; M]) {
         // A loop for each beginning: with the choice inside, the sums would go through memory.
         // SAFETY: masked elements alone are read, all of them the caller's.
         unsafe {
