@@ -13,7 +13,7 @@ use super::{
 };
 use crate::kernels::{
     avx512::{
-        LANES, exp, first, load_or, store,
+        LANES, exp, first, fold, load_or, replace, replace_both,
         tile::{Begin, COLUMNS, ROWS, Tile, pack_turned},
     },
     cpu::{Shared, each, with_scratch},
@@ -21,6 +21,8 @@ use crate::kernels::{
 
 /// Queries of a block in the backward.
 const BLOCK: usize = 12 * ROWS;
+/// Tokens whose vectors are fetched before their turn.
+const AHEAD: usize = 2 * LANES;
 
 /// Whether heads are whole vectors and queries are worth turning the keys for.
 pub fn fits(width: usize, queries: usize) -> bool {
@@ -29,8 +31,13 @@ pub fn fits(width: usize, queries: usize) -> bool {
 
 /// Floats of scratch a task uses for `keys` columns, prefix included, and heads of `width`.
 pub fn scratch(keys: usize, width: usize) -> usize {
-    let row = keys.next_multiple_of(LANES);
-    2 * row * (width + BLOCK)
+    2 * row(keys) * (width + BLOCK)
+}
+
+/// Distance between rows of scores, in floats: an odd number of cache lines. A column of them is read too, and with a
+/// power of two between its elements they would all fight for the same places of the first-level cache.
+fn row(columns: usize) -> usize {
+    LANES * (columns.div_ceil(LANES) | 1)
 }
 
 /// One head of one row of the batch.
@@ -74,6 +81,20 @@ impl<'a> Task<'a> {
         }
     }
 
+    /// Has the vectors of some tokens brought near that are AHEAD of a group.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn fetch(&self, group: &Group, heads: &[Head]) {
+        for head in heads {
+            for row in 0..group.rows {
+                let vector = head.from(group.first).wrapping_add((row + AHEAD) * head.row);
+                for at in (0..self.shape.width).step_by(LANES) {
+                    _mm_prefetch::<_MM_HINT_T0>(vector.wrapping_add(at).cast());
+                }
+            }
+        }
+    }
+
     fn group(&self, first: usize, rows: usize) -> Group {
         let start = self.starts[first..first + rows].iter().copied().min().unwrap_or(0) as usize;
         Group { first, rows, tokens: start..self.shape.past + first + rows }
@@ -86,7 +107,7 @@ impl<'a> Task<'a> {
 
     /// Distance between rows of scores.
     fn row(&self) -> usize {
-        self.columns().next_multiple_of(LANES)
+        row(self.columns())
     }
 
     /// Columns of tokens that query `query` sees.
@@ -107,6 +128,9 @@ impl<'a> Task<'a> {
                 Some(prefix) if column < p => prefix.vector(column, self.shape.width),
                 _ => tokens.vector(column - p, self.shape.width),
             };
+            // Vectors of one head lie far apart; no CPU sees them coming.
+            let ahead = vector.as_ptr().wrapping_add(AHEAD * tokens.row + step);
+            _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
             load_or(&vector[step..][..steps], 0.0)
         };
         // SAFETY: the caller's promise.
@@ -238,14 +262,22 @@ unsafe fn forward_head(
         task.turn(task.prefix.map(|p| p.0), task.k, panel);
         for first in (0..task.shape.queries).step_by(ROWS) {
             let group = task.group(first, ROWS.min(task.shape.queries - first));
+            let mut factors = [0.0; ROWS];
+            task.fetch(&group, &[task.q, task.v]);
             task.products(&group, (task.q.from(first), task.q.row), panel, task.scale, scores);
             for row in 0..group.rows {
                 let seen = task.seen(first + row);
                 let scores = &mut scores[row * task.row()..][..p + group.tokens.end];
                 hide(scores, (p + group.tokens.start, &seen));
-                lse[first + row] = softmax(scores, p, seen);
+                (lse[first + row], factors[row]) = powers(scores, p, seen);
             }
-            task.mix(&group, scores, (task.prefix.map(|p| p.1), task.v), to(first));
+            let target = to(first);
+            task.mix(&group, scores, (task.prefix.map(|p| p.1), task.v), target);
+            for (row, &factor) in factors.iter().enumerate().take(group.rows) {
+                // SAFETY: a row of the task's output, which nobody else uses.
+                let out = std::slice::from_raw_parts_mut(target.0.add(row * target.1), task.shape.width);
+                replace(out, |x| _mm512_mul_ps(x, _mm512_set1_ps(factor)));
+            }
         }
     }
 }
@@ -256,31 +288,25 @@ fn hide(row: &mut [f32], (from, seen): (usize, &Range<usize>)) {
     row[seen.end..].fill(0.0);
 }
 
-/// In place softmax over the first `prefix` elements and `seen`. Returns ln sum exp.
+/// Replaces scores of the first `prefix` elements and of `seen` by exp(score - max). Returns ln sum exp(score) and
+/// the factor that makes probabilities of them.
 #[target_feature(enable = "avx512f")]
-fn softmax(row: &mut [f32], prefix: usize, seen: Range<usize>) -> f32 {
+fn powers(row: &mut [f32], prefix: usize, seen: Range<usize>) -> (f32, f32) {
     let ranges = [0..prefix, seen];
     let mut most = _mm512_set1_ps(f32::NEG_INFINITY);
-    for part in ranges.iter().flat_map(|range| row[range.clone()].chunks(LANES)) {
-        most = _mm512_max_ps(load_or(part, f32::NEG_INFINITY), most);
+    for range in &ranges {
+        most = fold(&row[range.clone()], f32::NEG_INFINITY, most, |most, x| _mm512_max_ps(x, most));
     }
     let max = _mm512_reduce_max_ps(most);
-    let mut sums = _mm512_setzero_ps();
     for range in &ranges {
-        for part in row[range.clone()].chunks_mut(LANES) {
-            let power = exp(_mm512_sub_ps(load_or(part, f32::NEG_INFINITY), _mm512_set1_ps(max)));
-            sums = _mm512_add_ps(sums, power);
-            store(part, power);
-        }
+        replace(&mut row[range.clone()], |x| exp(_mm512_sub_ps(x, _mm512_set1_ps(max))));
+    }
+    let mut sums = _mm512_setzero_ps();
+    for range in ranges {
+        sums = fold(&row[range], 0.0, sums, |sums, x| _mm512_add_ps(sums, x));
     }
     let sum = _mm512_reduce_add_ps(sums);
-    let factor = _mm512_set1_ps(1.0 / sum);
-    for range in ranges {
-        for part in row[range].chunks_mut(LANES) {
-            store(part, _mm512_mul_ps(load_or(part, 0.0), factor));
-        }
-    }
-    max + sum.ln()
+    (max + sum.ln(), 1.0 / sum)
 }
 
 pub fn backward_head(dout: &[f32], seen: Seen, scale: f32, shape: &Shape, to: &Gradients) {
@@ -326,6 +352,7 @@ impl Backward<'_> {
                 for at in (0..block.rows).step_by(ROWS) {
                     let group = task.group(first + at, ROWS.min(block.rows - at));
                     let (p, d) = (&mut probabilities[at * row..], &mut d_scores[at * row..]);
+                    task.fetch(&group, &[task.q, self.dout, self.out]);
                     self.scores(&group, &block, (keys, values), p, d);
                     let target = ((self.to.d_at)(0, group.first), self.to.row);
                     task.mix(&group, d, (task.prefix.map(|p| p.0), task.k), target);
@@ -442,12 +469,10 @@ impl Backward<'_> {
 #[target_feature(enable = "avx512f")]
 fn gradient(scores: &mut [f32], d_scores: &mut [f32], (lse, delta, scale): (f32, f32, f32)) {
     let (lse, delta, scale) = (_mm512_set1_ps(lse), _mm512_set1_ps(delta), _mm512_set1_ps(scale));
-    for (s, d) in scores.chunks_mut(LANES).zip(d_scores.chunks_mut(LANES)) {
-        let p = exp(_mm512_sub_ps(load_or(s, 0.0), lse));
-        let change = _mm512_sub_ps(load_or(d, 0.0), delta);
-        store(s, p);
-        store(d, _mm512_mul_ps(_mm512_mul_ps(scale, p), change));
-    }
+    replace_both(scores, d_scores, |s, d| {
+        let p = exp(_mm512_sub_ps(s, lse));
+        (p, _mm512_mul_ps(_mm512_mul_ps(scale, p), _mm512_sub_ps(d, delta)))
+    });
 }
 
 /// Scalar product of two vectors of one length.

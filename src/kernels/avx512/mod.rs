@@ -61,6 +61,60 @@ pub fn store(values: &mut [f32], vector: __m512) {
     unsafe { _mm512_mask_storeu_ps(values.as_mut_ptr(), first(values.len()), vector) }
 }
 
+/// Replaces values a vector at a time; lanes behind the last value are 0.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub fn replace(values: &mut [f32], mut with: impl FnMut(__m512) -> __m512) {
+    // Masks only at the end: they would cost as much as an exponential.
+    let (whole, rest) = values.as_chunks_mut::<LANES>();
+    for values in whole {
+        // SAFETY: a vector of floats.
+        unsafe { _mm512_storeu_ps(values.as_mut_ptr(), with(_mm512_loadu_ps(values.as_ptr()))) }
+    }
+    if !rest.is_empty() {
+        let vector = with(load_or(rest, 0.0));
+        store(rest, vector);
+    }
+}
+
+/// The same for two lists of one length side by side.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub fn replace_both(
+    left: &mut [f32],
+    right: &mut [f32],
+    mut with: impl FnMut(__m512, __m512) -> (__m512, __m512),
+) {
+    let ((left, left_rest), (right, right_rest)) =
+        (left.as_chunks_mut::<LANES>(), right.as_chunks_mut::<LANES>());
+    for (left, right) in left.iter_mut().zip(right) {
+        // SAFETY: two vectors of floats.
+        unsafe {
+            let (a, b) = with(_mm512_loadu_ps(left.as_ptr()), _mm512_loadu_ps(right.as_ptr()));
+            _mm512_storeu_ps(left.as_mut_ptr(), a);
+            _mm512_storeu_ps(right.as_mut_ptr(), b);
+        }
+    }
+    if !left_rest.is_empty() {
+        let (a, b) = with(load_or(left_rest, 0.0), load_or(right_rest, 0.0));
+        store(left_rest, a);
+        store(right_rest, b);
+    }
+}
+
+/// Takes up values a vector at a time; lanes behind the last value are `fill`.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub fn fold<T>(values: &[f32], fill: f32, start: T, mut with: impl FnMut(T, __m512) -> T) -> T {
+    let (whole, rest) = values.as_chunks::<LANES>();
+    let mut state = start;
+    for values in whole {
+        // SAFETY: a vector of floats.
+        state = with(state, unsafe { _mm512_loadu_ps(values.as_ptr()) });
+    }
+    if rest.is_empty() { state } else { with(state, load_or(rest, fill)) }
+}
+
 /// Up to LANES halves, zeros behind them.
 #[inline]
 #[target_feature(enable = "avx512f")]
