@@ -138,7 +138,7 @@ impl TableRow {
 }
 
 /// Every buffer starts on a cache line, which is also enough for AVX-512 loads.
-const ALIGN: usize = 64;
+pub const ALIGN: usize = 64;
 
 /// In a file every buffer starts on a page, so that it can be fetched and released alone.
 const PAGE: usize = 4096;

@@ -72,8 +72,11 @@ impl<'a> View<'a> {
     }
 
     /// The same bytes as elements of another type, as many as fit.
-    #[cfg(feature = "cuda")]
-    pub(super) fn as_type(self, dtype: DType) -> View<'a> {
+    ///
+    /// # Panics
+    /// When they do not begin where such an element may.
+    pub fn typed(self, dtype: DType) -> View<'a> {
+        assert!(self.head.addr().is_multiple_of(dtype.size()), "elements of another type begin elsewhere");
         View { dtype, len: self.size() / dtype.size(), ..self }
     }
 
@@ -204,6 +207,21 @@ impl<'a> ViewMut<'a> {
     /// Read access for as long as this borrow lasts.
     pub fn as_view(&self) -> View<'_> {
         View { head: self.head, dtype: self.dtype, len: self.len, device: self.device, life: PhantomData }
+    }
+
+    /// Read access in its place.
+    pub fn into_view(self) -> View<'a> {
+        View { head: self.head, dtype: self.dtype, len: self.len, device: self.device, life: PhantomData }
+    }
+
+    /// The same bytes as elements of another type, as many as fit; any bits are a number of every type.
+    ///
+    /// # Panics
+    /// When they do not begin where such an element may.
+    pub fn typed(self, dtype: DType) -> ViewMut<'a> {
+        assert!(self.head.addr().is_multiple_of(dtype.size()), "elements of another type begin elsewhere");
+        let len = self.len * self.dtype.size() / dtype.size();
+        ViewMut { head: self.head, dtype, len, device: self.device, life: PhantomData }
     }
 
     /// The `len` elements from `start` on.

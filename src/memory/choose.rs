@@ -123,7 +123,13 @@ pub fn choose(job: &Job, wish: Wish, budget: Option<u64>, rates: &Rates) -> Resu
         }
     }
     let Some(best) = found else {
-        return Err(Error::Input(nothing_fits(job, wish, budget, smallest)));
+        let Some(least) = smallest else {
+            return Err(Error::failed("there is no way to run this; please report this"));
+        };
+        // With as many whole MiB as it takes, a faster setting may fit too.
+        let enough = least.peak().1.next_multiple_of(1 << 20);
+        let would = choose(job, wish, Some(enough), rates)?.chosen.plan.setting;
+        return Err(Error::Input(nothing_fits(job, wish, budget, (enough, would))));
     };
     let best = same_everywhere(job, &settings, best, budget)?;
     let chosen = Predicted { seconds: seconds(job, best.setting, rates), plan: best, measured: true };
@@ -259,16 +265,13 @@ fn only_difference(now: Setting, other: Setting) -> Option<String> {
 }
 
 /// The sentence for a job that fits in no way.
-fn nothing_fits(job: &Job, wish: Wish, budget: Option<u64>, smallest: Option<Plan>) -> Report {
-    let budget = budget.unwrap_or(u64::MAX);
-    let Some(least) = smallest else { return Report::new("there is no way to run this; please report this") };
-    let bytes = least.peak().1;
+fn nothing_fits(job: &Job, wish: Wish, budget: Option<u64>, (enough, would): (u64, Setting)) -> Report {
     let report = Report::new(format!(
         "--memory {}: is too small for {} rows of up to {} tokens; the smallest plan takes {}",
-        size(budget),
+        size(budget.unwrap_or(u64::MAX)),
         job.batch,
         job.seq_len,
-        size_up(bytes)
+        size_up(enough)
     ));
     // On a device streaming has to be asked for: the base is brought there before anything is planned.
     let resident = job.target == Target::Cuda && wish.stream != Some(true);
@@ -277,7 +280,7 @@ fn nothing_fits(job: &Job, wish: Wish, budget: Option<u64>, smallest: Option<Pla
         false => report,
     };
     report
-        .with_hint(format!("--memory {} would fit: {}", size_up(bytes), least.setting))
+        .with_hint(format!("--memory {} would fit: {would}", size_up(enough)))
         .with_hint("a smaller --seq-len or --rank makes it smaller still")
 }
 

@@ -383,7 +383,8 @@ fn lifetime(role: &str, name: &str) -> &'static str {
         ("prefix", _) => "step",
         ("saved inputs" | "saved activations", name) if name.starts_with("shared") => "block",
         ("saved inputs" | "saved activations", _) => "forward to backward",
-        ("workspace", "gathered" | "logits" | "losses" | "stats_f") => "head",
+        ("workspace", "gathered" | "losses" | "stats_f") => "head",
+        ("workspace", name) if name.ends_with("logits") => "block, head",
         ("workspace", _) => "block",
         _ => "micro-batch",
     }

@@ -16,7 +16,7 @@ use crate::{
 };
 
 use super::{
-    buffers::{BackwardWork, BlockBuffers, Work},
+    buffers::{BackwardWork, BlockBuffers, Room, Work},
     cache::LayerCache,
     policy::Keep,
     wiring::{LayerDeltas, Site},
@@ -213,9 +213,19 @@ impl<'a> Block<'a> {
     fn mlp_half(&self, kept: &mut BlockBuffers, work: &mut Work, y: ViewMut) {
         let (n, c, f) = (self.cells(), self.config.width, self.config.inner);
         self.mlp_inside(kept, work);
-        activation::forward(self.config.activation, rows!(kept.inner, n, f), rows!(mut work.activated, n, f));
+        activation::forward(
+            self.config.activation,
+            rows!(kept.inner, n, f),
+            work.room.activated_mut().slice(0, n * f),
+        );
         let middle = rows!(kept.outputs.middle, n, c);
-        self.linear(Site::MlpProj, rows!(work.activated, n, f), Some(middle), &mut kept.small.low, y);
+        self.linear(
+            Site::MlpProj,
+            work.room.activated().slice(0, n * f),
+            Some(middle),
+            &mut kept.small.low,
+            y,
+        );
     }
 
     /// Computes again what a forward from `x (n, c)` filled `kept` with, without the parts that `keep` kept,
@@ -232,9 +242,9 @@ impl<'a> Block<'a> {
         if keep == Keep::Input && !self.deltas[Site::MlpProj as usize].is_empty() {
             let (n, f) = (self.cells(), self.config.inner);
             let kind = self.config.activation;
-            activation::forward(kind, rows!(kept.inner, n, f), rows!(mut work.activated, n, f));
+            activation::forward(kind, rows!(kept.inner, n, f), work.room.activated_mut().slice(0, n * f));
             let low = rows!(mut kept.small.low[Site::MlpProj as usize], n, self.ranks(Site::MlpProj));
-            let (x, deltas) = (rows!(work.activated, n, f), &self.deltas[Site::MlpProj as usize]);
+            let (x, deltas) = (work.room.activated().slice(0, n * f), &self.deltas[Site::MlpProj as usize]);
             adapted_linear::low(x, f, deltas, self.values, self.dropout, low, n);
         }
         Saved(kept)
@@ -269,12 +279,20 @@ impl<'a> Block<'a> {
         let inner = rows!(kept.inner, n, f);
         let kind = self.config.activation;
         if !self.deltas[Site::MlpProj as usize].is_empty() {
-            activation::forward(kind, inner, rows!(mut work.activated, n, f));
+            activation::forward(kind, inner, work.room.activated_mut().slice(0, n * f));
         }
-        let d_activated = rows!(mut back.wide, n, f);
-        let (dy, activated) = (rows!(back.grad, n, c), rows!(work.activated, n, f));
-        self.linear_backward(Site::MlpProj, dy, activated, kept, &mut back.d_low, to, Some(d_activated));
-        activation::backward(kind, inner, rows!(mut back.wide, n, f));
+        let (activated, d_activated) = work.room.wide_mut();
+        let d_activated = Some(d_activated.slice(0, n * f));
+        self.linear_backward(
+            Site::MlpProj,
+            rows!(back.grad, n, c),
+            activated,
+            kept,
+            &mut back.d_low,
+            to,
+            d_activated,
+        );
+        activation::backward(kind, inner, work.room.wide_mut().1.slice(0, n * f));
 
         let middle = rows!(kept.outputs.middle, n, c);
         let norm = self.norm(&self.weights.ln_2);
@@ -287,7 +305,7 @@ impl<'a> Block<'a> {
             );
         }
         let d_normed = rows!(mut back.narrow, n, c);
-        let (d_inner, normed) = (rows!(back.wide, n, f), rows!(work.normed, n, c));
+        let (d_inner, normed) = (work.room.wide().slice(0, n * f), rows!(work.normed, n, c));
         self.linear_backward(Site::CFc, d_inner, normed, kept, &mut back.d_low, to, Some(d_normed));
         let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.small.stats_2, n, 2));
         layernorm::backward(
@@ -313,7 +331,7 @@ impl<'a> Block<'a> {
         let d_mixed = rows!(mut back.narrow, n, c);
         let (dy, mixed) = (rows!(back.grad, n, c), rows!(kept.outputs.mixed, n, c));
         self.linear_backward(Site::AttnProj, dy, mixed, kept, &mut back.d_low, to, Some(d_mixed));
-        self.attention_backward(kept, back, to);
+        self.attention_backward(kept, &mut work.room, back, to);
 
         let norm = self.norm(&self.weights.ln_1);
         let adapted = !self.deltas[Site::CAttn as usize].is_empty();
@@ -324,7 +342,7 @@ impl<'a> Block<'a> {
             layernorm::forward(x, norm, rows!(mut work.normed, n, c), rows!(mut kept.small.stats_1, n, 2));
         }
         let d_normed = input_gradient.then(|| rows!(mut back.narrow, n, c));
-        let (d_qkv, normed) = (rows!(back.wide, n, 3 * c), rows!(work.normed, n, c));
+        let (d_qkv, normed) = (work.room.wide().slice(0, n * 3 * c), rows!(work.normed, n, c));
         self.linear_backward(Site::CAttn, d_qkv, normed, kept, &mut back.d_low, to, d_normed);
         if input_gradient {
             let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.small.stats_1, n, 2));
@@ -332,8 +350,14 @@ impl<'a> Block<'a> {
         }
     }
 
-    /// From the gradient of attention's output in `back.narrow` to that of qkv in `back.wide`.
-    fn attention_backward(&self, kept: &BlockBuffers, back: &mut BackwardWork, to: &mut Gradients) {
+    /// From the gradient of attention's output in `back.narrow` to that of qkv in `room`.
+    fn attention_backward(
+        &self,
+        kept: &BlockBuffers,
+        room: &mut Room,
+        back: &mut BackwardWork,
+        to: &mut Gradients,
+    ) {
         let (n, c, layers) = (self.cells(), self.config.width, self.config.layers);
         let shape = self.shape(0);
         let seen = Seen {
@@ -344,7 +368,7 @@ impl<'a> Block<'a> {
             lse: rows!(kept.small.lse, n, self.config.heads),
         };
         let d_prefix = rows!(mut back.d_prefix, self.rows * 2 * shape.prefix, c);
-        let d_qkv = rows!(mut back.wide, n, 3 * c);
+        let d_qkv = room.wide_mut().1.slice(0, n * 3 * c);
         attention::backward(rows!(back.narrow, n, c), seen, self.scale(), shape, d_qkv, d_prefix);
         if shape.prefix > 0 {
             let places = (2 * layers * c, 2 * self.layer * c, (2 * self.layer + 1) * c);

@@ -6,10 +6,11 @@
 use crate::{
     error::Result,
     kernels::{
-        arena::Arena,
+        arena::{ALIGN, Arena},
         device::{
             Buffer,
-            DType::{self, F32, I32, U32},
+            DType::{self, F32, I32, U8, U32},
+            View, ViewMut,
         },
         head_loss,
     },
@@ -18,7 +19,7 @@ use crate::{
 use super::{
     Config,
     policy::Keep,
-    wiring::{SITES, Wiring},
+    wiring::{SITES, Site, Wiring},
 };
 
 /// The largest micro-batch that a model is prepared for.
@@ -204,8 +205,78 @@ impl BlockBuffers {
 pub struct Work {
     /// Output of a layer norm `(n, c)`.
     pub normed: Buffer,
-    /// The MLP after its activation `(n, f)`.
-    pub activated: Buffer,
+    /// Wide things, in turn.
+    pub room: Room,
+}
+
+/// Memory that the widest things of a pass hold in turn: the MLP after its activation `(n, f)`; in a backward the
+/// gradient of its inside or of qkv, `(n, max(f, 3c))`, behind the former where an adapter needs both; between forward
+/// and backward the logits of a chunk `(chunk, v)`, the rows of 16-bit activations a little apart.
+pub struct Room {
+    bytes: Buffer,
+    activations: DType,
+    /// Bytes before the gradient.
+    before: usize,
+    /// Bytes of logits.
+    logits: usize,
+}
+
+/// What passes the memory is for.
+#[derive(Clone, Copy)]
+pub struct Passes<'a> {
+    /// Rows of logits at a time; 0 where they have memory of their own.
+    pub head_rows: usize,
+    /// The adapters of a backward.
+    pub backward: Option<&'a Wiring>,
+}
+
+impl Room {
+    fn cut(arena: &mut Arena, sizes: Sizes, passes: Passes) -> Result<Self> {
+        let Sizes { config, limits, activations } = sizes;
+        let (n, rows) = (limits.cells(), passes.head_rows);
+        let activated = (n * config.inner * activations.size()).next_multiple_of(ALIGN);
+        let wide = n * config.inner.max(3 * config.width) * activations.size();
+        let (before, backward) = match passes.backward {
+            None => (0, 0),
+            Some(wiring) if wiring.adapts(Site::MlpProj) => (activated, activated + wide),
+            Some(_) => (0, wide),
+        };
+        let logits = rows.min(n.max(1)) * head_loss::stride(config.vocab, activations) * F32.size();
+        let bytes = activated.max(backward).max(logits);
+        Ok(Self {
+            bytes: arena.take("activated, d wide or logits", U8, &[bytes])?,
+            activations,
+            before,
+            logits,
+        })
+    }
+
+    /// The activated MLP `(n, f)` and whatever stands behind it.
+    pub fn activated(&self) -> View<'_> {
+        self.bytes.view().typed(self.activations)
+    }
+
+    /// The same, to write.
+    pub fn activated_mut(&mut self) -> ViewMut<'_> {
+        self.bytes.view_mut().typed(self.activations)
+    }
+
+    /// A wide gradient and whatever stands behind it.
+    pub fn wide(&self) -> View<'_> {
+        let bytes = self.bytes.view();
+        bytes.slice(self.before, bytes.len() - self.before).typed(self.activations)
+    }
+
+    /// The same, to write, and the activated MLP, of which nothing is there where no adapter needs it.
+    pub fn wide_mut(&mut self) -> (View<'_>, ViewMut<'_>) {
+        let (activated, wide) = self.bytes.view_mut().split_at(self.before);
+        (activated.into_view().typed(self.activations), wide.typed(self.activations))
+    }
+
+    /// The logits of a chunk.
+    pub fn logits(&mut self) -> ViewMut<'_> {
+        self.bytes.view_mut().slice(0, self.logits).typed(F32)
+    }
 }
 
 /// Further workspace that only a backward needs.
@@ -214,8 +285,6 @@ pub struct BackwardWork {
     pub grad: Buffer,
     /// Gradient of a half's input or of attention's output `(n, c)`.
     pub narrow: Buffer,
-    /// Gradient of the MLP's inside or of qkv, `(n, max(f, 3c))`.
-    pub wide: Buffer,
     /// Gradient of `low`, `(n, r)`.
     pub d_low: Buffer,
     /// Parts of the gradient of a prefix `(b, 2, p, c)`.
@@ -223,16 +292,14 @@ pub struct BackwardWork {
 }
 
 impl Work {
-    /// Cuts the workspace of a forward.
+    /// Cuts the workspace that all passes share.
     ///
     /// # Errors
     /// When the arena is exhausted.
-    pub fn cut(arena: &mut Arena, sizes: Sizes) -> Result<Self> {
-        let (n, config) = (sizes.limits.cells(), sizes.config);
-        Ok(Self {
-            normed: arena.take("normed", sizes.activations, &[n, config.width])?,
-            activated: arena.take("activated", sizes.activations, &[n, config.inner])?,
-        })
+    pub fn cut(arena: &mut Arena, sizes: Sizes, passes: Passes) -> Result<Self> {
+        let (n, width) = (sizes.limits.cells(), sizes.config.width);
+        let normed = arena.take("normed", sizes.activations, &[n, width])?;
+        Ok(Self { normed, room: Room::cut(arena, sizes, passes)? })
     }
 }
 
@@ -247,7 +314,6 @@ impl BackwardWork {
         Ok(Self {
             grad: arena.take("d residual", activations, &[n, c])?,
             narrow: arena.take("d narrow", activations, &[n, c])?,
-            wide: arena.take("d wide", activations, &[n, config.inner.max(3 * c)])?,
             d_low: arena.take("d low", F32, &[n, wiring.most_ranks()])?,
             d_prefix: arena.take("d prefix", F32, &[limits.rows, 2, wiring.prefix_len(), c])?,
         })
@@ -260,8 +326,6 @@ pub struct HeadWork {
     pub stats: Buffer,
     /// Hidden states of a chunk `(chunk, c)`.
     pub gathered: Buffer,
-    /// Logits of a chunk `(chunk, v)`, the rows of 16-bit activations a little apart.
-    pub logits: Buffer,
     /// Losses of the supervised rows `(n)`.
     pub losses: Buffer,
 }
@@ -277,11 +341,6 @@ impl HeadWork {
         Ok(Self {
             stats: arena.take("stats_f", F32, &[n, 2])?,
             gathered: arena.take("gathered", sizes.activations, &[chunk, config.width])?,
-            logits: arena.take(
-                "logits",
-                F32,
-                &[chunk, head_loss::stride(config.vocab, sizes.activations)],
-            )?,
             losses: arena.take("losses", F32, &[n])?,
         })
     }

@@ -21,7 +21,7 @@ use crate::{
 use super::{
     Base, Limits,
     block::{Block, rows},
-    buffers::{BlockBuffers, Sizes, Work},
+    buffers::{BlockBuffers, Passes, Sizes, Work},
     cache::Cache,
     flow::{Flow, Input, Stage},
     policy::Policy,
@@ -92,7 +92,7 @@ impl Decoder {
                 arena.take("y", activations, &[n, config.width])?,
             ];
             let block = BlockBuffers::cut(arena, "block", sizes, ranks)?;
-            let work = Work::cut(arena, sizes)?;
+            let work = Work::cut(arena, sizes, Passes { head_rows: 0, backward: None })?;
             let stats = arena.take("stats_f", F32, &[rows, 2])?;
             let logits = arena.take("logits", F32, &[rows, config.vocab])?;
             let mut tokens = |name: &str| arena.take(name, U32, &[n]);

@@ -10,7 +10,7 @@ use crate::{
 };
 
 use super::{
-    buffers::{BackwardWork, BlockBuffers, HeadWork, Owned, Parts, Sizes, Work},
+    buffers::{BackwardWork, BlockBuffers, HeadWork, Owned, Parts, Passes, Sizes, Work},
     policy::{Keep, Policy},
     stack::lost,
     wiring::Wiring,
@@ -83,7 +83,8 @@ impl Held {
             Ok((kept, Parts::cut(arena, "shared block", sizes, most, missing)?))
         })?;
         let (work, head, back) = arenas.build("workspace", Place::Memory, |arena| {
-            let work = Work::cut(arena, sizes)?;
+            let passes = Passes { head_rows: policy.head_rows, backward: training.then_some(wiring) };
+            let work = Work::cut(arena, sizes, passes)?;
             let head = HeadWork::cut(arena, sizes, policy.head_rows)?;
             let back = training.then(|| BackwardWork::cut(arena, sizes, wiring)).transpose()?;
             Ok((work, head, back))

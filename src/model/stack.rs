@@ -301,7 +301,7 @@ impl Stack {
             targets: rows!(self.inputs.targets, supervised, 1),
             smoothing: pass.smoothing,
         };
-        let chunk = head_loss::Work { gathered: space.gathered.view_mut(), logits: space.logits.view_mut() };
+        let chunk = head_loss::Work { gathered: space.gathered.view_mut(), logits: work.room.logits() };
         let losses = rows!(mut space.losses, supervised, 1);
         let head = head_matrix(&self.base);
         match back.filter(|_| gradient) {

@@ -145,6 +145,11 @@ impl Wiring {
         self.layers[layer][site].iter().map(|delta| delta.rank).sum()
     }
 
+    /// Whether any layer has an adapter at `site`.
+    pub fn adapts(&self, site: Site) -> bool {
+        self.layers.iter().any(|sites| !sites[site as usize].is_empty())
+    }
+
     /// Largest sum of ranks of any site.
     pub fn most_ranks(&self) -> usize {
         let sites = (0..self.layers.len()).flat_map(|layer| (0..SITES).map(move |site| (layer, site)));

@@ -57,7 +57,7 @@ pub fn cross_entropy(
 
 pub fn hidden_gradient(gpu: &'static Gpu, dz: View, head: Matrix, d_hidden: ViewMut, count: usize) {
     let activations = d_hidden.dtype();
-    let dz = dz.as_type(activations);
+    let dz = dz.typed(activations);
     let ld = gradient_stride(head.rows, activations);
     matmul::cuda::frozen_nn(gpu, (dz, ld), head, Start::Zero, d_hidden, count);
 }
