@@ -108,64 +108,112 @@ impl Tile {
     /// As [`Tile::rows`].
     #[inline(never)]
     #[target_feature(enable = "avx512f")]
-    #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers")]
     unsafe fn run<const M: usize, const V: usize>(&self) {
         let mut sums = [[_mm512_setzero_ps(); V]; M];
-        let (mut weights, mut x) = (self.panel, self.x);
         self.fetch::<M, V>();
-        for _ in 0..self.depth {
-            // SAFETY: the panel has V vectors for each of depth steps, and x as many elements in M rows;
-            // prefetches may point anywhere.
-            unsafe {
-                let w: [__m512; V] = std::array::from_fn(|v| _mm512_loadu_ps(weights.add(v * LANES)));
+        // SAFETY: the caller's promise.
+        unsafe {
+            let mut at = (self.panel, self.x);
+            for _ in 0..self.depth / 4 {
+                sums = self.step(at, sums);
+                sums = self.step(self.behind(at, 1), sums);
+                sums = self.step(self.behind(at, 2), sums);
+                sums = self.step(self.behind(at, 3), sums);
+                at = self.behind(at, 4);
+            }
+            for _ in 0..self.depth % 4 {
+                sums = self.step(at, sums);
+                at = self.behind(at, 1);
+            }
+            self.end::<M, V, false>(sums);
+        }
+    }
+
+    /// Adds the products of a step. Sums go in and come out by value: in a loop over places they would be kept in
+    /// memory as soon as two steps stand in it.
+    ///
+    /// # Safety
+    /// As [`Tile::rows`]; the places are those of one of the tile's steps.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers")]
+    unsafe fn step<const M: usize, const V: usize>(
+        &self,
+        (weights, x): (*const f32, *const f32),
+        mut sums: [[__m512; V]; M],
+    ) -> [[__m512; V]; M] {
+        self.fetch_step::<V>(weights);
+        // SAFETY: the panel has V vectors for each of depth steps, and x as many elements in M rows.
+        unsafe {
+            let w: [__m512; V] = std::array::from_fn(|v| _mm512_loadu_ps(weights.add(v * LANES)));
+            for m in 0..M {
+                let x = _mm512_set1_ps(*x.add(m * self.x_row));
                 for v in 0..V {
-                    let ahead = weights.wrapping_add(AHEAD * self.panel_row + v * LANES);
-                    _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
-                }
-                for m in 0..M {
-                    let x = _mm512_set1_ps(*x.add(m * self.x_row));
-                    for v in 0..V {
-                        sums[m][v] = _mm512_fmadd_ps(x, w[v], sums[m][v]);
-                    }
+                    sums[m][v] = _mm512_fmadd_ps(x, w[v], sums[m][v]);
                 }
             }
-            weights = weights.wrapping_add(self.panel_row);
-            x = x.wrapping_add(self.x_step);
         }
-        // SAFETY: the caller's promise.
-        unsafe { self.end::<M, V, false>(sums) }
+        sums
     }
 
     /// # Safety
     /// As [`Tile::rows_of_pairs`].
     #[inline(never)]
     #[target_feature(enable = "avx512f,avx512bf16")]
-    #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers")]
     unsafe fn run_pairs<const M: usize, const V: usize>(&self) {
         let mut sums = [[_mm512_setzero_ps(); V]; M];
-        let (mut weights, mut x) = (self.panel, self.x);
         self.fetch::<M, V>();
-        for _ in 0..self.depth {
-            // SAFETY: as in `run`.
-            unsafe {
-                let w: [__m512bh; V] =
-                    std::array::from_fn(|v| pairs(_mm512_loadu_ps(weights.add(v * LANES))));
+        // SAFETY: the caller's promise.
+        unsafe {
+            let mut at = (self.panel, self.x);
+            for _ in 0..self.depth {
+                sums = self.step_of_pairs(at, sums);
+                at = self.behind(at, 1);
+            }
+            self.end::<M, V, true>(sums);
+        }
+    }
+
+    /// The same of pairs.
+    ///
+    /// # Safety
+    /// As [`Tile::rows_of_pairs`]; the places are those of one of the tile's steps.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers")]
+    unsafe fn step_of_pairs<const M: usize, const V: usize>(
+        &self,
+        (weights, x): (*const f32, *const f32),
+        mut sums: [[__m512; V]; M],
+    ) -> [[__m512; V]; M] {
+        self.fetch_step::<V>(weights);
+        // SAFETY: as in `step`.
+        unsafe {
+            let w: [__m512bh; V] = std::array::from_fn(|v| pairs(_mm512_loadu_ps(weights.add(v * LANES))));
+            for m in 0..M {
+                let x = pairs(_mm512_set1_ps(*x.add(m * self.x_row)));
                 for v in 0..V {
-                    let ahead = weights.wrapping_add(AHEAD * self.panel_row + v * LANES);
-                    _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
-                }
-                for m in 0..M {
-                    let x = pairs(_mm512_set1_ps(*x.add(m * self.x_row)));
-                    for v in 0..V {
-                        sums[m][v] = _mm512_dpbf16_ps(sums[m][v], x, w[v]);
-                    }
+                    sums[m][v] = _mm512_dpbf16_ps(sums[m][v], x, w[v]);
                 }
             }
-            weights = weights.wrapping_add(self.panel_row);
-            x = x.wrapping_add(self.x_step);
         }
-        // SAFETY: the caller's promise.
-        unsafe { self.end::<M, V, true>(sums) }
+        sums
+    }
+
+    /// Where the panel and x are `steps` further on.
+    #[inline]
+    fn behind(&self, (weights, x): (*const f32, *const f32), steps: usize) -> (*const f32, *const f32) {
+        (weights.wrapping_add(steps * self.panel_row), x.wrapping_add(steps * self.x_step))
+    }
+
+    /// Has the weights of a later step brought near.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn fetch_step<const V: usize>(&self, weights: *const f32) {
+        for v in 0..V {
+            let ahead = weights.wrapping_add(AHEAD * self.panel_row + v * LANES);
+            _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+        }
     }
 
     /// Adds the sums to what the output begins with. `OF_PAIRS` tells the callers apart: what has one caller is
