@@ -32,7 +32,11 @@ fn main() -> Result<()> {
     };
 
     let source = BaseSource::Folder(folder.into());
-    let base = Arc::new(Base::load(&source, folder, Path::new("target/cache"))?);
+    let mut base = Base::load(&source, folder, Path::new("target/cache"))?;
+    if !given("stream") {
+        base.weights.settle()?;
+    }
+    let base = Arc::new(base);
     let vocab = base.config.vocab as u64;
     let spec = AdapterSpec { lora: Some(LoraSpec::default()), prefix: None };
     let set = AdapterSet::new(&spec, &base.description())?;

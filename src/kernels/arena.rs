@@ -217,7 +217,8 @@ impl Arena {
     }
 }
 
-fn in_memory(role: &str, bytes: usize) -> Result<memmap2::MmapMut> {
+/// `bytes` zeros in large pages, as far as the system gives them.
+pub(super) fn in_memory(role: &str, bytes: usize) -> Result<memmap2::MmapMut> {
     let pages = memmap2::MmapMut::map_anon(bytes).map_err(|cause| {
         Error::memory(format!(
             "{bytes} bytes for {role} cannot be reserved: {cause}; use fewer or shorter rows at a time, or a smaller adapter"

@@ -20,6 +20,12 @@ const PAGE: usize = 4096;
 /// mapped as a whole.
 pub const AROUND: usize = 2 << 20;
 
+/// Whether the system gives large pages to memory of the process when it is asked to.
+pub fn large_pages() -> bool {
+    let setting = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled");
+    setting.is_ok_and(|setting| !setting.contains("[never]"))
+}
+
 /// A range of bytes whose pages can be fetched and released.
 #[derive(Clone)]
 pub struct Region {
@@ -43,6 +49,11 @@ impl Region {
 
     pub(super) fn of_chunk(chunk: Arc<Chunk>, start: usize, len: usize) -> Self {
         Self { source: Source::Chunk(chunk), start, len }
+    }
+
+    /// `len` of its bytes from `start` on.
+    pub(super) fn part(&self, start: usize, len: usize) -> Self {
+        Self { start: self.start + start, len: len.min(self.len - start), ..self.clone() }
     }
 
     /// Reads the pages into memory, if they are of a file; returns when they are there.

@@ -266,5 +266,13 @@ pub(super) fn trainer(
         seed: options.seed,
     };
     let arenas = Arenas::real(Some(spool.to_owned())).on(base.device);
-    Trainer::new(Arc::clone(base), prepared.set.clone(), values, trainer_options, arenas)
+    let mut base = Arc::clone(base);
+    if base.device.is_host() && !policy.stream {
+        // Without the memory for it the file serves as well.
+        let mut settled = Base::clone(&base);
+        if settled.weights.settle().is_ok() {
+            base = Arc::new(settled);
+        }
+    }
+    Trainer::new(base, prepared.set.clone(), values, trainer_options, arenas)
 }

@@ -200,6 +200,18 @@ impl Weights {
     /// # Errors
     /// As [`Frozen::bring`].
     pub fn bring(&mut self, device: Device, with_blocks: bool) -> Result<()> {
+        Frozen::bring(&mut self.tensors_mut(with_blocks), device)
+    }
+
+    /// Copies all tensors from their file into large pages of the process.
+    ///
+    /// # Errors
+    /// As [`Frozen::settle`].
+    pub fn settle(&mut self) -> Result<()> {
+        Frozen::settle(&mut self.tensors_mut(true))
+    }
+
+    fn tensors_mut(&mut self, with_blocks: bool) -> Vec<&mut Frozen> {
         let mut tensors: Vec<&mut Frozen> = self.wte.tensors_mut().collect();
         tensors.push(&mut self.wpe);
         if with_blocks {
@@ -207,7 +219,7 @@ impl Weights {
         }
         tensors.extend([&mut self.ln_f.gain, &mut self.ln_f.bias]);
         tensors.extend(self.head.iter_mut().flat_map(FrozenMatrix::tensors_mut));
-        Frozen::bring(&mut tensors, device)
+        tensors
     }
 
     /// The finished copy in the cache, if there is one.
