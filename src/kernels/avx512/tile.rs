@@ -129,8 +129,7 @@ impl Tile {
         }
     }
 
-    /// Adds the products of a step. Sums go in and come out by value: in a loop over places they would be kept in
-    /// memory as soon as two steps stand in it.
+    /// Adds the products of a step.
     ///
     /// # Safety
     /// As [`Tile::rows`]; the places are those of one of the tile's steps.
