@@ -282,6 +282,8 @@ impl<'a> Block<'a> {
             activation::forward(kind, inner, work.room.activated_mut().slice(0, n * f));
         }
         let (activated, d_activated) = work.room.wide_mut();
+        // Nothing of it where no adapter needs it.
+        let activated = activated.slice(0, activated.len().min(n * f));
         let d_activated = Some(d_activated.slice(0, n * f));
         self.linear_backward(
             Site::MlpProj,
