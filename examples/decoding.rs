@@ -34,14 +34,14 @@ fn main() -> Result<()> {
     let sets: Vec<_> = loaded.iter().map(|loaded| (&loaded.set, 1.0)).collect();
     let wiring = Wiring::new(&sets, base.config.layers)?;
     let values = loaded.as_ref().map(|loaded| loaded.values.clone()).unwrap_or_default();
-    let decoder = |rows: usize, capacity: usize| {
-        Decoder::new(Arc::clone(&base), wiring.clone(), values.clone(), rows, capacity)
+    let decoder = |base: &Arc<Base>, rows: usize, capacity: usize| {
+        Decoder::new(Arc::clone(base), wiring.clone(), values.clone(), rows, capacity)
     };
 
     let mut lines = Vec::new();
     for prompt in numbers("--prompt", "512") {
         let ids = ids(prompt, base.config.vocab);
-        let mut decoder = decoder(1, prompt)?;
+        let mut decoder = decoder(&base, 1, prompt)?;
         let mut seconds = Vec::new();
         for _ in 0..6 {
             decoder.rewind(0);
@@ -55,7 +55,7 @@ fn main() -> Result<()> {
         lines.push(format!("\"prompt {prompt}\": {:.1}", prompt as f64 / seconds[seconds.len() / 2]));
     }
     for rows in numbers("--rows", "1") {
-        let mut decoder = decoder(rows, PROMPT + new + 1)?;
+        let mut decoder = decoder(&base.for_generation(rows, new), rows, PROMPT + new + 1)?;
         let vocab = base.config.vocab;
         let first = likeliest(decoder.feed(&ids(PROMPT, vocab))?);
         decoder.fork(rows);

@@ -4,7 +4,7 @@ mod choose;
 pub mod options;
 mod text;
 
-use std::{sync::Arc, time::Instant};
+use std::{cell::OnceCell, sync::Arc, time::Instant};
 
 use engraft_adapters::AdapterSet;
 
@@ -60,6 +60,8 @@ pub type Scaled<'a> = (&'a AdapterSet, &'a [f32], f32);
 /// A base with adapters, continuing prompts.
 pub struct Generator<'a> {
     base: Arc<Base>,
+    /// Laid out for many samples, once there were some.
+    settled: OnceCell<Arc<Base>>,
     wiring: Wiring,
     values: Vec<f32>,
     tokenizer: Option<&'a Tokenizer>,
@@ -79,7 +81,7 @@ impl<'a> Generator<'a> {
             Some(tokenizer) => tokenizer.end_of_text(base.config.eos_token),
             None => base.config.eos_token,
         };
-        Ok(Self { base, wiring, values, tokenizer, end_of_text })
+        Ok(Self { base, settled: OnceCell::new(), wiring, values, tokenizer, end_of_text })
     }
 
     /// Tokens of prompt and continuation together that fit behind the prefix.
@@ -105,7 +107,14 @@ impl<'a> Generator<'a> {
         let capacity = self.room().min(prompt.len().saturating_add(options.max_new_tokens)).max(prompt.len());
         let rows = options.micro_batch.clamp(1, options.num_samples.max(1));
         let (wiring, values) = (self.wiring.clone(), self.values.clone());
-        let mut decoder = Decoder::new(Arc::clone(&self.base), wiring, values, rows, capacity)?;
+        let base = self.settled.get().cloned().unwrap_or_else(|| {
+            let base = self.base.for_generation(rows, capacity - prompt.len());
+            if !Arc::ptr_eq(&base, &self.base) {
+                let _ = self.settled.set(Arc::clone(&base));
+            }
+            base
+        });
+        let mut decoder = Decoder::new(base, wiring, values, rows, capacity)?;
         let logits = decoder.feed(prompt)?.to_vec();
         let mut samples = Vec::new();
         for first in (0..options.num_samples).step_by(rows) {

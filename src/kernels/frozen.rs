@@ -4,6 +4,8 @@
 
 use std::sync::Arc;
 
+use rayon::prelude::*;
+
 use super::{
     arena::{ALIGN as LINE, in_memory},
     device::{DType, Device},
@@ -60,6 +62,20 @@ impl Bytes for Settled {
     fn bytes(&self) -> &[u8] {
         &self.0
     }
+}
+
+/// How the bytes of a tensor are ordered in a copy.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Order {
+    /// As they are.
+    AsItIs,
+    /// A tensor of `rows` rows in strips of so many bytes of a row, which has a whole number of them.
+    Strips {
+        /// Its rows.
+        rows: usize,
+        /// Of a row of a strip.
+        bytes: usize,
+    },
 }
 
 /// A read-only tensor of the base: a range of a mapped file, of embedded bytes, or of a device's memory.
@@ -128,34 +144,59 @@ impl Frozen {
 
     /// Copies tensors of mapped files into one stretch of large pages, as far as the system has them, and gives back
     /// the pages of the files. Panels are widened from rows that lie in a page each: with 4 KiB pages their addresses
-    /// alone cost more than a hundredth of a training step.
+    /// alone cost more than a hundredth of a training step. Says whether it did; it does not where there are no large
+    /// pages or a tensor is in no file.
     ///
     /// # Errors
     /// [`Error::Memory`] when there is no memory for them; then they are where they were.
-    pub fn settle(tensors: &mut [&mut Self]) -> Result<()> {
-        if !large_pages() || !tensors.iter().all(|tensor| tensor.is_mapped()) {
-            return Ok(());
+    pub(super) fn settle(tensors: &mut [(&mut Self, Order)]) -> Result<bool> {
+        if !large_pages() || !tensors.iter().all(|(tensor, _)| tensor.is_mapped()) {
+            return Ok(false);
         }
-        let sizes: Vec<usize> = tensors.iter().map(|tensor| tensor.bytes().next_multiple_of(LINE)).collect();
-        let mut memory = in_memory("the base", sizes.iter().sum::<usize>().max(1))?;
+        let size = |tensor: &Self| tensor.bytes().next_multiple_of(LINE);
+        let total: usize = tensors.iter().map(|(tensor, _)| size(tensor)).sum();
+        let mut memory = in_memory("the base", total.max(1))?;
         let mut room = &mut memory[..];
-        for (tensor, &size) in tensors.iter().zip(&sizes) {
-            let (to, rest) = room.split_at_mut(size);
-            let from = tensor.view().bytes();
-            // In pieces: file and copy are never both in memory as a whole.
-            for (index, (from, to)) in from.chunks(PIECE).zip(to.chunks_mut(PIECE)).enumerate() {
-                to[..from.len()].copy_from_slice(from);
-                tensor.region().part(index * PIECE, from.len()).release();
-            }
+        let mut copies = Vec::new();
+        for (tensor, order) in &*tensors {
+            let (to, rest) = room.split_at_mut(size(tensor));
+            copies.push((&**tensor, *order, to));
             room = rest;
         }
+        // Most of the time goes into pages that the system clears.
+        copies.into_par_iter().with_max_len(1).for_each(|(tensor, order, to)| tensor.copy(order, to));
         let memory: Arc<dyn Bytes> = Arc::new(Settled(memory));
         let mut start = 0;
-        for (tensor, size) in tensors.iter_mut().zip(sizes) {
+        for (tensor, _) in tensors {
+            let size = size(tensor);
             **tensor = Self { source: Source::Host(Arc::clone(&memory)), start, ..**tensor };
             start += size;
         }
-        Ok(())
+        Ok(true)
+    }
+
+    /// Copies a tensor of a file, whose pages are given back piece by piece: file and copy are never both in memory as
+    /// a whole.
+    fn copy(&self, order: Order, to: &mut [u8]) {
+        let from = self.view().bytes();
+        let row = match order {
+            Order::AsItIs => 1,
+            Order::Strips { rows, .. } => from.len() / rows.max(1),
+        };
+        let piece = PIECE.next_multiple_of(row.max(1));
+        for (index, bytes) in from.chunks(piece).enumerate() {
+            match order {
+                Order::AsItIs => to[index * piece..][..bytes.len()].copy_from_slice(bytes),
+                Order::Strips { rows, bytes: width } => {
+                    let first = index * piece / row;
+                    for (strip, to) in to[..from.len()].chunks_exact_mut(rows * width).enumerate() {
+                        let rows = bytes.chunks_exact(row).zip(to[first * width..].chunks_exact_mut(width));
+                        rows.for_each(|(row, to)| to.copy_from_slice(&row[strip * width..][..width]));
+                    }
+                }
+            }
+            self.region().part(index * piece, bytes.len()).release();
+        }
     }
 
     /// The tensor of this type and size that begins `start` bytes into the memory of a device.
@@ -238,7 +279,8 @@ mod tests {
         let source: Arc<dyn Bytes> = Arc::new(unsafe { memmap2::Mmap::map(file.as_file()) }.unwrap());
         let cut = |start: usize, len: usize| Frozen::new(source.clone(), start, DType::F16, len).unwrap();
         let (mut small, mut large) = (cut(2, 33), cut(100, (PIECE + 700) / 2));
-        Frozen::settle(&mut [&mut small, &mut large]).unwrap();
+        let moved = Frozen::settle(&mut [(&mut small, Order::AsItIs), (&mut large, Order::AsItIs)]).unwrap();
+        assert_eq!(moved, large_pages());
         assert_eq!(small.view().bytes(), &numbers[2..68]);
         assert_eq!(large.view().bytes(), &numbers[100..PIECE + 800]);
         assert_eq!(large.is_mapped(), !large_pages());
@@ -246,8 +288,29 @@ mod tests {
         large.region().release();
         assert_eq!(large.view().bytes(), &numbers[100..PIECE + 800]);
         let mut fixed = Frozen::new(Arc::new(vec![7u8; 8]), 0, DType::U8, 8).unwrap();
-        Frozen::settle(&mut [&mut small, &mut fixed]).unwrap();
+        assert!(!Frozen::settle(&mut [(&mut small, Order::AsItIs), (&mut fixed, Order::AsItIs)]).unwrap());
         assert_eq!(fixed.view().bytes(), [7; 8]);
+    }
+
+    #[test]
+    fn strips_hold_a_few_columns_of_all_rows() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        // More than a piece, which is cut between rows.
+        let (rows, strips, width) = (PIECE / 150, 3, 64);
+        let numbers: Vec<u8> = (0..rows * strips * width).map(|i| (i % 251) as u8).collect();
+        std::fs::write(file.path(), &numbers).unwrap();
+        // SAFETY: nobody else has the file.
+        let source: Arc<dyn Bytes> = Arc::new(unsafe { memmap2::Mmap::map(file.as_file()) }.unwrap());
+        let mut tensor = Frozen::new(source, 0, DType::F16, numbers.len() / 2).unwrap();
+        let moved = Frozen::settle(&mut [(&mut tensor, Order::Strips { rows, bytes: width })]).unwrap();
+        assert_eq!(moved, large_pages());
+        if moved {
+            let settled = tensor.view().bytes();
+            for (row, strip) in [(0, 0), (1, 0), (rows - 1, 1), (7, 2), (rows - 1, 2), (rows / 2, 1)] {
+                let expected = &numbers[(row * strips + strip) * width..][..width];
+                assert_eq!(&settled[(strip * rows + row) * width..][..width], expected, "{row} {strip}");
+            }
+        }
     }
 
     #[test]

@@ -5,7 +5,12 @@ use std::{ops::Range, sync::Arc};
 use engraft::{
     data::{NO_LOSS, Row},
     kernels::arena::Arenas,
-    kernels::device::{Buffer, DType},
+    kernels::{
+        cpu::avx512,
+        device::{Buffer, DType},
+        matmul::Layout,
+        pages::large_pages,
+    },
     model::{Base, Decoder, Limits, Policy, Prompt, Stack, Trained, Wiring},
 };
 use engraft_adapters::rng;
@@ -226,4 +231,32 @@ fn forked_sequences_do_not_see_each_other() {
         let expected = wide(&at_once(&base, &case, &[3, 1, 4, 1, 5, 9]));
         assert!(difference(&again, &expected) < LOGITS, "{}", case.name);
     }
+}
+
+/// Blocks laid out for many samples give the same bits as those of the file, in products of every number of rows.
+#[test]
+fn a_base_laid_out_for_many_samples_says_the_same() {
+    let random = random_base(Sizes { heads: 2, width: 32, inner: 96, ..LONG }, "gelu_new");
+    let base = &random.base;
+    assert!(Arc::ptr_eq(base, &base.for_generation(1, 1000)), "one sample is as fast without");
+    let laid_out = base.for_generation(30, 100);
+    let ids = row(2, 130, 0, LONG.vocab).ids;
+    for case in cases(base, 0.0) {
+        let of = |base: &Arc<Base>| {
+            let (wiring, values) = (wiring(base, &case), case.values.clone());
+            let mut decoder = Decoder::new(Arc::clone(base), wiring, values, 30, ids.len() + 2).unwrap();
+            let mut logits = decoder.feed(&ids).unwrap().to_vec();
+            for (count, id) in [(1, 7), (30, 3)] {
+                decoder.rewind(ids.len());
+                decoder.fork(count);
+                logits.extend(decoder.feed_each(&vec![id; count]).unwrap());
+            }
+            bits(&logits)
+        };
+        assert!(of(base) == of(&laid_out), "{}", case.name);
+    }
+    let layout = |base: &Base| base.weights.blocks[1].mlp_proj.weight.layout;
+    assert_eq!(layout(base), Layout::Rows);
+    let strips = large_pages() && avx512();
+    assert_eq!(layout(&laid_out), if strips { Layout::Strips } else { Layout::Rows });
 }

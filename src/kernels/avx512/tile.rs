@@ -13,8 +13,17 @@ pub const ROWS: usize = 6;
 pub const VECTORS: usize = 4;
 /// Columns of a tile: as many as most heads are wide.
 pub const COLUMNS: usize = VECTORS * LANES;
+/// Rows of a tile that widens FP16 itself: again 24 sums, of the two vectors that a cache line holds.
+pub const TALL: usize = 12;
 /// Steps of a panel that are fetched ahead of their use.
 const AHEAD: usize = 8;
+/// The same where it comes from memory and is read in one stretch.
+const FAR: usize = 24;
+
+/// Callers of [`Tile::end`].
+const FLOATS: u8 = 0;
+const PAIRS: u8 = 1;
+const HALVES: u8 = 2;
 
 /// What stands in the output before the product is added.
 #[derive(Clone, Copy)]
@@ -40,7 +49,7 @@ pub struct Tile {
     pub x_row: usize,
     /// Distance between steps of x.
     pub x_step: usize,
-    /// First row of the panel; whole vectors of it are read.
+    /// First row of the panel; whole vectors of it are read. Of FP16 in [`Tile::rows_of_halves`].
     pub panel: *const f32,
     /// Distance between steps of the panel.
     pub panel_row: usize,
@@ -104,6 +113,63 @@ impl Tile {
         unsafe { sized!(self, rows, run_pairs) }
     }
 
+    /// Computes `rows` rows, at most TALL, with a panel of FP16 two vectors wide.
+    ///
+    /// # Safety
+    /// As [`Tile::rows`]; the panel is `(depth, 2 LANES)` FP16 values.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub unsafe fn rows_of_halves(&self, rows: usize) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match rows {
+                0 => {}
+                1 => self.run_halves::<1>(),
+                2 => self.run_halves::<2>(),
+                3 => self.run_halves::<3>(),
+                4 => self.run_halves::<4>(),
+                5 => self.run_halves::<5>(),
+                6 => self.run_halves::<6>(),
+                7 => self.run_halves::<7>(),
+                8 => self.run_halves::<8>(),
+                9 => self.run_halves::<9>(),
+                10 => self.run_halves::<10>(),
+                11 => self.run_halves::<11>(),
+                _ => self.run_halves::<TALL>(),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`Tile::rows_of_halves`].
+    #[inline(never)]
+    #[target_feature(enable = "avx512f")]
+    #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers")]
+    unsafe fn run_halves<const M: usize>(&self) {
+        let mut sums = [[_mm512_setzero_ps(); 2]; M];
+        self.fetch::<M, 2>();
+        let (mut weights, mut x) = (self.panel.cast::<__m256i>(), self.x);
+        for _ in 0..self.depth {
+            // SAFETY: the panel has two vectors for each of depth steps, and x as many elements in M rows; prefetches
+            // may point anywhere.
+            unsafe {
+                _mm_prefetch::<_MM_HINT_T0>(weights.wrapping_add(2 * FAR).cast());
+                let w: [__m512; 2] =
+                    std::array::from_fn(|v| _mm512_cvtph_ps(_mm256_loadu_si256(weights.add(v))));
+                for m in 0..M {
+                    let x = _mm512_set1_ps(*x.add(m * self.x_row));
+                    for v in 0..2 {
+                        sums[m][v] = _mm512_fmadd_ps(x, w[v], sums[m][v]);
+                    }
+                }
+            }
+            weights = weights.wrapping_add(2);
+            x = x.wrapping_add(self.x_step);
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.end::<M, 2, HALVES>(sums) }
+    }
+
     /// # Safety
     /// As [`Tile::rows`].
     #[inline(never)]
@@ -125,7 +191,7 @@ impl Tile {
                 sums = self.step(at, sums);
                 at = self.behind(at, 1);
             }
-            self.end::<M, V, false>(sums);
+            self.end::<M, V, FLOATS>(sums);
         }
     }
 
@@ -169,7 +235,7 @@ impl Tile {
                 sums = self.step_of_pairs(at, sums);
                 at = self.behind(at, 1);
             }
-            self.end::<M, V, true>(sums);
+            self.end::<M, V, PAIRS>(sums);
         }
     }
 
@@ -215,14 +281,14 @@ impl Tile {
         }
     }
 
-    /// Adds the sums to what the output begins with. `OF_PAIRS` tells the callers apart: what has one caller is
+    /// Adds the sums to what the output begins with. `CALLER` tells the callers apart: what has one caller is
     /// compiled into it, and of two the sums would come through memory.
     ///
     /// # Safety
     /// As [`Tile::rows`].
     #[inline]
     #[target_feature(enable = "avx512f")]
-    unsafe fn end<const M: usize, const V: usize, const OF_PAIRS: bool>(&self, sums: [[__m512; V]; M]) {
+    unsafe fn end<const M: usize, const V: usize, const CALLER: u8>(&self, sums: [[__m512; V]; M]) {
         // A loop for each beginning: with the choice inside, the sums would go through memory.
         // SAFETY: masked elements alone are read, all of them the caller's.
         unsafe {

@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 
 use half::f16;
 
-use self::weights::{Codes, Halves, Weights};
+use self::weights::{Codes, Halves, Strips, Weights};
 use super::{Arithmetic, Elements, Matrix, Start};
 use crate::kernels::{
     avx512::{
@@ -22,6 +22,7 @@ use crate::kernels::{
 
 mod few;
 mod pairs;
+mod strips;
 mod weights;
 
 /// Weights of a column that a panel holds.
@@ -58,6 +59,15 @@ pub unsafe fn frozen(x: &[f32], (w, turned): (Matrix, bool), start: Start, y: &m
         match w.host() {
             Elements::Halves(halves) => {
                 form(x, (Halves(halves, w.cols), turned), shape, pairs, start, y);
+            }
+            // Where rows would be rounded to BF16, those in strips are too.
+            Elements::Strips(halves, rows)
+                if !turned && n <= if pairs { few::ROWS } else { strips::ROWS } =>
+            {
+                strips::nn(x, (halves, rows), (n, w.cols), start, y);
+            }
+            Elements::Strips(halves, rows) => {
+                form(x, (Strips(halves, rows), turned), shape, pairs, start, y);
             }
             Elements::Codes(codes, scales) => {
                 form(x, (Codes(codes, scales, w.cols), turned), shape, pairs, start, y);

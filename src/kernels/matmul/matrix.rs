@@ -2,14 +2,18 @@
 
 use half::f16;
 
-use crate::kernels::{
-    cpu::widen,
-    device::{DType, Frozen, View},
-    pages::Region,
-    q8,
+use crate::{
+    error::Result,
+    kernels::{
+        cpu::{avx512, widen},
+        device::{DType, Frozen, View},
+        frozen::Order,
+        pages::Region,
+        q8,
+    },
 };
 
-/// A frozen matrix `(rows, cols)`, row-major: FP16, or codes with scales as [`q8`] describes them.
+/// A frozen matrix `(rows, cols)`: FP16, or codes with scales as [`q8`] describes them.
 #[derive(Clone, Copy)]
 pub struct Matrix<'a> {
     /// Its elements, FP16 or I8.
@@ -20,9 +24,25 @@ pub struct Matrix<'a> {
     pub rows: usize,
     /// Columns: outputs of a linear layer, width of the head.
     pub cols: usize,
+    /// In which order its elements lie.
+    pub layout: Layout,
     /// How a CPU multiplies with it; a device goes by the type of the activations.
     pub arithmetic: Arithmetic,
 }
+
+/// The order in which the elements of a matrix lie in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Layout {
+    /// Row by row: everywhere but in memory of a CPU process that was laid out for its kernels.
+    #[default]
+    Rows,
+    /// Strips of [`STRIP`] columns one after another, each row by row: who takes a few columns of all rows reads one
+    /// stretch of memory. FP16 alone, whole strips.
+    Strips,
+}
+
+/// Columns of a strip: a cache line of FP16.
+pub const STRIP: usize = 32;
 
 /// How a CPU computes products with a frozen matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -39,12 +59,12 @@ pub enum Arithmetic {
 impl<'a> Matrix<'a> {
     /// `(rows, cols)` of FP16.
     pub fn halves(data: View<'a>, rows: usize, cols: usize) -> Self {
-        Self { data, scales: None, rows, cols, arithmetic: Arithmetic::F32 }
+        Self { data, scales: None, rows, cols, layout: Layout::Rows, arithmetic: Arithmetic::F32 }
     }
 
     /// `(rows, cols)` of codes with scales `(rows, blocks)`.
     pub fn codes(data: View<'a>, scales: View<'a>, rows: usize, cols: usize) -> Self {
-        Self { data, scales: Some(scales), rows, cols, arithmetic: Arithmetic::F32 }
+        Self { data, scales: Some(scales), rows, cols, layout: Layout::Rows, arithmetic: Arithmetic::F32 }
     }
 
     /// Its elements on the host.
@@ -52,11 +72,15 @@ impl<'a> Matrix<'a> {
     /// # Panics
     /// When there are fewer than its sizes say, or they are of another type.
     pub(in crate::kernels) fn host(self) -> Elements<'a> {
-        let Self { data, scales, rows, cols, .. } = self;
+        let Self { data, scales, rows, cols, layout, .. } = self;
         assert!(data.len() >= rows * cols, "a matrix of {rows} x {cols} has more elements");
-        match scales {
-            None => Elements::Halves(data.host()),
-            Some(scales) => {
+        match (scales, layout) {
+            (None, Layout::Rows) => Elements::Halves(data.host()),
+            (None, Layout::Strips) => {
+                assert!(cols.is_multiple_of(STRIP), "strips are whole");
+                Elements::Strips(data.host(), rows)
+            }
+            (Some(scales), _) => {
                 assert!(scales.len() >= rows * q8::blocks(cols), "a scale for every block");
                 Elements::Codes(data.host(), scales.host())
             }
@@ -65,10 +89,19 @@ impl<'a> Matrix<'a> {
 
     /// Copies all of it to the host, as FP32 `(rows, cols)`. For tests and small tools.
     pub fn to_floats(self) -> Vec<f32> {
-        let Some(scales) = self.scales else { return self.data.to_floats() };
-        assert_eq!(self.data.dtype(), DType::I8, "codes are 8-bit");
-        let (codes, scales) = (self.data.to_vec::<i8>(), scales.to_vec::<f16>());
-        let elements = Elements::Codes(&codes, &scales);
+        let (halves, codes, factors);
+        let elements = match (self.scales, self.layout) {
+            (None, Layout::Rows) => return self.data.to_floats(),
+            (None, Layout::Strips) => {
+                halves = self.data.to_vec::<f16>();
+                Elements::Strips(&halves, self.rows)
+            }
+            (Some(scales), _) => {
+                assert_eq!(self.data.dtype(), DType::I8, "codes are 8-bit");
+                (codes, factors) = (self.data.to_vec::<i8>(), scales.to_vec::<f16>());
+                Elements::Codes(&codes, &factors)
+            }
+        };
         let mut floats = vec![0f32; self.rows * self.cols];
         for (row, floats) in floats.chunks_exact_mut(self.cols.max(1)).enumerate() {
             elements.widen(self.cols, (row, 0), floats);
@@ -88,6 +121,8 @@ pub struct FrozenMatrix {
     pub rows: usize,
     /// Columns.
     pub cols: usize,
+    /// In which order its elements lie.
+    pub layout: Layout,
     /// How a CPU multiplies with it.
     pub arithmetic: Arithmetic,
 }
@@ -95,8 +130,44 @@ pub struct FrozenMatrix {
 impl FrozenMatrix {
     /// Read access.
     pub fn view(&self) -> Matrix<'_> {
-        let &Self { ref data, ref scales, rows, cols, arithmetic } = self;
-        Matrix { data: data.view(), scales: scales.as_ref().map(Frozen::view), rows, cols, arithmetic }
+        let &Self { ref data, ref scales, rows, cols, layout, arithmetic } = self;
+        Matrix {
+            data: data.view(),
+            scales: scales.as_ref().map(Frozen::view),
+            rows,
+            cols,
+            layout,
+            arithmetic,
+        }
+    }
+
+    /// Copies matrices of mapped files into large pages of the process, with `strips` in strips where this CPU's
+    /// kernels read them faster. Where there are no large pages nothing is done.
+    ///
+    /// # Errors
+    /// [`Error::Memory`](crate::error::Error::Memory) when there is no memory for them; then they are where they were.
+    pub fn settle(matrices: &mut [&mut Self], strips: bool) -> Result<()> {
+        let layout = |matrix: &Self| {
+            let halves = matrix.scales.is_none() && matrix.cols.is_multiple_of(STRIP);
+            if strips && avx512() && halves { Layout::Strips } else { Layout::Rows }
+        };
+        let layouts: Vec<Layout> = matrices.iter().map(|matrix| layout(matrix)).collect();
+        let mut tensors = Vec::new();
+        for (matrix, &layout) in matrices.iter_mut().zip(&layouts) {
+            let rows = matrix.rows;
+            let order = match layout {
+                Layout::Rows => Order::AsItIs,
+                Layout::Strips => Order::Strips { rows, bytes: STRIP * size_of::<f16>() },
+            };
+            tensors.push((&mut matrix.data, order));
+            tensors.extend(matrix.scales.iter_mut().map(|scales| (scales, Order::AsItIs)));
+        }
+        if Frozen::settle(&mut tensors)? {
+            for (matrix, layout) in matrices.iter_mut().zip(layouts) {
+                matrix.layout = layout;
+            }
+        }
+        Ok(())
     }
 
     /// The tensors it is made of.
@@ -120,8 +191,15 @@ impl FrozenMatrix {
 pub(in crate::kernels) enum Elements<'a> {
     /// FP16.
     Halves(&'a [f16]),
+    /// FP16 in strips, of so many rows.
+    Strips(&'a [f16], usize),
     /// Codes, and the scales of their blocks.
     Codes(&'a [i8], &'a [f16]),
+}
+
+/// Where an element of a matrix of `rows` rows lies that is in strips.
+pub(in crate::kernels) fn strip_start(rows: usize, row: usize, column: usize) -> usize {
+    (column / STRIP * rows + row) * STRIP + column % STRIP
 }
 
 impl Elements<'_> {
@@ -130,6 +208,17 @@ impl Elements<'_> {
         let start = row * cols + column;
         match self {
             Self::Halves(halves) => widen(&halves[start..][..to.len()], to),
+            Self::Strips(halves, rows) => {
+                let mut column = column;
+                let mut to = to;
+                while !to.is_empty() {
+                    let count = (STRIP - column % STRIP).min(to.len());
+                    let (piece, rest) = to.split_at_mut(count);
+                    widen(&halves[strip_start(rows, row, column)..][..count], piece);
+                    column += count;
+                    to = rest;
+                }
+            }
             Self::Codes(codes, scales) => {
                 let blocks = q8::blocks(cols);
                 q8::widen(&codes[start..][..to.len()], &scales[row * blocks..][..blocks], column, to);

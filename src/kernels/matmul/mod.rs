@@ -21,7 +21,7 @@ mod matrix;
 mod tests;
 
 pub(super) use matrix::Elements;
-pub use matrix::{Arithmetic, FrozenMatrix, Matrix};
+pub use matrix::{Arithmetic, FrozenMatrix, Layout, Matrix};
 
 /// Floats of scratch that a CPU thread uses, and floats that packing takes for `n` rows.
 pub fn scratch(n: usize) -> (usize, usize) {

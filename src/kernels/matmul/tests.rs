@@ -2,7 +2,7 @@
 
 use half::f16;
 
-use super::*;
+use super::{matrix::STRIP, *};
 use crate::kernels::{
     q8,
     testing::{assert_close, halves, numbers},
@@ -133,6 +133,84 @@ fn codes_and_halves_of_the_same_values_give_the_same_bits() {
                 "{n} rows"
             );
         }
+    }
+}
+
+/// `values (rows, cols)` in strips.
+fn strips(values: &[f16], rows: usize, cols: usize) -> Vec<f16> {
+    let mut strips = vec![f16::NAN; values.len()];
+    for (at, &value) in values.iter().enumerate() {
+        let (row, column) = (at / cols, at % cols);
+        strips[column / STRIP * rows * STRIP + row * STRIP + column % STRIP] = value;
+    }
+    strips
+}
+
+#[test]
+fn strips_give_the_same_bits_as_rows() {
+    for (rows, cols) in [(1, 32), (17, 96), (800, 288), (1601, 64)] {
+        let weights = halves(31, rows * cols);
+        let in_rows = Matrix::halves(weights.as_slice().into(), rows, cols);
+        let stripped = strips(&weights, rows, cols);
+        let in_strips = Matrix { data: stripped.as_slice().into(), layout: Layout::Strips, ..in_rows };
+        assert_eq!(in_strips.to_floats(), in_rows.to_floats());
+        let (bias, residual) = (halves(32, cols), numbers(33, 100 * cols));
+        for n in [1, 2, 5, 11, 12, 13, 25, 32, 72, 73, 100] {
+            let x = numbers(34, n * rows.max(cols));
+            let of = |matrix: Matrix| {
+                let mut y = vec![f32::NAN; n * cols];
+                let start = Start::Residual(residual[..n * cols].into(), bias.as_slice().into());
+                frozen_nn(x[..n * rows].into(), matrix, start, y.as_mut_slice().into(), n);
+                (y, both(&x, matrix, n))
+            };
+            assert!(of(in_strips) == of(in_rows), "{rows} x {cols}, {n} rows of x");
+        }
+    }
+}
+
+#[test]
+fn strips_are_read_below_avx512_too() {
+    let (n, rows, cols) = (5, 70, 96);
+    let (weights, x) = (halves(35, rows * cols), numbers(36, n * rows));
+    let stripped = strips(&weights, rows, cols);
+    let matrix = Matrix::halves(stripped.as_slice().into(), rows, cols);
+    let elements = Matrix { layout: Layout::Strips, ..matrix }.host();
+    let mut piece = [0f32; 41];
+    // From the middle of a strip to that of the next but one.
+    elements.widen(cols, (69, 50), &mut piece);
+    let expected: Vec<f32> = weights[69 * cols + 50..][..41].iter().map(|w| w.to_f32()).collect();
+    assert_eq!(piece[..], expected);
+    let mut y = vec![0f32; n * cols];
+    frozen_nn(
+        x[..].into(),
+        Matrix { layout: Layout::Strips, ..matrix },
+        Start::Zero,
+        y.as_mut_slice().into(),
+        n,
+    );
+    assert_close(&y, &plain(&x, &weights, (n, rows, cols), false), 2e-5, "strips");
+}
+
+/// A sequence says the same alone and among others.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn the_number_of_rows_changes_no_bit() {
+    if !crate::kernels::cpu::avx512() {
+        return;
+    }
+    let (n, rows, cols) = (40, 1601, 130);
+    let (weights, x) = (halves(37, rows * cols), numbers(38, n * rows));
+    let matrix = Matrix::halves(weights.as_slice().into(), rows, cols);
+    let (bias, residual) = (halves(39, cols), numbers(40, n * cols));
+    let of = |n: usize| {
+        let mut y = vec![f32::NAN; n * cols];
+        let start = Start::Residual(residual[..n * cols].into(), bias.as_slice().into());
+        frozen_nn(x[..n * rows].into(), matrix, start, y.as_mut_slice().into(), n);
+        y
+    };
+    let all = of(n);
+    for few in [1, 3, 8, 9, 24, 25] {
+        assert!(of(few) == all[..few * cols], "{few} rows");
     }
 }
 

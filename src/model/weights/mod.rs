@@ -32,7 +32,7 @@ use crate::{
     error::{Error, Result},
     kernels::{
         device::{Bytes, DType, Device, Frozen},
-        matmul::{Arithmetic, FrozenMatrix},
+        matmul::{Arithmetic, FrozenMatrix, Layout},
     },
     model::config::Config,
 };
@@ -187,11 +187,7 @@ impl Weights {
     pub fn multiply(&mut self, arithmetic: Arithmetic) {
         self.wte.arithmetic = arithmetic;
         self.head.iter_mut().for_each(|head| head.arithmetic = arithmetic);
-        for block in &mut self.blocks {
-            for linear in [&mut block.c_attn, &mut block.attn_proj, &mut block.c_fc, &mut block.mlp_proj] {
-                linear.weight.arithmetic = arithmetic;
-            }
-        }
+        self.linears_mut().for_each(|linear| linear.weight.arithmetic = arithmetic);
     }
 
     /// Brings tensors to `device`, one after another: all of them, or all but those of the blocks. What was mapped of
@@ -203,12 +199,32 @@ impl Weights {
         Frozen::bring(&mut self.tensors_mut(with_blocks), device)
     }
 
-    /// Copies all tensors from their file into large pages of the process.
+    /// Copies all matrices from their file into large pages of the process, those of the blocks in the order in which
+    /// this CPU's kernels read them. Where there are no large pages nothing is done.
     ///
     /// # Errors
-    /// As [`Frozen::settle`].
+    /// [`Error::Memory`] when there is no memory for them; then they are where they were.
     pub fn settle(&mut self) -> Result<()> {
-        Frozen::settle(&mut self.tensors_mut(true))
+        self.settle_blocks()?;
+        let tables = std::iter::once(&mut self.wte).chain(&mut self.head);
+        FrozenMatrix::settle(&mut tables.collect::<Vec<_>>(), false)
+    }
+
+    /// The same of the matrices of the blocks alone.
+    ///
+    /// # Errors
+    /// As [`Weights::settle`].
+    pub fn settle_blocks(&mut self) -> Result<()> {
+        FrozenMatrix::settle(
+            &mut self.linears_mut().map(|linear| &mut linear.weight).collect::<Vec<_>>(),
+            true,
+        )
+    }
+
+    fn linears_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
+        self.blocks
+            .iter_mut()
+            .flat_map(|block| [&mut block.c_attn, &mut block.attn_proj, &mut block.c_fc, &mut block.mlp_proj])
     }
 
     fn tensors_mut(&mut self, with_blocks: bool) -> Vec<&mut Frozen> {
@@ -251,6 +267,7 @@ impl Weights {
                 scales: scales.map(frozen).transpose()?,
                 rows,
                 cols,
+                layout: Layout::Rows,
                 arithmetic: Arithmetic::F32,
             });
         }

@@ -1,14 +1,14 @@
 //! Products of few rows, as decoding makes them: bound by memory, so each weight is read once, as it is kept, and
 //! widened in a register.
 //!
-//! An element is one chain of fused multiply-adds (`nn`), or LANES chains that are added up at the end (`nt`).
+//! In `nn` an element is what the tiles of panels make of it, in `nt` LANES chains that are added up at the end.
 
 use std::{arch::x86_64::*, ops::Range};
 
-use super::{check, weights::Weights};
+use super::{DEPTH, check, weights::Weights};
 use crate::kernels::{
     avx512::{LANES, load_or},
-    cpu::{Shared, cut, each},
+    cpu::{Shared, cut, each, vectorised, with_scratch},
     matmul::{Start, cpu::fill},
     q8::BLOCK,
 };
@@ -18,7 +18,7 @@ pub const ROWS: usize = 24;
 pub const ROWS_TURNED: usize = 8;
 /// Rows of x that meet weights in registers at a time.
 const TALL: usize = 8;
-/// Floats of y that a task works on at a time: half of a first-level cache.
+/// Floats of sums that a task works on at a time: half of a first-level cache.
 const NEAR: usize = 6144;
 /// Rows of weights that a sum takes up before it goes back to memory.
 const DEEP: usize = 8;
@@ -49,44 +49,68 @@ pub unsafe fn nn<W: Weights>(
     let side = (NEAR / n.max(1)).next_multiple_of(W::LINE.max(BLOCK));
     each(tasks, |task| {
         let end = cols.min((task + 1) * width);
-        for first in (task * width..end).step_by(side) {
-            let columns = first..end.min(first + side);
-            fill(start, out, n, cols, first, columns.len());
-            for k in (0..rows).step_by(DEEP) {
-                for row in (0..n).step_by(TALL) {
-                    let piece = Piece {
-                        x: &x[row * rows..],
-                        w,
-                        rows,
-                        cols,
-                        columns: columns.clone(),
-                        first_row: row,
-                        y: out,
-                    };
-                    // SAFETY: the caller found the instructions; the range was checked, these columns are this task's.
-                    unsafe {
-                        match DEEP.min(rows - k) {
-                            DEEP => piece.rows::<DEEP>(k, n - row),
-                            left => (k..k + left).for_each(|k| piece.rows::<1>(k, n - row)),
-                        }
+        with_scratch(n * side, |sums| {
+            for first in (task * width..end).step_by(side) {
+                let columns = first..end.min(first + side);
+                fill(start, out, n, cols, first, columns.len());
+                let sums = &mut sums[..n * columns.len()];
+                for k in (0..rows).step_by(DEPTH) {
+                    let steps = k..rows.min(k + DEPTH);
+                    sums.fill(0.0);
+                    // SAFETY: the caller found the instructions; the weights have these rows and columns.
+                    unsafe { stretch(x, w, (n, rows), (steps, columns.clone()), Shared::new(sums)) }
+                    for (row, sums) in sums.chunks_exact(columns.len()).enumerate() {
+                        // SAFETY: these columns are this task's.
+                        let y = unsafe { out.range(row * cols + first, columns.len()) };
+                        vectorised(
+                            #[inline(always)]
+                            || y.iter_mut().zip(sums).for_each(|(y, sum)| *y += sum),
+                        );
                     }
                 }
             }
-        }
+        });
     });
 }
 
-/// Columns of y that a task works on, and what they are made of.
+/// Adds `x[.., steps] W[steps, columns]` to `y (n, columns)`.
+///
+/// # Safety
+/// The CPU has AVX-512 F; the weights have these rows and columns.
+#[target_feature(enable = "avx512f")]
+unsafe fn stretch<W: Weights>(
+    x: &[f32],
+    w: W,
+    (n, rows): (usize, usize),
+    (steps, columns): (Range<usize>, Range<usize>),
+    y: Shared,
+) {
+    for k in steps.clone().step_by(DEEP) {
+        for row in (0..n).step_by(TALL) {
+            let (x, columns) = (&x[row * rows..], columns.clone());
+            let piece = Piece { x, w, rows, columns, first_row: row, y };
+            // SAFETY: the caller's promise.
+            unsafe {
+                match DEEP.min(steps.end - k) {
+                    DEEP => piece.rows::<DEEP>(k, n - row),
+                    left => (k..k + left).for_each(|k| piece.rows::<1>(k, n - row)),
+                }
+            }
+        }
+    }
+}
+
+/// Columns of a product, and what they are made of.
 struct Piece<'a, W> {
     /// From the first row on.
     x: &'a [f32],
     w: W,
     /// Of the weights.
     rows: usize,
-    cols: usize,
     columns: Range<usize>,
     /// Of y.
     first_row: usize,
+    /// `(.., columns)`.
     y: Shared,
 }
 
@@ -119,10 +143,10 @@ impl<W: Weights> Piece<'_, W> {
     /// The CPU has AVX-512 F, w is of this shape, there are R rows, and the columns belong to the caller.
     #[target_feature(enable = "avx512f")]
     unsafe fn deep<const D: usize, const R: usize>(&self, k: usize) {
-        let Self { x, w, rows, cols, .. } = *self;
+        let Self { x, w, rows, .. } = *self;
         let (first, width) = (self.columns.start, self.columns.len());
         let body = width - width % LANES;
-        let to = |r: usize, column: usize| self.y.at((self.first_row + r) * cols + first + column);
+        let to = |r: usize, column: usize| self.y.at((self.first_row + r) * width + column);
         for strip in (0..body).step_by(W::STRIP) {
             // SAFETY: the weights have these rows and columns.
             let scales: [W::Scales; D] = std::array::from_fn(|d| unsafe { w.scales(k + d, first + strip) });
@@ -153,7 +177,7 @@ impl<W: Weights> Piece<'_, W> {
         for column in first + body..first + width {
             for row in 0..R {
                 // SAFETY: an element of the caller's columns.
-                let y = unsafe { self.y.range((self.first_row + row) * cols + column, 1) };
+                let y = unsafe { self.y.range((self.first_row + row) * width + column - first, 1) };
                 for d in 0..D {
                     y[0] = x[row * rows + k + d].mul_add(w.value(k + d, column), y[0]);
                 }

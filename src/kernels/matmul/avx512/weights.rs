@@ -6,6 +6,7 @@ use half::f16;
 
 use crate::kernels::{
     avx512::{LANES, widened},
+    matmul::matrix::{STRIP, strip_start},
     q8::{self, BLOCK},
 };
 
@@ -113,6 +114,65 @@ impl Weights for Halves<'_> {
     fn address(self, row: usize, column: usize) -> *const i8 {
         let Self(halves, cols) = self;
         halves.as_ptr().wrapping_add(row * cols + column).cast()
+    }
+}
+
+/// FP16 in strips of so many rows, see [`Layout`](crate::kernels::matmul::Layout). LANES columns from a multiple of LANES
+/// on lie in one strip.
+#[derive(Clone, Copy)]
+pub struct Strips<'a>(pub &'a [f16], pub usize);
+
+impl Weights for Strips<'_> {
+    const LINE: usize = STRIP;
+    const STRIP: usize = usize::MAX;
+    type Scales = ();
+    type Factors = f32;
+
+    #[inline]
+    unsafe fn scales(self, _: usize, _: usize) {}
+
+    #[inline]
+    unsafe fn factors(x: f32, (): ()) -> f32 {
+        x
+    }
+
+    #[inline]
+    fn factor(factor: &f32, _: usize) -> f32 {
+        *factor
+    }
+
+    #[inline]
+    unsafe fn times(raw: __m512, _: &f32, _: usize) -> __m512 {
+        raw
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn raw(self, row: usize, column: usize) -> __m512 {
+        let Self(halves, rows) = self;
+        // SAFETY: the caller's promise.
+        unsafe {
+            _mm512_cvtph_ps(_mm256_loadu_si256(halves.as_ptr().add(strip_start(rows, row, column)).cast()))
+        }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn part(self, row: usize, column: usize, count: usize) -> __m512 {
+        let Self(halves, rows) = self;
+        widened(&halves[strip_start(rows, row, column)..][..count])
+    }
+
+    #[inline]
+    fn value(self, row: usize, column: usize) -> f32 {
+        let Self(halves, rows) = self;
+        halves[strip_start(rows, row, column)].to_f32()
+    }
+
+    #[inline]
+    fn address(self, row: usize, column: usize) -> *const i8 {
+        let Self(halves, rows) = self;
+        halves.as_ptr().wrapping_add(strip_start(rows, row, column)).cast()
     }
 }
 
