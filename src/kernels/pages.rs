@@ -43,7 +43,8 @@ enum Source {
 }
 
 impl Region {
-    pub(super) fn of_file(source: Arc<dyn Bytes>, start: usize, len: usize) -> Self {
+    /// Some bytes of a mapped file, or of other bytes that nobody writes.
+    pub fn of_file(source: Arc<dyn Bytes>, start: usize, len: usize) -> Self {
         Self { source: Source::Frozen(source), start, len }
     }
 
@@ -52,7 +53,7 @@ impl Region {
     }
 
     /// `len` of its bytes from `start` on.
-    pub(super) fn part(&self, start: usize, len: usize) -> Self {
+    pub fn part(&self, start: usize, len: usize) -> Self {
         Self { start: self.start + start, len: len.min(self.len - start), ..self.clone() }
     }
 

@@ -7,6 +7,7 @@ pub mod schedule;
 mod windows;
 
 pub use loss_scale::LossScale;
-pub use moments::{Moments, OptimizerKind, Stored};
+pub(crate) use moments::upload;
+pub use moments::{Kept, Moments, OptimizerKind, Stored};
 pub use optimizer::{AdamWOptions, Optimizer};
 pub use windows::{Window, windows};

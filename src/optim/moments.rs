@@ -1,6 +1,6 @@
 //! The two moments of a flat store as buffers: FP32, or 8-bit where tensors are large enough.
 
-use std::ops::Range;
+use std::{convert::Infallible, ops::Range};
 
 use super::windows::{WINDOW, Window, windows};
 use crate::{
@@ -51,7 +51,7 @@ const CODES: [&str; 2] = ["first_codes", "second_codes"];
 const SCALES: [&str; 2] = ["first_scales", "second_scales"];
 
 /// A named tensor as a save holds it.
-#[derive(Debug, Clone, Copy)]
+#[derive(Clone)]
 pub struct Stored<'a> {
     /// Its name.
     pub name: &'a str,
@@ -59,6 +59,31 @@ pub struct Stored<'a> {
     pub dtype: DType,
     /// Their bytes, of any alignment.
     pub bytes: &'a [u8],
+    /// The pages of the bytes, where they may be of a file.
+    pub pages: Option<Region>,
+}
+
+/// A tensor that a save must hold: its name, its elements, and their pages.
+pub type Kept<'a> = (&'static str, View<'a>, Option<Region>);
+
+/// Bytes that are read before their pages are given back; a whole number of elements of each type.
+const PIECE: usize = 8 << 20;
+
+impl Stored<'_> {
+    /// Hands over the bytes piece by piece, each with its place, and gives back the pages of those that have been
+    /// taken: moments in a file, and saves, are never in memory as a whole.
+    ///
+    /// # Errors
+    /// The first of `take`.
+    pub fn each_piece<E>(&self, mut take: impl FnMut(usize, &[u8]) -> Result<(), E>) -> Result<(), E> {
+        for (index, piece) in self.bytes.chunks(PIECE).enumerate() {
+            take(index * PIECE, piece)?;
+            if let Some(pages) = &self.pages {
+                pages.part(index * PIECE, piece.len()).release();
+            }
+        }
+        Ok(())
+    }
 }
 
 /// The buffers of both moments.
@@ -91,18 +116,19 @@ impl Moments {
 
     /// Everything a resume file must hold, by name: FP32 before 8-bit parts, first before second moment. A
     /// part without elements is left out.
-    pub fn tensors(&self) -> Vec<(&'static str, View<'_>)> {
-        let wide = WIDE.into_iter().zip(&self.wide).map(|(name, buffer)| (name, buffer.view()));
+    pub fn tensors(&self) -> Vec<Kept<'_>> {
+        let wide = WIDE.into_iter().zip(&self.wide);
         let coded = self.coded.iter().flatten().zip(CODES.into_iter().zip(SCALES));
-        let coded = coded.flat_map(|((codes, scales), (c, s))| [(c, codes.view()), (s, scales.view())]);
-        wide.chain(coded).filter(|(_, view)| !view.is_empty()).collect()
+        let coded = coded.flat_map(|((codes, scales), (c, s))| [(c, codes), (s, scales)]);
+        let held = wide.chain(coded).filter(|(_, buffer)| !buffer.is_empty());
+        held.map(|(name, buffer)| (name, buffer.view(), buffer.region())).collect()
     }
 
     /// Refuses `tensors` that are not those of [`Moments::tensors`] in name, type and size.
     pub(super) fn check(&self, tensors: &[Stored]) -> Result<()> {
         let found: Vec<_> = tensors.iter().map(|t| (t.name, t.dtype, t.bytes.len())).collect();
         let own: Vec<_> =
-            self.tensors().iter().map(|(name, view)| (*name, view.dtype(), view.size())).collect();
+            self.tensors().iter().map(|(name, view, _)| (*name, view.dtype(), view.size())).collect();
         if found == own {
             return Ok(());
         }
@@ -122,7 +148,7 @@ impl Moments {
     pub(super) fn upload(&mut self, tensors: &[Stored]) {
         let coded = self.coded.iter_mut().flatten().flat_map(|(codes, scales)| [codes, scales]);
         let own = self.wide.iter_mut().chain(coded).filter(|buffer| !buffer.is_empty());
-        own.zip(tensors).for_each(|(buffer, stored)| buffer.view_mut().upload_bytes(stored.bytes));
+        own.zip(tensors).for_each(|(buffer, stored)| upload(buffer, stored));
     }
 
     /// The pages of what belongs to a window.
@@ -153,6 +179,19 @@ impl Moments {
             second_scales,
         }
     }
+}
+
+/// Writes what is stored into a buffer, in pieces.
+pub(crate) fn upload(buffer: &mut Buffer, stored: &Stored) {
+    let size = buffer.view().dtype().size();
+    let Ok(()) = stored.each_piece(|start, piece| -> Result<(), Infallible> {
+        let elements = start / size..(start + piece.len()) / size;
+        buffer.view_mut().slice(elements.start, elements.len()).upload_bytes(piece);
+        if let Some(pages) = buffer.part(elements) {
+            pages.release();
+        }
+        Ok(())
+    });
 }
 
 fn part<'a>(buffer: &'a mut Buffer, range: &Range<usize>) -> ViewMut<'a> {
@@ -198,6 +237,25 @@ mod tests {
         assert!(planned(OptimizerKind::AdamW) - 8 * len < 128);
     }
 
+    #[test]
+    fn pieces_are_all_the_bytes_in_order() {
+        let bytes: Vec<u8> = (0..2 * PIECE + 12).map(|at| (at % 253) as u8).collect();
+        let stored = Stored { name: "first_moment", dtype: F32, bytes: &bytes, pages: None };
+        let mut seen: Vec<u8> = Vec::new();
+        let all = stored.each_piece(|start, piece| {
+            assert!(start == seen.len() && piece.len() <= PIECE);
+            seen.extend(piece);
+            Ok::<(), ()>(())
+        });
+        assert!(all.is_ok() && seen == bytes);
+        let mut buffer = Arenas::real(None)
+            .build("moments", Place::Memory, |arena| arena.take("m", F32, &[bytes.len() / 4]))
+            .unwrap();
+        upload(&mut buffer, &stored);
+        assert!(buffer.view().bytes() == bytes);
+        assert_eq!(stored.each_piece(|start, _| if start == 0 { Ok(()) } else { Err(start) }), Err(PIECE));
+    }
+
     fn held(segments: &[usize], kind: OptimizerKind) -> Moments {
         let cut = |arena: &mut Arena| Moments::cut(arena, segments, kind);
         Arenas::real(None).build("moments", Place::Memory, cut).unwrap()
@@ -208,7 +266,7 @@ mod tests {
         let named = |kind| {
             let moments = held(&[4095, 4096, 300, 5000], kind);
             let tensors = moments.tensors();
-            tensors.iter().map(|(name, view)| (*name, view.dtype(), view.len())).collect::<Vec<_>>()
+            tensors.iter().map(|(name, view, _)| (*name, view.dtype(), view.len())).collect::<Vec<_>>()
         };
         let len = 4095 + 4096 + 300 + 5000;
         assert_eq!(named(OptimizerKind::AdamW), [("first_moment", F32, len), ("second_moment", F32, len)]);

@@ -1,6 +1,6 @@
 //! AdamW over one flat FP32 store, with clipping by the global norm.
 
-use super::{Moments, OptimizerKind, Stored, Window, windows};
+use super::{Kept, Moments, OptimizerKind, Stored, Window, windows};
 use crate::{
     error::Result,
     kernels::{
@@ -104,7 +104,7 @@ impl Optimizer {
     }
 
     /// Everything a resume file must hold besides the values, by name.
-    pub fn tensors(&self) -> Vec<(&'static str, View<'_>)> {
+    pub fn tensors(&self) -> Vec<Kept<'_>> {
         self.moments.tensors()
     }
 
@@ -159,7 +159,7 @@ mod tests {
 
     fn copies(optimizer: &Optimizer) -> Vec<(&'static str, crate::kernels::device::DType, Vec<u8>)> {
         let tensors = optimizer.tensors().into_iter();
-        tensors.map(|(name, view)| (name, view.dtype(), view.bytes().to_vec())).collect()
+        tensors.map(|(name, view, _)| (name, view.dtype(), view.bytes().to_vec())).collect()
     }
 
     #[test]
@@ -167,8 +167,10 @@ mod tests {
         for kind in [OptimizerKind::AdamW, OptimizerKind::AdamW8bit] {
             let (mut values, mut first) = trained(kind, 2);
             let saved = copies(&first);
-            let stored: Vec<Stored> =
-                saved.iter().map(|(name, dtype, bytes)| Stored { name, dtype: *dtype, bytes }).collect();
+            let stored: Vec<Stored> = saved
+                .iter()
+                .map(|(name, dtype, bytes)| Stored { name, dtype: *dtype, bytes, pages: None })
+                .collect();
             let mut second = optimizer(kind, Place::Disk);
             assert!(second.restore(2, &stored[1..]).is_err(), "a missing tensor is refused");
             second.restore(2, &stored).unwrap();
@@ -184,8 +186,10 @@ mod tests {
         let (wide_values, wide) = trained(OptimizerKind::AdamW, 3);
         let (values, mut coded) = trained(OptimizerKind::AdamW8bit, 3);
         let saved = copies(&wide);
-        let stored: Vec<Stored> =
-            saved.iter().map(|(name, dtype, bytes)| Stored { name, dtype: *dtype, bytes }).collect();
+        let stored: Vec<Stored> = saved
+            .iter()
+            .map(|(name, dtype, bytes)| Stored { name, dtype: *dtype, bytes, pages: None })
+            .collect();
         let message = coded.restore(3, &stored).unwrap_err().to_string();
         assert!(message.contains("second_codes (U8") && message.contains("first_moment (F32"), "{message}");
         assert_eq!(values[..100], wide_values[..100]);

@@ -7,6 +7,7 @@
 
 use std::{
     collections::BTreeMap,
+    convert::Infallible,
     fs::{self, File},
     io::{self, Write},
     ops::Range,
@@ -23,8 +24,11 @@ use serde_json::json;
 use super::Machine;
 use crate::{
     error::{Error, Result},
-    kernels::device::{Bytes, DType, View},
-    optim::{LossScale, Stored},
+    kernels::{
+        device::{Bytes, DType},
+        pages::Region,
+    },
+    optim::{Kept, LossScale, Stored},
 };
 
 /// Version of the file format; another one is refused.
@@ -88,6 +92,7 @@ impl Save {
                 name,
                 dtype: *dtype,
                 bytes: &self.source.bytes()[bytes.clone()],
+                pages: Some(Region::of_file(Arc::clone(&self.source), bytes.start, bytes.len())),
             })
             .collect()
     }
@@ -109,7 +114,7 @@ impl std::fmt::Debug for Save {
 ///
 /// # Errors
 /// [`Error::Failed`] when it cannot be written; saves written before stay.
-pub fn write(folder: &Path, info: &SaveInfo, tensors: &[(&str, View)]) -> Result<PathBuf> {
+pub fn write(folder: &Path, info: &SaveInfo, tensors: &[Kept]) -> Result<PathBuf> {
     let path = folder.join(file_name(info.step));
     atomic::write_with(&path, |file| stream(file, info, tensors)).map_err(|error| {
         Error::from(error).hint("what was saved before is still good; --resume goes on from there")
@@ -117,22 +122,34 @@ pub fn write(folder: &Path, info: &SaveInfo, tensors: &[(&str, View)]) -> Result
     Ok(path)
 }
 
-fn stream(file: &mut dyn Write, info: &SaveInfo, tensors: &[(&str, View)]) -> io::Result<()> {
+fn stream(file: &mut dyn Write, info: &SaveInfo, tensors: &[Kept]) -> io::Result<()> {
     let info = serde_json::to_string(info)?;
     // Of a device a copy, made once.
-    let held: Vec<_> = tensors.iter().map(|(name, view)| (*name, view.dtype(), view.to_bytes())).collect();
-    let stored = || held.iter().map(|(name, dtype, bytes)| Stored { name, dtype: *dtype, bytes });
+    let held: Vec<_> = tensors.iter().map(|(_, view, _)| view.to_bytes()).collect();
+    let stored = || {
+        let stored = tensors.iter().zip(&held);
+        stored.map(|((name, view, pages), bytes)| Stored {
+            name,
+            dtype: view.dtype(),
+            bytes,
+            pages: pages.clone(),
+        })
+    };
     file.write_all(&header(&info, &checksum(&info, stored()), stored())?)?;
-    stored().try_for_each(|tensor| file.write_all(tensor.bytes))
+    stored().try_for_each(|tensor| tensor.each_piece(|_, piece| file.write_all(piece)))
 }
 
 /// BLAKE3 over the description, and for each tensor a line `NAME TYPE BYTES` and its bytes.
 fn checksum<'a>(info: &str, tensors: impl Iterator<Item = Stored<'a>>) -> String {
     let mut hasher = blake3::Hasher::new();
     hasher.update(info.as_bytes());
-    for Stored { name, dtype, bytes } in tensors {
+    for tensor in tensors {
+        let Stored { name, dtype, bytes, .. } = &tensor;
         hasher.update(format!("\n{name} {dtype:?} {}\n", bytes.len()).as_bytes());
-        hasher.update(bytes);
+        let Ok(()) = tensor.each_piece(|_, piece| -> Result<(), Infallible> {
+            hasher.update(piece);
+            Ok(())
+        });
     }
     hasher.finalize().to_hex().to_string()
 }
@@ -141,7 +158,7 @@ fn checksum<'a>(info: &str, tensors: impl Iterator<Item = Stored<'a>>) -> String
 fn header<'a>(info: &str, checksum: &str, tensors: impl Iterator<Item = Stored<'a>>) -> io::Result<Vec<u8>> {
     let mut object = json!({ "__metadata__": { INFO: info, CHECKSUM: checksum } });
     let mut start = 0;
-    for Stored { name, dtype, bytes } in tensors {
+    for Stored { name, dtype, bytes, .. } in tensors {
         let known = TYPES.iter().find(|(own, _)| *own == dtype).ok_or(io::ErrorKind::InvalidInput)?;
         let (end, count) = (start + bytes.len(), bytes.len() / dtype.size());
         object[name] = json!({ "dtype": known.1, "shape": [count], "data_offsets": [start, end] });

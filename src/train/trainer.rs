@@ -13,7 +13,7 @@ use crate::{
         device::{
             Buffer,
             DType::{F16, F32},
-            Device, View,
+            Device,
         },
         device_scratch,
         head_loss::Tally,
@@ -21,7 +21,7 @@ use crate::{
     },
     memory::moment::{self, Moment},
     model::{Base, Config, Gradients, Limits, LossSum, Pass, Policy, Prompt, Stack, Trained, Wiring},
-    optim::{AdamWOptions, LossScale, Optimizer, OptimizerKind, Stored},
+    optim::{AdamWOptions, Kept, LossScale, Optimizer, OptimizerKind, Stored, upload},
 };
 
 use super::save::VALUES;
@@ -318,8 +318,8 @@ impl Trainer {
 
     /// Everything that changes in training besides the count of steps: the values, then what the
     /// optimizer keeps, by name. Views of the buffers, for a resume file.
-    pub fn tensors(&self) -> Vec<(&'static str, View<'_>)> {
-        let mut tensors = vec![(VALUES, self.values.view())];
+    pub fn tensors(&self) -> Vec<Kept<'_>> {
+        let mut tensors = vec![(VALUES, self.values.view(), self.values.region())];
         tensors.extend(self.optimizer.tensors());
         tensors
     }
@@ -341,7 +341,7 @@ impl Trainer {
             )));
         }
         self.optimizer.restore(step, moments)?;
-        self.values.view_mut().upload_bytes(values.bytes);
+        upload(&mut self.values, values);
         self.refresh();
         Ok(())
     }

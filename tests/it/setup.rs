@@ -163,14 +163,20 @@ impl TrainerState {
 
 pub fn state(trainer: &Trainer) -> TrainerState {
     let moments = trainer.tensors().into_iter().skip(1);
-    let moments = moments.map(|(name, view)| (name, view.dtype(), view.bytes().to_vec())).collect();
+    let moments = moments.map(|(name, view, _)| (name, view.dtype(), view.bytes().to_vec())).collect();
     TrainerState { step: trainer.steps_done(), values: trainer.values().to_vec(), moments }
 }
 
 pub fn restore(trainer: &mut Trainer, state: &TrainerState) -> Result<()> {
     let values: View = state.values[..].into();
-    let mut stored = vec![Stored { name: "values", dtype: values.dtype(), bytes: values.bytes() }];
-    stored.extend(state.moments.iter().map(|(name, dtype, bytes)| Stored { name, dtype: *dtype, bytes }));
+    let mut stored =
+        vec![Stored { name: "values", dtype: values.dtype(), bytes: values.bytes(), pages: None }];
+    stored.extend(state.moments.iter().map(|(name, dtype, bytes)| Stored {
+        name,
+        dtype: *dtype,
+        bytes,
+        pages: None,
+    }));
     trainer.restore(state.step, &stored)
 }
 

@@ -141,17 +141,13 @@ impl FrozenMatrix {
         }
     }
 
-    /// Copies matrices of mapped files into large pages of the process, with `strips` in strips where this CPU's
-    /// kernels read them faster. Where there are no large pages nothing is done.
+    /// Copies matrices and `others` from mapped files into large pages of the process, the matrices in strips where this
+    /// CPU's kernels read them faster. Where there are no large pages nothing is done.
     ///
     /// # Errors
     /// [`Error::Memory`](crate::error::Error::Memory) when there is no memory for them; then they are where they were.
-    pub fn settle(matrices: &mut [&mut Self], strips: bool) -> Result<()> {
-        let layout = |matrix: &Self| {
-            let halves = matrix.scales.is_none() && matrix.cols.is_multiple_of(STRIP);
-            if strips && avx512() && halves { Layout::Strips } else { Layout::Rows }
-        };
-        let layouts: Vec<Layout> = matrices.iter().map(|matrix| layout(matrix)).collect();
+    pub fn settle(matrices: &mut [&mut Self], others: Vec<&mut Frozen>) -> Result<()> {
+        let layouts: Vec<Layout> = matrices.iter().map(|matrix| matrix.best_layout()).collect();
         let mut tensors = Vec::new();
         for (matrix, &layout) in matrices.iter_mut().zip(&layouts) {
             let rows = matrix.rows;
@@ -162,12 +158,18 @@ impl FrozenMatrix {
             tensors.push((&mut matrix.data, order));
             tensors.extend(matrix.scales.iter_mut().map(|scales| (scales, Order::AsItIs)));
         }
+        tensors.extend(others.into_iter().map(|tensor| (tensor, Order::AsItIs)));
         if Frozen::settle(&mut tensors)? {
             for (matrix, layout) in matrices.iter_mut().zip(layouts) {
                 matrix.layout = layout;
             }
         }
         Ok(())
+    }
+
+    fn best_layout(&self) -> Layout {
+        let whole = self.scales.is_none() && self.cols.is_multiple_of(STRIP);
+        if whole && avx512() { Layout::Strips } else { Layout::Rows }
     }
 
     /// The tensors it is made of.

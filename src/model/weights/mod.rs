@@ -199,26 +199,30 @@ impl Weights {
         Frozen::bring(&mut self.tensors_mut(with_blocks), device)
     }
 
-    /// Copies all matrices from their file into large pages of the process, those of the blocks in the order in which
-    /// this CPU's kernels read them. Where there are no large pages nothing is done.
+    /// Copies all tensors from their file into large pages of the process, the matrices of the blocks in the order in
+    /// which this CPU's kernels read them. Where there are no large pages nothing is done.
     ///
     /// # Errors
-    /// [`Error::Memory`] when there is no memory for them; then they are where they were.
+    /// [`Error::Memory`] when there is no memory for them; then those of some may be where they were.
     pub fn settle(&mut self) -> Result<()> {
         self.settle_blocks()?;
-        let tables = std::iter::once(&mut self.wte).chain(&mut self.head);
-        FrozenMatrix::settle(&mut tables.collect::<Vec<_>>(), false)
+        FrozenMatrix::settle(&mut [], self.tensors_mut(false))
     }
 
-    /// The same of the matrices of the blocks alone.
+    /// The same of the blocks alone.
     ///
     /// # Errors
     /// As [`Weights::settle`].
     pub fn settle_blocks(&mut self) -> Result<()> {
-        FrozenMatrix::settle(
-            &mut self.linears_mut().map(|linear| &mut linear.weight).collect::<Vec<_>>(),
-            true,
-        )
+        let (mut matrices, mut vectors) = (Vec::new(), Vec::new());
+        for BlockWeights { ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj } in &mut self.blocks {
+            for linear in [c_attn, attn_proj, c_fc, mlp_proj] {
+                matrices.push(&mut linear.weight);
+                vectors.push(&mut linear.bias);
+            }
+            vectors.extend([ln_1, ln_2].into_iter().flat_map(|norm| [&mut norm.gain, &mut norm.bias]));
+        }
+        FrozenMatrix::settle(&mut matrices, vectors)
     }
 
     fn linears_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
