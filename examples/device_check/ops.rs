@@ -213,9 +213,9 @@ fn linears(on: On, n: usize) -> Result<Outputs> {
     let (w, bias) = (on.frozen(1, inputs * outputs)?, on.frozen(2, outputs)?);
     let layer = Layer { weight: Matrix::halves(w.view(), inputs, outputs), bias: bias.view() };
     // A at 1, B behind it; then a second delta on some columns.
-    let first = Delta { a: 1, b: 1 + 3 * inputs, rank: 3, columns: 0..outputs, scale: 1.7 };
+    let first = Delta { a: 1, b: 1 + 3 * inputs, rank: 3, columns: 0..outputs, scale: 1.7, turned: false };
     let at = first.b + 3 * outputs;
-    let second = Delta { a: at, b: at + 17 * inputs, rank: 17, columns: 40..77, scale: 0.3 };
+    let second = Delta { a: at, b: at + 17 * inputs, rank: 17, columns: 40..77, scale: 0.3, turned: false };
     let trainables = second.b + 17 * 37;
     let deltas = [first, second];
     let dropout = Dropout { key: 99, p: 0.2, first_row: 2, seq_len: n.div_ceil(2), stride: n };

@@ -73,6 +73,10 @@ impl Decoder {
         let (device, activations) = (base.device, base.activations);
         let mut arenas = Arenas::real(None).on(device);
         let mut prompt = Prompt::new(&wiring, config, activations, false, &mut arenas)?;
+        let (mut wiring, mut values) = (wiring, values);
+        if device.is_host() {
+            wiring.turn(&mut values, config);
+        }
         let values = Buffer::on(device, &values)?;
         if let Some(prompt) = &mut prompt {
             prompt.refresh(values.view());

@@ -2,6 +2,7 @@
 
 use engraft_adapters::{AdapterSet, PrefixValues};
 
+use super::Config;
 use crate::{
     error::{Error, Result},
     kernels::adapted_linear::Delta,
@@ -99,6 +100,7 @@ impl Wiring {
                 rank: lora.rank,
                 columns: lora.columns.clone(),
                 scale: lora.scale * factor,
+                turned: false,
             });
         }
         if let Some(prefix) = &set.prefix {
@@ -124,6 +126,19 @@ impl Wiring {
         }
         self.len += set.layout.len;
         Ok(())
+    }
+
+    /// Lays A and B of all deltas in `values` transposed, each where it was, for a CPU that generates.
+    pub(super) fn turn(&mut self, values: &mut [f32], config: &Config) {
+        for (site, delta) in self.layers.iter_mut().flat_map(|sites| sites.iter_mut().enumerate()) {
+            let inputs = if site == Site::MlpProj as usize { config.inner } else { config.width };
+            for delta in delta.iter_mut().filter(|delta| !delta.turned) {
+                let columns = delta.columns.len();
+                turn(&mut values[delta.a..][..delta.rank * inputs], inputs);
+                turn(&mut values[delta.b..][..columns * delta.rank], delta.rank);
+                delta.turned = true;
+            }
+        }
     }
 
     /// The lowest layer with anything trainable; below it no gradient is needed.
@@ -154,5 +169,13 @@ impl Wiring {
     pub fn most_ranks(&self) -> usize {
         let sites = (0..self.layers.len()).flat_map(|layer| (0..SITES).map(move |site| (layer, site)));
         sites.map(|(layer, site)| self.ranks(layer, site)).max().unwrap_or(0)
+    }
+}
+
+/// Transposes a matrix of rows of `columns` elements.
+fn turn(matrix: &mut [f32], columns: usize) {
+    let (old, rows) = (matrix.to_vec(), matrix.len() / columns.max(1));
+    for (at, value) in matrix.iter_mut().enumerate() {
+        *value = old[at % rows * columns + at / rows];
     }
 }

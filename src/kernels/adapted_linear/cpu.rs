@@ -8,7 +8,7 @@ use crate::kernels::cpu::{Shared, Strides, avx512, cut, each, gemm, parts, with_
 /// Rows a task takes; its slice of `y` stays in the second-level cache.
 const ROWS: usize = 128;
 /// Rows up to which a task takes columns of `y` instead: there would be one task.
-const FEW: usize = 8;
+const FEW: usize = 64;
 /// Their columns come in multiples of this many.
 const COLUMNS: usize = 64;
 /// Columns of A or rows of B a task takes.
@@ -48,6 +48,10 @@ pub fn add_deltas(
     for delta in deltas {
         let rank = delta.rank;
         let (a, b) = (&values[delta.a..][..rank * inputs], &values[delta.b..][..rank * delta.columns.len()]);
+        let (a_strides, b_strides, b_column) = match delta.turned {
+            true => (Strides::rows(rank), Strides::rows(delta.columns.len()), 1),
+            false => (Strides::columns(inputs), Strides::columns(rank), rank),
+        };
         // SAFETY: called for rows of low and elements of y that belong to the calling task.
         let add = |low: *const f32, rows: Range<usize>, columns: Range<usize>| unsafe {
             gemm(
@@ -57,8 +61,8 @@ pub fn add_deltas(
                 1.0,
                 low,
                 Strides::rows(rank),
-                b[columns.start * rank..].as_ptr(),
-                Strides::columns(rank),
+                b[columns.start * b_column..].as_ptr(),
+                b_strides,
                 delta.scale,
             );
         };
@@ -68,7 +72,7 @@ pub fn add_deltas(
                 // Making `low` in every task costs less than waiting for one that makes it.
                 with_scratch(n * rank, |own| {
                     // SAFETY: n x rank floats of this task.
-                    unsafe { thin(x, a, own.as_mut_ptr(), (n, rank, inputs)) };
+                    unsafe { thin(x, (a, a_strides), own.as_mut_ptr(), (n, rank, inputs)) };
                     add(own.as_ptr(), 0..n, task * width..delta.columns.len().min((task + 1) * width));
                     if task == 0 {
                         // SAFETY: only this task writes low.
@@ -82,7 +86,7 @@ pub fn add_deltas(
                 let low_here = low.at(low_at + rows.start * rank);
                 with_dropped(x, delta, dropout, inputs, rows.clone(), 0..inputs, |x| {
                     // SAFETY: these rows of low belong to this task; the operands are only read.
-                    unsafe { thin(x, a, low_here, (rows.len(), rank, inputs)) };
+                    unsafe { thin(x, (a, a_strides), low_here, (rows.len(), rank, inputs)) };
                     add(low_here, rows, 0..delta.columns.len());
                 });
             });
@@ -109,7 +113,10 @@ pub fn low(
             let rows = task * ROWS..n.min((task + 1) * ROWS);
             with_dropped(x, delta, dropout, inputs, rows.clone(), 0..inputs, |x| {
                 // SAFETY: these rows of low belong to this task; the operands are only read.
-                unsafe { thin(x, a, low.at(low_at + rows.start * rank), (rows.len(), rank, inputs)) };
+                unsafe {
+                    let a = (a, Strides::columns(inputs));
+                    thin(x, a, low.at(low_at + rows.start * rank), (rows.len(), rank, inputs));
+                }
             });
         });
         low_at += n * rank;
@@ -120,7 +127,7 @@ pub fn low(
 ///
 /// # Safety
 /// `low` points at that many floats, which nothing else uses meanwhile.
-unsafe fn thin(x: &[f32], a: &[f32], low: *mut f32, (rows, rank, inputs): Sizes) {
+unsafe fn thin(x: &[f32], (a, a_strides): (&[f32], Strides), low: *mut f32, (rows, rank, inputs): Sizes) {
     // SAFETY: promised by the caller.
     unsafe {
         gemm(
@@ -131,7 +138,7 @@ unsafe fn thin(x: &[f32], a: &[f32], low: *mut f32, (rows, rank, inputs): Sizes)
             x.as_ptr(),
             Strides::rows(inputs),
             a.as_ptr(),
-            Strides::columns(inputs),
+            a_strides,
             1.0,
         );
     }

@@ -42,6 +42,9 @@ pub struct Delta {
     pub columns: Range<usize>,
     /// Factor of the delta.
     pub scale: f32,
+    /// Whether both lie transposed, A as `(in, r)` and B as `(r, columns)`: products of few rows then read them as they
+    /// are. For CPUs, and [`forward`] alone.
+    pub turned: bool,
 }
 
 /// Which elements of a delta's input are dropped: a pure function of seed, step, delta and element,

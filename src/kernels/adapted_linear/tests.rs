@@ -26,8 +26,8 @@ fn cpu_matches_reference() {
     for (n, p) in [(150, 0.0), (150, 0.3), (1, 0.0), (7, 0.0), (7, 0.3)] {
         let (inputs, outputs) = (37, 261);
         let deltas = [
-            Delta { a: 5, b: 5 + 3 * 37, rank: 3, columns: 0..150, scale: 1.7 },
-            Delta { a: 600, b: 600 + 5 * 37, rank: 5, columns: 241..261, scale: -0.4 },
+            Delta { a: 5, b: 5 + 3 * 37, rank: 3, columns: 0..150, scale: 1.7, turned: false },
+            Delta { a: 600, b: 600 + 5 * 37, rank: 5, columns: 241..261, scale: -0.4, turned: false },
         ];
         let dropout = Dropout { key: 99, p, first_row: 2, seq_len: 15, stride: 16 };
         let values = numbers(1, 1000);
@@ -96,6 +96,39 @@ fn cpu_matches_reference() {
         assert_close(&y, &expected_y, 2e-5, "y");
         assert_close(&dx, &expected_dx, 2e-5, "dx");
         assert_close(&grads, &expected_grads, 5e-5, "gradients");
+    }
+}
+
+/// Transposed factors give what the others give, within the bound of both: cut along columns and along rows.
+#[test]
+fn turned_factors_give_the_same() {
+    let (inputs, outputs, rank, columns) = (37, 261, 5, 200);
+    for n in [1, 4, 7, 30, 150] {
+        let values = numbers(1, 5 + rank * (inputs + columns));
+        let mut delta =
+            Delta { a: 5, b: 5 + rank * inputs, rank, columns: 40..40 + columns, scale: 1.7, turned: false };
+        let (x, bias) = (numbers(2, n * inputs), halves(6, outputs));
+        let weight = halves(5, inputs * outputs);
+        let layer =
+            Layer { weight: Matrix::halves(weight[..].into(), inputs, outputs), bias: bias[..].into() };
+        let of = |values: &[f32], delta: &Delta| {
+            let (mut low, mut y) = (vec![0f32; n * rank], vec![0f32; n * outputs]);
+            let (low_out, y_out) = (low.as_mut_slice().into(), y.as_mut_slice().into());
+            let deltas = std::slice::from_ref(delta);
+            forward(x[..].into(), layer, None, deltas, values.into(), Dropout::NONE, low_out, y_out, n);
+            (low, y)
+        };
+        let (low, y) = of(&values, &delta);
+        let mut turned = values.clone();
+        for (start, rows, columns) in [(delta.a, rank, inputs), (delta.b, columns, rank)] {
+            for (row, column) in (0..rows).flat_map(|row| (0..columns).map(move |column| (row, column))) {
+                turned[start + column * rows + row] = values[start + row * columns + column];
+            }
+        }
+        delta.turned = true;
+        let (turned_low, turned_y) = of(&turned, &delta);
+        assert_close(&turned_low, &widened(&low), 2e-5, "low");
+        assert_close(&turned_y, &widened(&y), 2e-5, "y");
     }
 }
 
