@@ -7,6 +7,7 @@ mod text;
 use std::{cell::OnceCell, sync::Arc, time::Instant};
 
 use engraft_adapters::AdapterSet;
+use rayon::prelude::*;
 
 pub use options::GenerateOptions;
 
@@ -144,22 +145,26 @@ impl<'a> Generator<'a> {
     ) -> Result<()> {
         let vocab = self.base.config.vocab;
         decoder.fork(running.len());
-        let alone = running.len() == 1;
-        let mut hidden = |_: &str| Ok(());
-        let show = if alone { stream } else { &mut hidden };
         loop {
-            for sample in running.iter_mut().filter(|sample| sample.finish.is_none()) {
-                sample.advance(decoder.position() == decoder.capacity(), show)?;
+            let full = decoder.position() == decoder.capacity();
+            match running {
+                [alone] => alone.advance(full, stream)?,
+                // Choosing reads the whole vocabulary several times: of many samples on all threads.
+                _ => running
+                    .par_iter_mut()
+                    .filter(|sample| sample.finish.is_none())
+                    .try_for_each(|sample| sample.advance(full, &mut |_| Ok(())))?,
             }
             if running.iter().all(|sample| sample.finish.is_some()) {
                 return Ok(());
             }
             // A sample that has ended reads its last token again; nobody looks at what follows.
             let last: Vec<u32> = running.iter().filter_map(|sample| sample.seen.last().copied()).collect();
-            let logits = decoder.feed_each(&last)?;
-            for (sample, logits) in running.iter_mut().zip(logits.chunks_exact(vocab)) {
-                sample.logits.copy_from_slice(logits);
-            }
+            let logits = decoder.feed_each(&last)?.par_chunks_exact(vocab);
+            running
+                .par_iter_mut()
+                .zip(logits)
+                .for_each(|(sample, logits)| sample.logits.copy_from_slice(logits));
         }
     }
 }

@@ -212,6 +212,16 @@ fn the_number_of_rows_changes_no_bit() {
     for few in [1, 3, 8, 9, 24, 25] {
         assert!(of(few) == all[..few * cols], "{few} rows");
     }
+    // Turned, up to 24 rows.
+    let turned = |n: usize| {
+        let mut z = numbers(41, n * rows);
+        frozen_nt(x[..n * cols].into(), matrix, Start::Keep, z.as_mut_slice().into(), n);
+        z
+    };
+    let all = turned(24);
+    for few in [1, 3, 4, 7, 8, 13] {
+        assert!(turned(few) == all[..few * rows], "{few} rows, turned");
+    }
 }
 
 #[test]

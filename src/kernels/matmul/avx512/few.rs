@@ -7,7 +7,7 @@ use std::{arch::x86_64::*, ops::Range};
 
 use super::{DEPTH, check, weights::Weights};
 use crate::kernels::{
-    avx512::{LANES, load_or},
+    avx512::{LANES, load_or, transposed},
     cpu::{Shared, cut, each, vectorised, with_scratch},
     matmul::{Start, cpu::fill},
     q8::BLOCK,
@@ -15,7 +15,7 @@ use crate::kernels::{
 
 /// Rows up to which this is the faster way where a task takes columns, and where it takes rows of weights.
 pub const ROWS: usize = 24;
-pub const ROWS_TURNED: usize = 8;
+pub const ROWS_TURNED: usize = 24;
 /// Rows of x that meet weights in registers at a time.
 const TALL: usize = 8;
 /// Floats of sums that a task works on at a time: half of a first-level cache.
@@ -24,6 +24,10 @@ const NEAR: usize = 6144;
 const DEEP: usize = 8;
 /// Rows of weights whose sums run side by side.
 const SIDE: usize = 4;
+/// Rows of x that meet a row of weights at a time where there are enough: widening is a fifth of the work then.
+const HIGH: usize = 8;
+/// Rows of weights that all rows of x meet before the next ones.
+const STRETCH: usize = 96;
 /// Rows of weights that are fetched ahead of `rows` in FP16: as many bytes of every form.
 const fn ahead<W: Weights>(rows: usize) -> usize {
     rows * W::LINE / 32
@@ -240,28 +244,50 @@ pub unsafe fn nt<W: Weights>(
         let first = task * length;
         let end = rows.min(first + length);
         fill(start, out, n, rows, first, end - first);
-        for at in (first..end).step_by(SIDE) {
+        // A stretch of weights stays in the second-level cache for all rows of x, and those of a block in the first.
+        for stretch in (first..end).step_by(STRETCH) {
+            let stretch = stretch..end.min(stretch + STRETCH);
             let mut row = 0;
             while row < n {
-                let block = Block { x: &x[row * cols..], w, first: at, depth: cols };
-                let to = |i: usize| out.at((row + i) * rows + at);
+                let x = &x[row * cols..];
+                let to = |i: usize, at: usize| out.at((row + i) * rows + at);
                 // SAFETY: the caller found the instructions; these columns of y are this task's.
                 row += unsafe {
-                    match (end - at >= SIDE, n - row) {
-                        (true, 4..) => block.add::<SIDE, 4>(to),
-                        (true, _) => block.add::<SIDE, 1>(to),
-                        (false, _) => {
-                            for i in at..end {
-                                let single = Block { first: i, ..block };
-                                single.add::<1, 1>(|_| out.at(row * rows + i));
-                            }
-                            1
-                        }
+                    match n - row {
+                        HIGH.. => blocks::<W, 2, HIGH>(x, w, cols, stretch.clone(), to),
+                        4.. => blocks::<W, SIDE, 4>(x, w, cols, stretch.clone(), to),
+                        _ => blocks::<W, SIDE, 1>(x, w, cols, stretch.clone(), to),
                     }
                 };
             }
         }
     });
+}
+
+/// Adds the products of the first R rows of x with rows `stretch` of weights, S at a time, to the elements at
+/// `y(row, weights' row)`; returns R.
+///
+/// # Safety
+/// The CPU has AVX-512 F, the weights have these rows, and the elements of y belong to the caller.
+#[target_feature(enable = "avx512f")]
+unsafe fn blocks<W: Weights, const S: usize, const R: usize>(
+    x: &[f32],
+    w: W,
+    depth: usize,
+    stretch: Range<usize>,
+    y: impl Fn(usize, usize) -> *mut f32,
+) -> usize {
+    let whole = stretch.end - stretch.len() % S;
+    // SAFETY: the caller's promise.
+    unsafe {
+        for first in (stretch.start..whole).step_by(S) {
+            Block { x, w, first, depth }.add::<S, R>(|row| y(row, first));
+        }
+        for first in whole..stretch.end {
+            Block { x, w, first, depth }.add::<1, R>(|row| y(row, first));
+        }
+    }
+    R
 }
 
 /// Rows of x `(.., depth)` beside rows of weights `(.., depth)` from `first` on.
@@ -275,13 +301,13 @@ struct Block<'a, W> {
 
 impl<W: Weights> Block<'_, W> {
     /// Adds the products of each of the first R rows of x with each of the first S rows of weights to the S elements
-    /// at `y(row)`; returns R.
+    /// at `y(row)`.
     ///
     /// # Safety
     /// The CPU has AVX-512 F, the weights have these rows, and the elements of y belong to the caller.
     #[target_feature(enable = "avx512f")]
     #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers: 9 against 19 GB/s")]
-    unsafe fn add<const S: usize, const R: usize>(&self, y: impl Fn(usize) -> *mut f32) -> usize {
+    unsafe fn add<const S: usize, const R: usize>(&self, y: impl Fn(usize) -> *mut f32) {
         let Self { w, first, depth, .. } = *self;
         assert!(self.x.len() >= R * depth, "rows of a block");
         let mut sums = [[_mm512_setzero_ps(); S]; R];
@@ -317,12 +343,37 @@ impl<W: Weights> Block<'_, W> {
                 sums[r][s] = _mm512_fmadd_ps(x, weights, sums[r][s]);
             }
         }
-        for (r, sums) in sums.into_iter().enumerate() {
-            for (s, sum) in sums.into_iter().enumerate() {
+        let totals = totals(sums.as_flattened());
+        for (r, totals) in totals[..R * S].chunks_exact(S).enumerate() {
+            for (s, total) in totals.iter().enumerate() {
                 // SAFETY: the caller's promise.
-                unsafe { *y(r).add(s) += _mm512_reduce_add_ps(sum) };
+                unsafe { *y(r).add(s) += total };
             }
         }
-        R
     }
+}
+
+/// The sum of the lanes of each of up to LANES vectors, which always has the same order: lane i and i + 8, then of
+/// these i and i + 4, and so on.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn totals(sums: &[__m512]) -> [f32; LANES] {
+    let mut totals = [0f32; LANES];
+    if sums.len() <= 4 {
+        for (total, &sum) in totals.iter_mut().zip(sums) {
+            *total = _mm512_reduce_add_ps(sum);
+        }
+        return totals;
+    }
+    let mut square = [_mm512_setzero_ps(); LANES];
+    square[..sums.len()].copy_from_slice(sums);
+    let mut lanes = transposed(square);
+    for half in [8, 4, 2, 1] {
+        for i in 0..half {
+            lanes[i] = _mm512_add_ps(lanes[i], lanes[i + half]);
+        }
+    }
+    // SAFETY: as many floats as a vector has.
+    unsafe { _mm512_storeu_ps(totals.as_mut_ptr(), lanes[0]) };
+    totals
 }
