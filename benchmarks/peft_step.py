@@ -3,8 +3,9 @@
     python benchmarks/peft_step.py BASE ROWS.jsonl --batch 4 --steps 4 [--method prefix] [--compile] ...
 
 Speed is that of the median step after the first; memory is the peak resident set of the process, and
-`import_bytes` what of it the imports alone take. With --dtype bf16 the base and its activations are BF16;
-PEFT keeps the adapter in FP32. The base's own dropouts are off, as they are in engraft.
+`import_bytes` what of it the imports alone take. With --dtype bf16 or f16 the base and its activations are of that
+type; PEFT keeps the adapter in FP32. On a GPU the step runs under autocast, f16 with a gradient scaler. The base's own
+dropouts are off, as they are in engraft.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import transformers
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def peak_bytes():
@@ -39,6 +40,7 @@ def main():
     p.add_argument("--dtype", choices=DTYPES, default="f32")
     p.add_argument("--compile", action="store_true")
     p.add_argument("--checkpointing", action="store_true")
+    p.add_argument("--device", default="cpu")
     a = p.parse_args()
 
     torch.manual_seed(0)
@@ -51,7 +53,7 @@ def main():
                             task_type="CAUSAL_LM")
     else:
         config = PrefixTuningConfig(num_virtual_tokens=20, task_type="CAUSAL_LM")
-    model = get_peft_model(model, config)
+    model = get_peft_model(model, config).to(a.device)
     if a.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
@@ -60,20 +62,26 @@ def main():
     step_model = torch.compile(model) if a.compile else model
     trainable = [q for q in model.parameters() if q.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=2e-4, weight_decay=0.01)
+    gpu = a.device != "cpu"
+    scaler = torch.amp.GradScaler(enabled=gpu and a.dtype == "f16")
 
     with open(a.rows, encoding="utf-8") as file:
         records = [json.loads(line) for line in file]
     seconds, losses = [], []
     for step in range(a.steps):
         batch = records[step * a.batch:(step + 1) * a.batch]
-        ids = torch.tensor([record["input_ids"] for record in batch])
-        labels = torch.tensor([record["labels"] for record in batch])
+        ids = torch.tensor([record["input_ids"] for record in batch]).to(a.device)
+        labels = torch.tensor([record["labels"] for record in batch]).to(a.device)
         start = time.perf_counter()
-        loss = step_model(input_ids=ids, labels=labels).loss
-        loss.backward()
+        with torch.autocast(a.device, dtype=DTYPES[a.dtype], enabled=gpu and a.dtype != "f32"):
+            loss = step_model(input_ids=ids, labels=labels).loss
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(trainable, 1.0)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad(set_to_none=True)
+        # Waits for a device.
         losses.append(loss.item())
         seconds.append(time.perf_counter() - start)
     print(json.dumps({

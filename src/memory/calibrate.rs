@@ -2,9 +2,9 @@
 //!
 //! Measuring takes about a second and 70 MiB of memory, and then a temporary file of 64 MiB. The result is
 //! kept as `calibration.json` in the cache and measured anew for another CPU, number of threads, vector
-//! level or version of the program.
+//! level or build of the program, and after a run that was much faster than they said.
 
-use std::{fs, path::Path};
+use std::{env, fs, path::Path, time::UNIX_EPOCH};
 
 use engraft_adapters::atomic;
 use serde::{Deserialize, Serialize};
@@ -97,7 +97,7 @@ struct Key {
     cpu: String,
     threads: usize,
     level: String,
-    version: String,
+    program: String,
 }
 
 impl Key {
@@ -107,9 +107,19 @@ impl Key {
             cpu: cpu_model(&cpuinfo),
             threads: rayon::current_num_threads(),
             level: dispatch_level().to_owned(),
-            version: env!("CARGO_PKG_VERSION").to_owned(),
+            program: program(),
         }
     }
+}
+
+/// The program as it was built: its version, and the length and the time of its file.
+fn program() -> String {
+    let file = env::current_exe().and_then(fs::metadata);
+    let stamp = file.ok().and_then(|file| {
+        let changed = file.modified().ok()?.duration_since(UNIX_EPOCH).ok()?;
+        Some(format!(", {} bytes of {}", file.len(), changed.as_secs()))
+    });
+    format!("{}{}", env!("CARGO_PKG_VERSION"), stamp.unwrap_or_default())
 }
 
 /// The CPU's name: `model name` on x86, implementer and part on Arm.
@@ -177,6 +187,14 @@ impl Rates {
     /// The rates in the cache, if they are this machine's.
     pub fn cached(cache: Option<&Path>) -> Option<Rates> {
         load(&cache?.join(FILE), &Key::here())
+    }
+
+    /// Removes the cached rates, where they have turned out not to be this machine's: it was busy with other work when
+    /// they were measured. The next plan measures again.
+    pub fn forget(cache: Option<&Path>) {
+        if let Some(cache) = cache {
+            let _ = fs::remove_file(cache.join(FILE));
+        }
     }
 
     /// Measures, whatever is cached; `folder` is where a temporary file may be made.

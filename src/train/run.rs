@@ -22,6 +22,7 @@ use crate::{
     error::{Error, Report, Result},
     memory::{
         budget,
+        calibrate::Rates,
         choose::{Choice, Wish, size, size_up},
         counting, machine,
         moment::{self, Moment},
@@ -201,12 +202,14 @@ impl Run<'_> {
             self.evaluate(trainer, reporter)?;
         }
         let (mut tokens, mut seconds) = (0, 0.0);
+        let mut fastest = 0f64;
         while trainer.steps_done() < steps {
             self.stop_if_interrupted(trainer)?;
             self.stop_if_memory_is_short(trainer)?;
             let (step_tokens, step_seconds) = self.step(trainer, reporter)?;
             tokens += step_tokens;
             seconds += step_seconds;
+            fastest = fastest.max(per_second(step_tokens, step_seconds));
             let done = trainer.steps_done();
             if done == steps || is_due(done, self.options.save_every) {
                 self.save(trainer, reporter)?;
@@ -217,7 +220,18 @@ impl Run<'_> {
         }
         self.write_adapter(trainer)?;
         self.evaluate(trainer, reporter)?;
+        if self.is_faster_than_planned(fastest) {
+            Rates::forget(self.options.cache.as_deref());
+        }
         self.finish(trainer, per_second(tokens, seconds), reporter)
+    }
+
+    /// Whether steps of `tokens_per_s` say that the plan's rates are wrong: that a machine is slower than they are may
+    /// be the work of others.
+    fn is_faster_than_planned(&self, tokens_per_s: f64) -> bool {
+        let chosen = &self.choice.chosen;
+        let tokens = self.options.batch * self.prepared.longest();
+        chosen.measured && tokens_per_s > FASTER * tokens as f64 / chosen.seconds
     }
 
     /// One optimizer step; returns its input tokens and seconds.
@@ -378,6 +392,9 @@ impl Run<'_> {
 fn is_due(done: u64, every: u64) -> bool {
     every > 0 && done.is_multiple_of(every)
 }
+
+/// How many times as fast as planned a step is that nothing but wrong rates explains.
+const FASTER: f64 = 1.5;
 
 fn per_second(tokens: usize, seconds: f64) -> f64 {
     if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 }

@@ -12,7 +12,7 @@ const TINY: Sizes = Sizes {
 };
 
 fn key() -> Key {
-    Key { cpu: "X".into(), threads: 2, level: "x86-v4".into(), version: "1".into() }
+    Key { cpu: "X".into(), threads: 2, level: "x86-v4".into(), program: "1".into() }
 }
 
 /// Rates that no measurement gives: what is read back came from the file.
@@ -63,7 +63,7 @@ fn a_foreign_or_damaged_cache_is_measured_anew_and_replaced() {
         Key { cpu: "Y".into(), ..key() },
         Key { threads: 3, ..key() },
         Key { level: "x86-v3".into(), ..key() },
-        Key { version: "2".into(), ..key() },
+        Key { program: "2".into(), ..key() },
     ];
     for foreign in foreign {
         Rates::load_or(Some(folder.path()), &foreign, known);
@@ -113,5 +113,16 @@ fn cpus_have_names() {
     assert_eq!(cpu_model("CPU implementer\t: 0x41\nCPU part\t: 0xd40\n"), "0x41 0xd40");
     assert_eq!(cpu_model(""), "unknown");
     let here = Key::here();
-    assert!(here.threads > 0 && !here.level.is_empty() && !here.version.is_empty());
+    assert!(here.threads > 0 && !here.level.is_empty() && !here.program.is_empty());
+}
+
+#[test]
+fn forgotten_rates_are_measured_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let other = || Rates { head: 99.0, ..known() };
+    Rates::load_or(Some(folder.path()), &key(), known);
+    assert_eq!(Rates::load_or(Some(folder.path()), &key(), other), known());
+    Rates::forget(Some(folder.path()));
+    Rates::forget(None);
+    assert_eq!(Rates::load_or(Some(folder.path()), &key(), other), other());
 }
