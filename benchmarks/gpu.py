@@ -87,7 +87,7 @@ class Session:
             result["left_out"] = f"took longer than the {left:.0f} s that were left"
         if "failed" in result and not may_fail:
             self.failures.append(f"{name}: {result['failed']}")
-        result["seconds"] = round(time.monotonic() - start, 1)
+        result["seconds"] = round(time.monotonic() - start, 3)
         self.keep(name, result)
         return result
 
@@ -166,7 +166,7 @@ def decoding(s, programs, device, size, source, folder):
                    "--input-ids", "15496,612", "--max-new-tokens", new, "--min-new-tokens", new, "--temperature", 0]
         result = s.run(f"{size} decoding {new}: engraft", command, 20)
         seconds[new] = (result or {}).get("seconds")
-    if all(seconds.values()):
+    if None not in seconds.values():
         s.keep(f"{size} decoding: engraft", {"tokens_per_s": 256 / max(seconds[257] - seconds[1], 1e-3)})
     command = [sys.executable, HERE / "generate_peer.py", source, "--adapter", adapter, "--device", device, "--dtype",
                "f32" if device == "cpu" else "f16", "--prompt", 32, "--rows", 1, "--new", 128]
