@@ -14,7 +14,9 @@ pub use options::GenerateOptions;
 use crate::{
     data::Tokenizer,
     error::Result,
-    model::{Base, Decoder, Wiring},
+    kernels::device::Frozen,
+    memory::machine,
+    model::{Base, BlockWeights, Decoder, Wiring},
 };
 
 use choose::Chooser;
@@ -108,13 +110,7 @@ impl<'a> Generator<'a> {
         let capacity = self.room().min(prompt.len().saturating_add(options.max_new_tokens)).max(prompt.len());
         let rows = options.micro_batch.clamp(1, options.num_samples.max(1));
         let (wiring, values) = (self.wiring.clone(), self.values.clone());
-        let base = self.settled.get().cloned().unwrap_or_else(|| {
-            let base = self.base.for_generation(rows, capacity - prompt.len());
-            if !Arc::ptr_eq(&base, &self.base) {
-                let _ = self.settled.set(Arc::clone(&base));
-            }
-            base
-        });
+        let base = self.laid_out(rows, capacity - prompt.len());
         let mut decoder = Decoder::new(base, wiring, values, rows, capacity)?;
         let logits = decoder.feed(prompt)?.to_vec();
         let mut samples = Vec::new();
@@ -134,6 +130,24 @@ impl<'a> Generator<'a> {
             start = Instant::now();
         }
         Ok(samples)
+    }
+
+    /// The base as so many samples are made fastest with. A copy cannot be dropped when memory gets short, as pages of a
+    /// file can: there must be room for two.
+    fn laid_out(&self, rows: usize, tokens: usize) -> Arc<Base> {
+        if let Some(base) = self.settled.get() {
+            return Arc::clone(base);
+        }
+        let size: usize =
+            self.base.weights.blocks.iter().flat_map(BlockWeights::tensors).map(Frozen::bytes).sum();
+        if machine::available().is_some_and(|free| free < 2 * size as u64) {
+            return Arc::clone(&self.base);
+        }
+        let base = self.base.for_generation(rows, tokens);
+        if !Arc::ptr_eq(&base, &self.base) {
+            let _ = self.settled.set(Arc::clone(&base));
+        }
+        base
     }
 
     /// Adds tokens to all samples until each has ended.
