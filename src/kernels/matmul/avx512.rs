@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 
 use half::f16;
 
-use self::weights::{Codes, Halves, Strips, Weights};
+use self::weights::{Codes, Halves, Weights};
 use super::{Arithmetic, Elements, Matrix, Start};
 use crate::kernels::{
     avx512::{
@@ -58,7 +58,7 @@ pub unsafe fn frozen(x: &[f32], (w, turned): (Matrix, bool), start: Start, y: &m
     unsafe {
         match w.host() {
             Elements::Halves(halves) => {
-                form(x, (Halves(halves, w.cols), turned), shape, pairs, start, y);
+                form(x, (Halves::<false>(halves, w.cols), turned), shape, pairs, start, y);
             }
             // Where rows would be rounded to BF16, those in strips are too.
             Elements::Strips(halves, rows)
@@ -67,7 +67,7 @@ pub unsafe fn frozen(x: &[f32], (w, turned): (Matrix, bool), start: Start, y: &m
                 strips::nn(x, (halves, rows), (n, w.cols), start, y);
             }
             Elements::Strips(halves, rows) => {
-                form(x, (Strips(halves, rows), turned), shape, pairs, start, y);
+                form(x, (Halves::<true>(halves, rows), turned), shape, pairs, start, y);
             }
             Elements::Codes(codes, scales) => {
                 form(x, (Codes(codes, scales, w.cols), turned), shape, pairs, start, y);

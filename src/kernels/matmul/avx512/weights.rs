@@ -61,68 +61,20 @@ pub trait Weights: Copy + Send + Sync {
     fn address(self, row: usize, column: usize) -> *const i8;
 }
 
-/// FP16, in rows of as many.
+/// FP16: in rows of as many, or with IN_STRIPS in strips of so many rows, see [`Layout`](crate::kernels::matmul::Layout);
+/// LANES columns from a multiple of LANES on lie in one strip.
 #[derive(Clone, Copy)]
-pub struct Halves<'a>(pub &'a [f16], pub usize);
+pub struct Halves<'a, const IN_STRIPS: bool>(pub &'a [f16], pub usize);
 
-impl Weights for Halves<'_> {
-    const LINE: usize = 32;
-    const STRIP: usize = usize::MAX;
-    type Scales = ();
-    type Factors = f32;
-
+impl<const IN_STRIPS: bool> Halves<'_, IN_STRIPS> {
+    /// Place of an element.
     #[inline]
-    unsafe fn scales(self, _: usize, _: usize) {}
-
-    #[inline]
-    unsafe fn factors(x: f32, (): ()) -> f32 {
-        x
-    }
-
-    #[inline]
-    fn factor(factor: &f32, _: usize) -> f32 {
-        *factor
-    }
-
-    #[inline]
-    unsafe fn times(raw: __m512, _: &f32, _: usize) -> __m512 {
-        raw
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    unsafe fn raw(self, row: usize, column: usize) -> __m512 {
-        let Self(halves, cols) = self;
-        // SAFETY: the caller's promise.
-        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(halves.as_ptr().add(row * cols + column).cast())) }
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    unsafe fn part(self, row: usize, column: usize, count: usize) -> __m512 {
-        let Self(halves, cols) = self;
-        widened(&halves[row * cols + column..][..count])
-    }
-
-    #[inline]
-    fn value(self, row: usize, column: usize) -> f32 {
-        let Self(halves, cols) = self;
-        halves[row * cols + column].to_f32()
-    }
-
-    #[inline]
-    fn address(self, row: usize, column: usize) -> *const i8 {
-        let Self(halves, cols) = self;
-        halves.as_ptr().wrapping_add(row * cols + column).cast()
+    fn at(self, row: usize, column: usize) -> usize {
+        if IN_STRIPS { strip_start(self.1, row, column) } else { row * self.1 + column }
     }
 }
 
-/// FP16 in strips of so many rows, see [`Layout`](crate::kernels::matmul::Layout). LANES columns from a multiple of LANES
-/// on lie in one strip.
-#[derive(Clone, Copy)]
-pub struct Strips<'a>(pub &'a [f16], pub usize);
-
-impl Weights for Strips<'_> {
+impl<const IN_STRIPS: bool> Weights for Halves<'_, IN_STRIPS> {
     const LINE: usize = STRIP;
     const STRIP: usize = usize::MAX;
     type Scales = ();
@@ -149,30 +101,24 @@ impl Weights for Strips<'_> {
     #[inline]
     #[target_feature(enable = "avx512f")]
     unsafe fn raw(self, row: usize, column: usize) -> __m512 {
-        let Self(halves, rows) = self;
         // SAFETY: the caller's promise.
-        unsafe {
-            _mm512_cvtph_ps(_mm256_loadu_si256(halves.as_ptr().add(strip_start(rows, row, column)).cast()))
-        }
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(self.0.as_ptr().add(self.at(row, column)).cast())) }
     }
 
     #[inline]
     #[target_feature(enable = "avx512f")]
     unsafe fn part(self, row: usize, column: usize, count: usize) -> __m512 {
-        let Self(halves, rows) = self;
-        widened(&halves[strip_start(rows, row, column)..][..count])
+        widened(&self.0[self.at(row, column)..][..count])
     }
 
     #[inline]
     fn value(self, row: usize, column: usize) -> f32 {
-        let Self(halves, rows) = self;
-        halves[strip_start(rows, row, column)].to_f32()
+        self.0[self.at(row, column)].to_f32()
     }
 
     #[inline]
     fn address(self, row: usize, column: usize) -> *const i8 {
-        let Self(halves, rows) = self;
-        halves.as_ptr().wrapping_add(strip_start(rows, row, column)).cast()
+        self.0.as_ptr().wrapping_add(self.at(row, column)).cast()
     }
 }
 
