@@ -4,7 +4,7 @@
 //! kept as `calibration.json` in the cache and measured anew for another CPU, number of threads, vector
 //! level or build of the program, and after a run that was much faster than they said.
 
-use std::{env, fs, path::Path, time::UNIX_EPOCH};
+use std::{fs, path::Path, time::UNIX_EPOCH};
 
 use engraft_adapters::atomic;
 use serde::{Deserialize, Serialize};
@@ -112,9 +112,9 @@ impl Key {
     }
 }
 
-/// The program as it was built: its version, and the length and the time of its file.
+/// The program as it was built: its version, and on Linux the length and the time of its file.
 fn program() -> String {
-    let file = env::current_exe().and_then(fs::metadata);
+    let file = fs::metadata("/proc/self/exe");
     let stamp = file.ok().and_then(|file| {
         let changed = file.modified().ok()?.duration_since(UNIX_EPOCH).ok()?;
         Some(format!(", {} bytes of {}", file.len(), changed.as_secs()))
