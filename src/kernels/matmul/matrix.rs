@@ -36,7 +36,7 @@ pub enum Layout {
     /// Row by row: everywhere but in memory of a CPU process that was laid out for its kernels.
     #[default]
     Rows,
-    /// Strips of [`STRIP`] columns one after another, each row by row: who takes a few columns of all rows reads one
+    /// Strips of 32 columns one after another, each row by row: who takes a few columns of all rows reads one
     /// stretch of memory. FP16 alone, whole strips.
     Strips,
 }
