@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use super::{
     arena::{ALIGN as LINE, in_memory},
     device::{DType, Device},
-    pages::{Region, large_pages},
+    pages::{PIECE, Region, large_pages},
     view::View,
 };
 #[cfg(feature = "cuda")]
@@ -18,9 +18,6 @@ use super::{
     device_scratch::ALIGN,
 };
 use crate::error::{Error, Result};
-
-/// Bytes that are copied before their pages are given back.
-const PIECE: usize = 8 << 20;
 
 /// Bytes that outlive every view on them: a mapped file, or data compiled into the program.
 pub trait Bytes: Send + Sync {

@@ -20,6 +20,10 @@ const PAGE: usize = 4096;
 /// mapped as a whole.
 pub const AROUND: usize = 2 << 20;
 
+/// Bytes of a mapped file that are copied, written or hashed before their pages are given back; a whole number of elements of
+/// each type.
+pub const PIECE: usize = 8 << 20;
+
 /// Whether the system gives large pages to memory of the process when it is asked to.
 pub fn large_pages() -> bool {
     let setting = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled");

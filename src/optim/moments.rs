@@ -13,7 +13,7 @@ use crate::{
             DType::{self, F32, U8},
             View, ViewMut,
         },
-        pages::Region,
+        pages::{PIECE, Region},
     },
 };
 
@@ -65,9 +65,6 @@ pub struct Stored<'a> {
 
 /// A tensor that a save must hold: its name, its elements, and their pages.
 pub type Kept<'a> = (&'static str, View<'a>, Option<Region>);
-
-/// Bytes that are read before their pages are given back; a whole number of elements of each type.
-const PIECE: usize = 8 << 20;
 
 impl Stored<'_> {
     /// Hands over the bytes piece by piece, each with its place, and gives back the pages of those that have been

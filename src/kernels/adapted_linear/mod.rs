@@ -120,6 +120,7 @@ pub fn forward(
 /// The part of [`forward`] that the backward needs: `low` receives `drop(x) A^T` of every delta.
 #[allow(clippy::too_many_arguments, reason = "mirrors the forward")]
 pub fn low(x: View, inputs: usize, deltas: &[Delta], values: View, dropout: Dropout, low: ViewMut, n: usize) {
+    assert!(deltas.iter().all(|delta| !delta.turned), "factors of training lie as they are saved");
     match x.device() {
         Device::Cpu => cpu::low(x.host(), deltas, values.host(), dropout, low.host(), (n, inputs)),
         #[cfg(feature = "cuda")]
