@@ -324,8 +324,12 @@ fn heads(on: On) -> Result<Outputs> {
     let (mut gathered, mut losses) = (on.room(chunk * c)?, on.zeros(F32, m)?);
     let mut logits = on.zeros(F32, chunk * head_loss::stride(v, on.stored))?;
     let mut d_hidden = on.room(n * c)?;
-    let input =
-        Supervised { hidden: hidden.view(), rows: rows.view(), targets: targets.view(), smoothing: 0.1 };
+    let input = Supervised {
+        hidden: hidden.view(),
+        rows: Some(rows.view()),
+        targets: targets.view(),
+        smoothing: 0.1,
+    };
     let head = Matrix::halves(table.view(), v, c);
     let work = head_loss::Work { gathered: gathered.view_mut(), logits: logits.view_mut() };
     head_loss::forward_backward(input, head, work, losses.view_mut(), Some((d_hidden.view_mut(), 3.0)));

@@ -28,6 +28,7 @@ pub mod pages;
 pub mod product;
 pub mod q8;
 pub mod real;
+pub mod rows;
 pub mod scratch;
 pub mod stages;
 #[cfg(test)]

@@ -11,6 +11,7 @@ use crate::{
         attention::{self, Heads, Prefix, Seen, Shape},
         device::{View, ViewMut},
         layernorm,
+        rows::{gather, spread},
     },
     model::{BlockWeights, Config, Linear, Norm},
 };
@@ -43,8 +44,11 @@ pub struct Block<'a> {
     pub rows: usize,
     /// Tokens t of a row.
     pub tokens: usize,
-    /// Dropout in front of every A.
+    /// Dropout in front of every A; none behind attention where not all tokens are `wanted`.
     pub dropout: Dropout,
+    /// The tokens whose output anything reads, `(m)` ascending; `None` where all are. Behind attention a block computes
+    /// only these: its output, and the gradient of that, then are `(m, c)`.
+    pub wanted: Option<View<'a>>,
 }
 
 /// A block's activations after its forward, to be consumed by its backward.
@@ -81,6 +85,24 @@ impl<'a> Block<'a> {
     /// n = b t.
     fn cells(&self) -> usize {
         self.rows * self.tokens
+    }
+
+    /// Tokens m behind attention.
+    fn outputs(&self) -> usize {
+        self.wanted.map_or(self.cells(), |wanted| wanted.len())
+    }
+
+    /// Tokens that `site` sees.
+    fn seen_by(&self, site: Site) -> usize {
+        if site == Site::CAttn { self.cells() } else { self.outputs() }
+    }
+
+    /// The wanted rows of `from (n, c)`: in `to (m, c)`, or `from` itself where all are.
+    fn pick<'v>(&self, from: View<'v>, to: ViewMut<'v>) -> View<'v> {
+        let Some(wanted) = self.wanted else { return from };
+        let mut to = to;
+        gather(from, wanted, to.reborrow(), self.config.width);
+        to.into_view()
     }
 
     fn ranks(&self, site: Site) -> usize {
@@ -131,7 +153,7 @@ impl<'a> Block<'a> {
         buffers: &mut [crate::kernels::device::Buffer],
         y: ViewMut,
     ) {
-        let n = self.cells();
+        let n = self.seen_by(site);
         let layer = layer(self.site(site));
         let low = rows!(mut buffers[site as usize], n, self.ranks(site));
         let deltas = &self.deltas[site as usize];
@@ -147,7 +169,7 @@ impl<'a> Block<'a> {
         }
     }
 
-    /// Forward from `x (n, c)` to `y (n, c)`; with a cache, keys and values are appended to it and
+    /// Forward from `x (n, c)` to `y (m, c)`; with a cache, keys and values are appended to it and
     /// attention reads from it.
     pub fn forward(
         &self,
@@ -158,7 +180,9 @@ impl<'a> Block<'a> {
         y: ViewMut,
     ) -> Saved {
         self.attention_half(x, &mut buffers, work, cache);
-        self.mlp_half(&mut buffers, work, y);
+        if self.outputs() > 0 {
+            self.mlp_half(&mut buffers, work, y);
+        }
         Saved(buffers)
     }
 
@@ -170,11 +194,16 @@ impl<'a> Block<'a> {
         work: &mut Work,
         cache: Option<&mut LayerCache>,
     ) {
-        let (n, c) = (self.cells(), self.config.width);
+        let (n, m, c) = (self.cells(), self.outputs(), self.config.width);
         self.queries_keys_values(x, kept, work);
         self.attend(kept, cache);
-        let middle = rows!(mut kept.outputs.middle, n, c);
-        self.linear(Site::AttnProj, rows!(kept.outputs.mixed, n, c), Some(x), &mut kept.small.low, middle);
+        if m == 0 {
+            return;
+        }
+        let x = self.pick(x, rows!(mut work.normed, m, c));
+        let mixed = self.pick(rows!(kept.outputs.mixed, n, c), work.room.activated_mut().slice(0, m * c));
+        let middle = rows!(mut kept.outputs.middle, m, c);
+        self.linear(Site::AttnProj, mixed, Some(x), &mut kept.small.low, middle);
     }
 
     /// `qkv = c_attn(ln_1(x))`.
@@ -195,6 +224,9 @@ impl<'a> Block<'a> {
             past = cache.append(k, v, self.rows, self.tokens, c);
             (k, v) = cache.heads(c);
         }
+        if self.outputs() == 0 {
+            return;
+        }
         let mixed = rows!(mut kept.outputs.mixed, n, c);
         let lse = rows!(mut kept.small.lse, n, self.config.heads);
         attention::forward((q, k, v), self.prefix(), self.starts, self.scale(), self.shape(past), mixed, lse);
@@ -202,7 +234,7 @@ impl<'a> Block<'a> {
 
     /// `inner = c_fc(ln_2(middle))`.
     fn mlp_inside(&self, kept: &mut BlockBuffers, work: &mut Work) {
-        let (n, c, f) = (self.cells(), self.config.width, self.config.inner);
+        let (n, c, f) = (self.outputs(), self.config.width, self.config.inner);
         let (normed, stats) = (rows!(mut work.normed, n, c), rows!(mut kept.small.stats_2, n, 2));
         layernorm::forward(rows!(kept.outputs.middle, n, c), self.norm(&self.weights.ln_2), normed, stats);
         let inner = rows!(mut kept.inner, n, f);
@@ -211,7 +243,7 @@ impl<'a> Block<'a> {
 
     /// `y = middle + c_proj(f(c_fc(ln_2(middle))))`.
     fn mlp_half(&self, kept: &mut BlockBuffers, work: &mut Work, y: ViewMut) {
-        let (n, c, f) = (self.cells(), self.config.width, self.config.inner);
+        let (n, c, f) = (self.outputs(), self.config.width, self.config.inner);
         self.mlp_inside(kept, work);
         activation::forward(
             self.config.activation,
@@ -240,7 +272,7 @@ impl<'a> Block<'a> {
             self.mlp_inside(&mut kept, work);
         }
         if keep == Keep::Input && !self.deltas[Site::MlpProj as usize].is_empty() {
-            let (n, f) = (self.cells(), self.config.inner);
+            let (n, f) = (self.outputs(), self.config.inner);
             let kind = self.config.activation;
             activation::forward(kind, rows!(kept.inner, n, f), work.room.activated_mut().slice(0, n * f));
             let low = rows!(mut kept.small.low[Site::MlpProj as usize], n, self.ranks(Site::MlpProj));
@@ -250,8 +282,8 @@ impl<'a> Block<'a> {
         Saved(kept)
     }
 
-    /// Backward: `back.grad` holds the gradient of the block's output on entry and that of its input
-    /// `x` on exit (left undefined unless `input_gradient`), and `to` grows by those of the trainables.
+    /// Backward: `back.grad` holds the gradient of the block's output `(m, c)` on entry and that of its input
+    /// `x (n, c)` on exit (left undefined unless `input_gradient`), and `to` grows by those of the trainables.
     pub fn backward(
         &self,
         x: View,
@@ -275,7 +307,7 @@ impl<'a> Block<'a> {
         back: &mut BackwardWork,
         to: &mut Gradients,
     ) {
-        let (n, c, f) = (self.cells(), self.config.width, self.config.inner);
+        let (n, c, f) = (self.outputs(), self.config.width, self.config.inner);
         let inner = rows!(kept.inner, n, f);
         let kind = self.config.activation;
         if !self.deltas[Site::MlpProj as usize].is_empty() {
@@ -330,9 +362,7 @@ impl<'a> Block<'a> {
         input_gradient: bool,
     ) {
         let (n, c) = (self.cells(), self.config.width);
-        let d_mixed = rows!(mut back.narrow, n, c);
-        let (dy, mixed) = (rows!(back.grad, n, c), rows!(kept.outputs.mixed, n, c));
-        self.linear_backward(Site::AttnProj, dy, mixed, kept, &mut back.d_low, to, Some(d_mixed));
+        self.attention_output_backward(kept, work, back, to);
         self.attention_backward(kept, &mut work.room, back, to);
 
         let norm = self.norm(&self.weights.ln_1);
@@ -349,6 +379,29 @@ impl<'a> Block<'a> {
         if input_gradient {
             let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.small.stats_1, n, 2));
             layernorm::backward(d_normed, x, stats, norm, rows!(mut back.grad, n, c));
+        }
+    }
+
+    /// From the gradient of the middle `(m, c)` in `back.grad` to that of attention's output `(n, c)` in `back.narrow`;
+    /// the former becomes `(n, c)`. No gradient comes from tokens that are not wanted.
+    fn attention_output_backward(
+        &self,
+        kept: &BlockBuffers,
+        work: &mut Work,
+        back: &mut BackwardWork,
+        to: &mut Gradients,
+    ) {
+        let (n, m, c) = (self.cells(), self.outputs(), self.config.width);
+        let mixed = self.pick(rows!(kept.outputs.mixed, n, c), work.room.wide_mut().1.slice(0, m * c));
+        let d_mixed =
+            if self.wanted.is_some() { rows!(mut work.normed, m, c) } else { rows!(mut back.narrow, m, c) };
+        let dy = rows!(back.grad, m, c);
+        self.linear_backward(Site::AttnProj, dy, mixed, kept, &mut back.d_low, to, Some(d_mixed));
+        if let Some(wanted) = self.wanted {
+            spread(rows!(work.normed, m, c), wanted, rows!(mut back.narrow, n, c), c);
+            // Both are (n, c) of one type.
+            std::mem::swap(&mut work.normed, &mut back.grad);
+            spread(rows!(work.normed, m, c), wanted, rows!(mut back.grad, n, c), c);
         }
     }
 
@@ -390,7 +443,7 @@ impl<'a> Block<'a> {
         to: &mut Gradients,
         dx: Option<ViewMut>,
     ) {
-        let (n, ranks) = (self.cells(), self.ranks(site));
+        let (n, ranks) = (self.seen_by(site), self.ranks(site));
         adapted_linear::backward(
             dy,
             x,

@@ -209,7 +209,8 @@ pub struct Work {
     pub room: Room,
 }
 
-/// Memory that the widest things of a pass hold in turn: the MLP after its activation `(n, f)`; in a backward the
+/// Memory that the widest things of a pass hold in turn: the MLP after its activation `(n, f)`, and before it attention's
+/// output of the tokens that are wanted `(m, c)`; in a backward the
 /// gradient of its inside or of qkv, `(n, max(f, 3c))`, behind the former where an adapter needs both; between forward
 /// and backward the logits of a chunk `(chunk, v)`, the rows of 16-bit activations a little apart.
 pub struct Room {
@@ -242,7 +243,8 @@ impl Room {
             Some(_) => (0, wide),
         };
         let logits = rows.min(n.max(1)) * head_loss::stride(config.vocab, activations) * F32.size();
-        let bytes = activated.max(backward).max(logits);
+        let mixed = n * config.width * activations.size();
+        let bytes = activated.max(backward).max(logits).max(mixed);
         Ok(Self {
             bytes: arena.take("activated, d wide or logits", U8, &[bytes])?,
             activations,

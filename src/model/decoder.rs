@@ -52,7 +52,17 @@ pub struct Decoder {
     ids: Buffer,
     positions: Buffer,
     starts: Buffer,
+    /// Place of the last token that is read.
+    last: Buffer,
     flow: Flow,
+}
+
+/// Tokens whose output is read; all others need not pass the last block behind its keys and values.
+#[derive(Clone, Copy)]
+enum Wanted {
+    Nothing,
+    Last,
+    All,
 }
 
 impl Decoder {
@@ -99,10 +109,12 @@ impl Decoder {
             let work = Work::cut(arena, sizes, Passes { head_rows: 0, backward: None })?;
             let stats = arena.take("stats_f", F32, &[rows, 2])?;
             let logits = arena.take("logits", F32, &[rows, config.vocab])?;
+            let last = arena.take("last", U32, &[1])?;
             let mut tokens = |name: &str| arena.take(name, U32, &[n]);
-            Ok((x, block, work, stats, logits, (tokens("ids")?, tokens("positions")?, tokens("starts")?)))
+            let inputs = (tokens("ids")?, tokens("positions")?, tokens("starts")?, last);
+            Ok((x, block, work, stats, logits, inputs))
         })?;
-        let (x, block, work, stats, logits, (ids, positions, starts)) = made;
+        let (x, block, work, stats, logits, (ids, positions, starts, last)) = made;
         let block = Some(block);
         let flow = Flow::new(Policy::default(), &base)?;
         Ok(Self {
@@ -121,6 +133,7 @@ impl Decoder {
             ids,
             positions,
             starts,
+            last,
             flow,
         })
     }
@@ -163,10 +176,12 @@ impl Decoder {
     pub fn feed(&mut self, ids: &[u32]) -> Result<&[f32]> {
         self.check(ids, ids.len())?;
         on_pool(|| {
-            for chunk in ids.chunks(CHUNK) {
-                self.read(chunk, 1)?;
+            let (before, last) = ids.split_at((ids.len() - 1) / CHUNK * CHUNK);
+            for chunk in before.chunks(CHUNK) {
+                self.read(chunk, 1, Wanted::Nothing)?;
             }
-            self.head((ids.len() - 1) % CHUNK, 1)
+            self.read(last, 1, Wanted::Last)?;
+            self.head(1)
         })
     }
 
@@ -177,8 +192,8 @@ impl Decoder {
     pub fn feed_each(&mut self, ids: &[u32]) -> Result<&[f32]> {
         self.check(ids, 1)?;
         on_pool(|| {
-            self.read(ids, self.rows)?;
-            self.head(0, self.rows)
+            self.read(ids, self.rows, Wanted::All)?;
+            self.head(self.rows)
         })
     }
 
@@ -199,8 +214,8 @@ impl Decoder {
         Ok(())
     }
 
-    /// Runs the blocks over `ids (rows, t)`; their output ends up in `x[layers % 2]`.
-    fn read(&mut self, ids: &[u32], rows: usize) -> Result<()> {
+    /// Runs the blocks over `ids (rows, t)`; the output of those `wanted` ends up in `x[layers % 2]`.
+    fn read(&mut self, ids: &[u32], rows: usize, wanted: Wanted) -> Result<()> {
         let (n, past) = (ids.len(), self.position());
         let tokens = n / rows;
         let base = Arc::clone(&self.base);
@@ -210,6 +225,7 @@ impl Decoder {
         let positions: Vec<u32> = (0..rows).flat_map(|_| (first..).take(tokens)).collect();
         self.ids.view_mut().upload(ids);
         self.positions.view_mut().upload(&positions);
+        self.last.view_mut().upload(&[n as u32 - 1]);
         let (id_view, position_view) = (rows!(self.ids, n, 1), rows!(self.positions, n, 1));
         let x = rows!(mut self.x[0], n, c);
         self.flow.enter(weights, Stage::Embed, Some(Stage::Block(0)), Input::default());
@@ -230,6 +246,12 @@ impl Decoder {
                 rows,
                 tokens,
                 dropout: Dropout::NONE,
+                wanted: match wanted {
+                    _ if layer + 1 < config.layers => None,
+                    Wanted::Nothing => Some(rows!(self.last, 0, 1)),
+                    Wanted::Last if n > 1 => Some(self.last.view()),
+                    Wanted::Last | Wanted::All => None,
+                },
             };
             let (left, right) = self.x.split_at_mut(1);
             let (x, y) = if layer % 2 == 0 { (&left[0], &mut right[0]) } else { (&right[0], &mut left[0]) };
@@ -242,8 +264,8 @@ impl Decoder {
         Ok(())
     }
 
-    /// Logits `(count, v)` of `count` rows of the blocks' output from `first` on.
-    fn head(&mut self, first: usize, count: usize) -> Result<&[f32]> {
+    /// Logits `(count, v)` of the first `count` rows of the blocks' output.
+    fn head(&mut self, count: usize) -> Result<&[f32]> {
         let (config, weights) = (&self.base.config, &self.base.weights);
         let norm = layernorm::Norm {
             gain: weights.ln_f.gain.view(),
@@ -251,7 +273,7 @@ impl Decoder {
             epsilon: config.layer_norm_eps,
         };
         let c = config.width;
-        let x = self.x[config.layers % 2].view().slice(first * c, count * c);
+        let x = rows!(self.x[config.layers % 2], count, c);
         layernorm::forward(x, norm, rows!(mut self.work.normed, count, c), rows!(mut self.stats, count, 2));
         let hidden = rows!(self.work.normed, count, c);
         let logits = rows!(mut self.logits, count, config.vocab);

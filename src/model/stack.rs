@@ -26,7 +26,7 @@ use super::{
     buffers::{Inputs, Sizes},
     flow::{Flow, Input, Stage},
     held::{ANY, Held},
-    wiring::Wiring,
+    wiring::{Site, Wiring},
 };
 
 /// Trained values as a forward needs them.
@@ -283,7 +283,7 @@ impl Stack {
         embed::forward(ids, positions, weights.wte.view(), weights.wpe.view(), x);
     }
 
-    /// Last layer norm, head and loss; with `gradient` also the gradient of the last block's output.
+    /// Last layer norm, head and loss; with `gradient` also the gradient of the last block's output, of as many tokens.
     fn head(&mut self, batch: &Batch, supervised: usize, pass: Pass, (gradient, tally): (bool, &mut Tally)) {
         let (n, c) = (batch.ids.len(), self.base.config.width);
         let (config, weights) = (&self.base.config, &self.base.weights);
@@ -293,11 +293,15 @@ impl Stack {
             epsilon: config.layer_norm_eps,
         };
         let (x, work, space, back) = self.held.head();
+        // The last block may have computed the supervised tokens alone.
+        let all = wanted(&self.wiring, &self.inputs, config.layers - 1, batch, pass.dropout).is_none();
+        let (n, rows) =
+            if all { (n, Some(rows!(self.inputs.rows, supervised, 1))) } else { (supervised, None) };
         let x = rows!(x, n, c);
         layernorm::forward(x, norm, rows!(mut work.normed, n, c), rows!(mut space.stats, n, 2));
         let input = Supervised {
             hidden: rows!(work.normed, n, c),
-            rows: rows!(self.inputs.rows, supervised, 1),
+            rows,
             targets: rows!(self.inputs.targets, supervised, 1),
             smoothing: pass.smoothing,
         };
@@ -411,5 +415,25 @@ fn block<'a>(
         rows: batch.rows,
         tokens: batch.seq_len,
         dropout,
+        wanted: wanted(wiring, inputs, layer, batch, dropout),
     }
+}
+
+/// The tokens whose output of block `layer` anything reads: the supervised ones of the last block; `None` where that is
+/// (nearly) all. Elements that dropout drops are numbered by where a token stands in the batch, so it sees all.
+fn wanted<'a>(
+    wiring: &Wiring,
+    inputs: &'a Inputs,
+    layer: usize,
+    batch: &Batch,
+    dropout: Dropout,
+) -> Option<View<'a>> {
+    let behind = [Site::AttnProj, Site::CFc, Site::MlpProj];
+    let drops = dropout.p > 0.0 && behind.iter().any(|&site| !wiring.layers[layer][site as usize].is_empty());
+    if layer + 1 < wiring.layers.len() || drops {
+        return None;
+    }
+    let (m, n) = (batch.supervised(), batch.ids.len());
+    // Copying rows to and fro costs a few percent of what a block costs behind attention.
+    (m * 8 <= n * 7).then(|| inputs.rows.view().slice(0, m))
 }

@@ -56,7 +56,7 @@ fn head_and_loss_agree_with_candles_cross_entropy() {
     let (mut losses, mut gradient) = (vec![0f32; m], vec![0f32; m * c]);
     let input = Supervised {
         hidden: hidden[..].into(),
-        rows: rows[..].into(),
+        rows: Some(rows[..].into()),
         targets: targets[..].into(),
         smoothing: 0.0,
     };

@@ -219,6 +219,53 @@ fn micro_batches_are_the_big_batch() {
     }
 }
 
+/// The last block computes supervised tokens alone where they are few: parts of the targets are together the whole, whose
+/// pass computes all tokens.
+#[test]
+fn losses_and_gradients_of_parts_of_the_targets_add_up() {
+    let base = golden("tiny");
+    let all =
+        [1, 2].map(|seed| Row { targets: (0..11).map(|i| i * 17 % 61).collect(), ..row(seed, 11, 0, VOCAB) });
+    let part = |wanted: fn(usize) -> bool| {
+        let mut rows = all.clone();
+        let targets = rows.iter_mut().flat_map(|row| row.targets.iter_mut()).enumerate();
+        targets.filter(|(at, _)| !wanted(*at)).for_each(|(_, target)| *target = NO_LOSS);
+        batch(&rows)
+    };
+    let parts = [
+        part(|at| at % 3 == 0),
+        part(|at| at % 3 == 1 && at > 4),
+        part(|at| at % 3 == 2 || at == 1 || at == 4),
+    ];
+    let (n, whole) = (2 * 11, batch(&all));
+    assert!(whole.supervised() * 8 > n * 7 && parts.iter().all(|part| part.supervised() * 8 <= n * 7));
+    for dropout in [0.0, 0.2] {
+        let mut worst = 0f64;
+        for case in cases(&base, dropout) {
+            // Sums, not means, of losses.
+            let with = |batch: &Batch| {
+                let mut trainer = trainer(&base, &case, options(Policy::default()));
+                let losses = trainer.accumulate(std::slice::from_ref(batch)).unwrap();
+                let gradient = trainer.gradient().into_iter().map(|g| f64::from(g) * losses.tokens as f64);
+                (losses, gradient.collect::<Vec<f64>>())
+            };
+            let (losses, gradient) = with(&whole);
+            let (mut sum, mut tokens, mut total) = (0.0, 0, vec![0f64; gradient.len()]);
+            for part in &parts {
+                let (losses, gradient) = with(part);
+                sum += losses.sum;
+                tokens += losses.tokens;
+                total.iter_mut().zip(gradient).for_each(|(total, g)| *total += g);
+            }
+            assert_eq!(tokens, losses.tokens);
+            within((sum / losses.sum - 1.0).abs(), LOSS, "loss of parts of the targets");
+            let total: Vec<f32> = total.into_iter().map(|g| g as f32).collect();
+            worst = worst.max(by_tensor(&case.set, &total, &gradient));
+        }
+        within(worst, MICRO_BATCHES, &format!("gradients of parts of the targets, dropout {dropout}"));
+    }
+}
+
 #[test]
 fn packed_documents_are_rows_of_their_own() {
     let base = golden("tiny");

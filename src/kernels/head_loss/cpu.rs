@@ -1,20 +1,8 @@
-//! CPU side of the steps between the two products: one task a row of logits.
+//! CPU side of the step between the two products: one task a row of logits.
 
 use crate::kernels::cpu::{Shared, each, exp, vectorised};
 
 const LANES: usize = 16;
-
-pub fn gather(from: &[f32], rows: &[u32], to: &mut [f32], c: usize) {
-    for (to, &row) in to.chunks_exact_mut(c).zip(rows) {
-        to.copy_from_slice(&from[row as usize * c..][..c]);
-    }
-}
-
-pub fn scatter(from: &[f32], rows: &[u32], to: &mut [f32], c: usize) {
-    for (from, &row) in from.chunks_exact(c).zip(rows) {
-        to[row as usize * c..][..c].copy_from_slice(from);
-    }
-}
 
 /// What the loss of a row depends on beside its logits.
 pub struct Row {

@@ -1,4 +1,4 @@
-//! CUDA side of the steps around the two products: one block a row.
+//! CUDA side of the step between the two products: one block a row.
 //!
 //! With 16-bit activations the gradient of a row of logits lies in the first bytes of that row's own logits: read
 //! as 16-bit numbers, its rows stand twice as many elements apart.
@@ -11,18 +11,6 @@ use crate::kernels::{
 };
 
 static IMAGE: Image = image!("head_loss");
-
-pub fn gather(gpu: &'static Gpu, from: View, rows: View, to: ViewMut, c: usize) {
-    assert!(from.dtype() == to.dtype() && to.len() >= rows.len() * c, "gather shapes");
-    let arguments = arguments![from, rows, &to, Argument::int(c)];
-    gpu.launch(&IMAGE, &named("gather", to.dtype()), Grid::row(rows.len(), 128), arguments);
-}
-
-pub fn scatter(gpu: &'static Gpu, from: View, rows: View, to: ViewMut, c: usize) {
-    assert!(from.dtype() == to.dtype() && from.len() >= rows.len() * c, "scatter shapes");
-    let arguments = arguments![from, rows, &to, Argument::int(c)];
-    gpu.launch(&IMAGE, &named("scatter", to.dtype()), Grid::row(rows.len(), 128), arguments);
-}
 
 /// Elements of a gradient between the rows of logits.
 fn gradient_stride(v: usize, activations: DType) -> usize {

@@ -8,6 +8,7 @@
 use super::{
     device::{DType, Device, View, ViewMut},
     matmul::{self, Matrix, Start},
+    rows,
 };
 
 pub use tally::Tally;
@@ -27,8 +28,8 @@ mod tests;
 pub struct Supervised<'a> {
     /// Hidden states after the last layer norm `(n, c)`.
     pub hidden: View<'a>,
-    /// Which of them are supervised `(m)`, ascending.
-    pub rows: View<'a>,
+    /// Which of them are supervised `(m)`, ascending; `None` where all are, m = n.
+    pub rows: Option<View<'a>>,
     /// Their targets `(m)`, inside the vocabulary.
     pub targets: View<'a>,
     /// Label smoothing e.
@@ -43,7 +44,7 @@ pub fn stride(v: usize, activations: DType) -> usize {
 
 /// Workspace: `gathered (chunk, c)` and `logits (chunk, v)`, rows of the latter [`stride`] apart.
 pub struct Work<'a> {
-    /// Hidden states of a chunk, then their gradients.
+    /// Hidden states of a chunk, then their gradients; not used where all rows are supervised.
     pub gathered: ViewMut<'a>,
     /// Logits of a chunk, then their gradients.
     pub logits: ViewMut<'a>,
@@ -58,28 +59,40 @@ pub fn forward_backward(
     losses: ViewMut,
     gradient: Option<(ViewMut, f32)>,
 ) {
-    let (c, m) = (head.cols, input.rows.len());
+    let (c, m) = (head.cols, input.targets.len());
     let stride = stride(head.rows, input.hidden.dtype());
     let chunk = work.logits.len() / stride;
     let Work { mut gathered, mut logits } = work;
     let (mut losses, mut gradient) = (losses, gradient);
-    if let Some((d_hidden, _)) = &mut gradient {
+    if let (Some((d_hidden, _)), Some(_)) = (&mut gradient, input.rows) {
         d_hidden.reborrow().clear();
     }
     for first in (0..m).step_by(chunk) {
         let count = chunk.min(m - first);
-        let rows = input.rows.slice(first, count);
+        let rows = input.rows.map(|rows| rows.slice(first, count));
         let targets = input.targets.slice(first, count);
-        let mut hidden = gathered.reborrow().slice(0, count * c);
         let mut z = logits.reborrow().slice(0, count * stride);
-        gather(input.hidden, rows, hidden.reborrow(), c);
-        logits_of(hidden.as_view(), head, z.reborrow(), count);
+        let hidden = match rows {
+            None => input.hidden.slice(first * c, count * c),
+            Some(rows) => {
+                rows::gather(input.hidden, rows, gathered.reborrow(), c);
+                gathered.as_view().slice(0, count * c)
+            }
+        };
+        logits_of(hidden, head, z.reborrow(), count);
         let losses = losses.reborrow().slice(first, count);
         let factor = gradient.as_ref().map(|(_, factor)| *factor);
         cross_entropy(z.reborrow(), head.rows, hidden.dtype(), targets, input.smoothing, factor, losses);
-        if let Some((d_hidden, _)) = &mut gradient {
-            hidden_gradient(z.as_view(), head, hidden.reborrow(), count);
-            scatter(hidden.as_view(), rows, d_hidden.reborrow(), c);
+        match (&mut gradient, rows) {
+            (None, _) => {}
+            (Some((d_hidden, _)), None) => {
+                hidden_gradient(z.as_view(), head, d_hidden.reborrow().slice(first * c, count * c), count);
+            }
+            (Some((d_hidden, _)), Some(rows)) => {
+                let mut d_some = gathered.reborrow().slice(0, count * c);
+                hidden_gradient(z.as_view(), head, d_some.reborrow(), count);
+                rows::scatter(d_some.as_view(), rows, d_hidden.reborrow(), c);
+            }
         }
     }
 }
@@ -102,24 +115,6 @@ fn hidden_gradient(dz: View, head: Matrix, d_hidden: ViewMut, count: usize) {
         Device::Cpu => matmul::frozen_nn(dz, head, Start::Zero, d_hidden, count),
         #[cfg(feature = "cuda")]
         Device::Cuda(gpu) => cuda::hidden_gradient(gpu, dz, head, d_hidden, count),
-    }
-}
-
-/// `to[i] = from[rows[i]]`, rows of `c`.
-pub fn gather(from: View, rows: View, to: ViewMut, c: usize) {
-    match to.device() {
-        Device::Cpu => cpu::gather(from.host(), rows.host(), to.host(), c),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(gpu) => cuda::gather(gpu, from, rows, to, c),
-    }
-}
-
-/// `to[rows[i]] = from[i]`, rows of `c`.
-fn scatter(from: View, rows: View, to: ViewMut, c: usize) {
-    match to.device() {
-        Device::Cpu => cpu::scatter(from.host(), rows.host(), to.host(), c),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(gpu) => cuda::scatter(gpu, from, rows, to, c),
     }
 }
 

@@ -24,12 +24,13 @@ fn cpu_matches_reference_whatever_the_chunk() {
     let supervised: Vec<f64> =
         rows.iter().flat_map(|&row| widened(&hidden[row as usize * c..][..c])).collect();
     let wide_head: Vec<f64> = head.iter().map(|v| v.to_f64()).collect();
+    let picked: Vec<f32> = rows.iter().flat_map(|&row| &hidden[row as usize * c..][..c]).copied().collect();
     for (chunk, smoothing) in [(1, 0.0), (5, 0.2), (64, 0.0)] {
         let (mut gathered, mut logits) = (vec![0f32; chunk * c], vec![0f32; chunk * v]);
         let (mut losses, mut d_hidden) = (vec![0f32; m], vec![f32::NAN; n * c]);
         let input = Supervised {
             hidden: hidden[..].into(),
-            rows: rows[..].into(),
+            rows: Some(rows[..].into()),
             targets: targets[..].into(),
             smoothing,
         };
@@ -47,5 +48,16 @@ fn cpu_matches_reference_whatever_the_chunk() {
             }
         }
         assert_close(&d_hidden, &whole, 2e-6, "d_hidden");
+
+        // The same rows alone give the same bits.
+        let (mut losses_alone, mut d_alone) = (vec![0f32; m], vec![f32::NAN; m * c]);
+        let input = Supervised { hidden: picked[..].into(), rows: None, ..input };
+        let work = Work { gathered: (&mut [] as &mut [f32]).into(), logits: logits.as_mut_slice().into() };
+        let gradient = Some((d_alone.as_mut_slice().into(), 0.37));
+        forward_backward(input, matrix, work, losses_alone.as_mut_slice().into(), gradient);
+        assert_eq!(losses_alone, losses);
+        for (row, d) in rows.iter().zip(d_alone.chunks_exact(c)) {
+            assert_eq!(d, &d_hidden[*row as usize * c..][..c]);
+        }
     }
 }
