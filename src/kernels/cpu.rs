@@ -376,11 +376,39 @@ pub fn cut(count: usize, unit: usize) -> (usize, usize) {
     (count.div_ceil(length), length)
 }
 
+/// As [`parts`], and one for every thread where these are more, in multiples of `unit`. Only for work whose results do not
+/// depend on where the cuts are.
+pub fn shares(count: usize, most: usize, unit: usize) -> (usize, usize) {
+    let (tasks, length) = parts(count, most);
+    if tasks >= rayon::current_num_threads() { (tasks, length) } else { cut(count, unit) }
+}
+
+/// Rows that a band of rows has at the least: what it costs to widen a panel again is then below a tenth of its use.
+const BAND: usize = 128;
+
+/// `n` rows of each of `tasks` panels cut so that all threads have work: (bands, rows of a band), the latter a multiple of
+/// `unit`. As few bands as keep nine tenths of the threads busy, or else most of them. Only for work whose results do not
+/// depend on where the cuts are.
+pub fn bands(tasks: usize, n: usize, unit: usize) -> (usize, usize) {
+    let threads = rayon::current_num_threads();
+    let busy = |bands: usize| {
+        let tasks = tasks.max(1) * bands;
+        tasks * 100 / (tasks.next_multiple_of(threads))
+    };
+    let most = (n / BAND).max(1);
+    let enough = (1..=most).find(|&bands| busy(bands) >= 90);
+    // The first of the best: a band costs something.
+    let bands = enough.or_else(|| (1..=most).rev().max_by_key(|&bands| busy(bands))).unwrap_or(1);
+    let height = n.div_ceil(bands).next_multiple_of(unit).max(unit);
+    (n.div_ceil(height).max(1), height)
+}
+
 #[cfg(test)]
 mod tests {
     use std::{env, process::Command};
 
     use super::*;
+    use crate::kernels::testing::with_threads;
 
     const LEVEL: &str = "ENGRAFT_TEST_LEVEL";
 
@@ -422,6 +450,37 @@ mod tests {
         for (half, wide) in all.iter().zip(wide) {
             assert!(half.to_f32() == wide || (half.is_nan() && wide.is_nan()), "{half:?}: {wide}");
         }
+    }
+
+    #[test]
+    fn bands_give_every_thread_work_and_no_more_than_that() {
+        for (threads, tasks, n, expected) in [
+            (1, 4, 2048, 1),
+            (2, 4, 2048, 1),
+            (2, 1, 2048, 2),
+            (16, 4, 2048, 4),
+            (16, 262, 512, 1),
+            (16, 4, 200, 1),
+            (16, 3, 0, 1),
+            // 12 tasks leave a quarter of 16 threads idle, 48 none.
+            (16, 12, 2048, 4),
+            // 5 tasks and 3 threads: 10 of 12, 15 of 15.
+            (3, 5, 2048, 3),
+        ] {
+            let (bands, height) = with_threads(threads, || bands(tasks, n, 6));
+            assert_eq!(bands, expected, "{threads} threads, {tasks} tasks, {n} rows");
+            assert!(
+                bands * height >= n && height % 6 == 0 && (bands - 1) * height <= n,
+                "{n}: {bands} x {height}"
+            );
+        }
+    }
+
+    #[test]
+    fn shares_are_as_many_as_threads() {
+        assert_eq!(with_threads(2, || shares(768, 256, 64)), parts(768, 256));
+        assert_eq!(with_threads(16, || shares(768, 256, 64)), (12, 64));
+        assert_eq!(with_threads(6, || shares(768, 256, 64)), (6, 128));
     }
 
     #[test]

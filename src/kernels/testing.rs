@@ -61,3 +61,8 @@ pub fn weighted(values: &[f64], weights: &[f64]) -> f64 {
 pub fn widened(values: &[f32]) -> Vec<f64> {
     values.iter().map(|&v| f64::from(v)).collect()
 }
+
+/// Runs `body` on a pool of that many threads.
+pub fn with_threads<R: Send>(threads: usize, body: impl FnOnce() -> R + Send) -> R {
+    rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(body)
+}

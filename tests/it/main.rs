@@ -3,6 +3,7 @@
 mod autograd;
 mod base;
 mod base_files;
+mod batches;
 mod bf16;
 mod candle_twins;
 mod cli;

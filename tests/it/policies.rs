@@ -15,23 +15,21 @@ use engraft_adapters::LoraSpec;
 use half::f16;
 
 use crate::setup::{
-    Case, Sizes, TrainerState, batch, bits, by_tensor, case, cases, difference, golden, lora, pack, prefix,
-    random_base, restore, row, state, wide, within,
+    Case, Sizes, TrainerState, batch, bits, by_tensor, case, cases, golden, lora, prefix, random_base,
+    restore, row, state, wide, within,
 };
 
 /// Bounds of docs/NUMERICS.md, relative to a tensor's largest element: the same sums in another order.
 /// A sum of m FP32 terms errs by about sqrt(m) 2^-24 of its size (6e-8), a few such sums follow one
 /// another, and a gradient that is a difference of larger terms keeps their absolute error.
 const CHUNKS: f64 = 5e-6;
-const MICRO_BATCHES: f64 = 5e-6;
-const PACKING: f64 = 5e-6;
 /// Of a loss: the mean of a few dozen FP32 losses.
-const LOSS: f64 = 1e-6;
+pub const LOSS: f64 = 1e-6;
 
-const VOCAB: usize = 61;
-const SEQ_LEN: usize = 11;
+pub const VOCAB: usize = 61;
+pub const SEQ_LEN: usize = 11;
 
-fn options(policy: Policy) -> TrainerOptions {
+pub fn options(policy: Policy) -> TrainerOptions {
     let adamw = AdamWOptions { weight_decay: 0.0, ..AdamWOptions::default() };
     TrainerOptions {
         rows: 4,
@@ -45,7 +43,7 @@ fn options(policy: Policy) -> TrainerOptions {
     }
 }
 
-fn trainer(base: &Arc<Base>, case: &Case, options: TrainerOptions) -> Trainer {
+pub fn trainer(base: &Arc<Base>, case: &Case, options: TrainerOptions) -> Trainer {
     Trainer::new(Arc::clone(base), case.set.clone(), &case.values, options, arenas()).unwrap()
 }
 
@@ -55,7 +53,7 @@ fn arenas() -> Arenas {
 }
 
 /// Four rows of different lengths with 7, 0, 6 and 3 supervised tokens.
-fn rows() -> Vec<Row> {
+pub fn rows() -> Vec<Row> {
     let mut rows = vec![row(1, 11, 2, VOCAB), row(2, 7, 7, VOCAB), row(3, 9, 1, VOCAB), row(4, 5, 1, VOCAB)];
     rows[2].targets[8] = NO_LOSS;
     let supervised: Vec<_> = rows.iter().map(|row| batch(std::slice::from_ref(row)).supervised()).collect();
@@ -63,7 +61,7 @@ fn rows() -> Vec<Row> {
     rows
 }
 
-fn cut(rows: &[Row], size: usize) -> Vec<Batch> {
+pub fn cut(rows: &[Row], size: usize) -> Vec<Batch> {
     rows.chunks(size).map(batch).collect()
 }
 
@@ -193,103 +191,6 @@ fn threads_change_no_bit() {
             assert!(one.1 == many.1, "state of {} with {threads} threads", case.name);
         }
     }
-}
-
-/// Rows are numbered within the step, so the masks are the same too; padding changes with the cut.
-#[test]
-fn micro_batches_are_the_big_batch() {
-    let base = golden("tiny");
-    for dropout in [0.0, 0.2] {
-        let mut worst = 0f64;
-        for case in cases(&base, dropout) {
-            let with = |size| {
-                let mut trainer = trainer(&base, &case, options(Policy::default()));
-                let losses = trainer.accumulate(&cut(&rows(), size)).unwrap();
-                assert_eq!(losses.tokens, 16);
-                (losses.sum, trainer.gradient())
-            };
-            let whole = with(4);
-            for size in [2, 1] {
-                let parts = with(size);
-                within((parts.0 / whole.0 - 1.0).abs(), LOSS, "loss of micro-batches");
-                worst = worst.max(by_tensor(&case.set, &parts.1, &wide(&whole.1)));
-            }
-        }
-        within(worst, MICRO_BATCHES, &format!("gradients of 4 x 1 and 2 x 2 rows, dropout {dropout}"));
-    }
-}
-
-/// The last block computes supervised tokens alone where they are few: parts of the targets are together the whole, whose
-/// pass computes all tokens.
-#[test]
-fn losses_and_gradients_of_parts_of_the_targets_add_up() {
-    let base = golden("tiny");
-    let all =
-        [1, 2].map(|seed| Row { targets: (0..11).map(|i| i * 17 % 61).collect(), ..row(seed, 11, 0, VOCAB) });
-    let part = |wanted: fn(usize) -> bool| {
-        let mut rows = all.clone();
-        let targets = rows.iter_mut().flat_map(|row| row.targets.iter_mut()).enumerate();
-        targets.filter(|(at, _)| !wanted(*at)).for_each(|(_, target)| *target = NO_LOSS);
-        batch(&rows)
-    };
-    let parts = [
-        part(|at| at % 3 == 0),
-        part(|at| at % 3 == 1 && at > 4),
-        part(|at| at % 3 == 2 || at == 1 || at == 4),
-    ];
-    let (n, whole) = (2 * 11, batch(&all));
-    assert!(whole.supervised() * 8 > n * 7 && parts.iter().all(|part| part.supervised() * 8 <= n * 7));
-    for dropout in [0.0, 0.2] {
-        let mut worst = 0f64;
-        for case in cases(&base, dropout) {
-            // Sums, not means, of losses.
-            let with = |batch: &Batch| {
-                let mut trainer = trainer(&base, &case, options(Policy::default()));
-                let losses = trainer.accumulate(std::slice::from_ref(batch)).unwrap();
-                let gradient = trainer.gradient().into_iter().map(|g| f64::from(g) * losses.tokens as f64);
-                (losses, gradient.collect::<Vec<f64>>())
-            };
-            let (losses, gradient) = with(&whole);
-            let (mut sum, mut tokens, mut total) = (0.0, 0, vec![0f64; gradient.len()]);
-            for part in &parts {
-                let (losses, gradient) = with(part);
-                sum += losses.sum;
-                tokens += losses.tokens;
-                total.iter_mut().zip(gradient).for_each(|(total, g)| *total += g);
-            }
-            assert_eq!(tokens, losses.tokens);
-            within((sum / losses.sum - 1.0).abs(), LOSS, "loss of parts of the targets");
-            let total: Vec<f32> = total.into_iter().map(|g| g as f32).collect();
-            worst = worst.max(by_tensor(&case.set, &total, &gradient));
-        }
-        within(worst, MICRO_BATCHES, &format!("gradients of parts of the targets, dropout {dropout}"));
-    }
-}
-
-#[test]
-fn packed_documents_are_rows_of_their_own() {
-    let base = golden("tiny");
-    let apart = vec![row(1, 4, 1, VOCAB), row(2, 3, 0, VOCAB), row(3, 6, 2, VOCAB), row(4, 5, 0, VOCAB)];
-    let packed = vec![pack(&apart[..3]), pack(&apart[3..])];
-    let options = TrainerOptions { seq_len: 13, ..options(Policy::default()) };
-    let mut worst = 0f64;
-    for case in cases(&base, 0.0) {
-        let with = |rows: &[Row]| {
-            let mut trainer = trainer(&base, &case, options);
-            let losses = trainer.accumulate(&[batch(rows)]).unwrap();
-            (losses, trainer.gradient())
-        };
-        let (alone, together) = (with(&apart), with(&packed));
-        assert_eq!(alone.0.tokens, together.0.tokens);
-        within((together.0.sum / alone.0.sum - 1.0).abs(), LOSS, "loss of packed rows");
-        worst = worst.max(by_tensor(&case.set, &together.1, &wide(&alone.1)));
-
-        // A row that forgets where its documents start is another row.
-        let mut leaking = packed.clone();
-        leaking[0].starts.fill(0);
-        assert!(by_tensor(&case.set, &with(&leaking).1, &wide(&alone.1)) > 1e-2, "{}", case.name);
-    }
-    within(worst, PACKING, "gradients of packed rows");
 }
 
 fn frozen_bits(base: &Base) -> Vec<u16> {
@@ -505,21 +406,4 @@ fn a_restored_trainer_goes_on_bit_for_bit() {
         let short = TrainerState { values: vec![0.0; 3], ..state(&whole) };
         assert!(restore(&mut whole, &short).is_err(), "a state of another adapter is refused");
     }
-}
-
-/// Clipping scales the whole gradient: the reported norm is that of before, and Adam's first moment
-/// shows what was taken.
-#[test]
-fn clipping_is_by_the_norm_of_all_micro_batches() {
-    let base = golden("tiny");
-    let case = &cases(&base, 0.0)[0];
-    let clip = 1e-3;
-    let mut clipped = trainer(&base, case, TrainerOptions { clip, ..options(Policy::default()) });
-    let report = clipped.step(&cut(&rows(), 1), 1e-2).unwrap();
-    let gradient = wide(&clipped.gradient());
-    let norm = gradient.iter().map(|x| x * x).sum::<f64>().sqrt();
-    within((report.grad_norm / norm - 1.0).abs(), LOSS, "norm of the gradient");
-    assert!(norm > clip, "{norm} needs no clipping");
-    let expected: Vec<f64> = gradient.iter().map(|x| 0.1 * x * clip / (norm + 1e-6)).collect();
-    within(difference(&state(&clipped).first_moment(), &expected), LOSS, "clipped gradient");
 }

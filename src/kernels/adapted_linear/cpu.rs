@@ -3,13 +3,13 @@
 use std::ops::Range;
 
 use super::{Delta, Dropout};
-use crate::kernels::cpu::{Shared, Strides, avx512, cut, each, gemm, parts, with_scratch};
+use crate::kernels::cpu::{Shared, Strides, avx512, cut, each, gemm, shares, with_scratch};
 
 /// Rows a task takes; its slice of `y` stays in the second-level cache.
 const ROWS: usize = 128;
 /// Rows up to which a task takes columns of `y` instead: there would be one task.
 const FEW: usize = 64;
-/// Their columns come in multiples of this many.
+/// Columns of y, and of A or rows of B, come in multiples of this many where there is a task for every thread.
 const COLUMNS: usize = 64;
 /// Columns of A or rows of B a task takes.
 const OUTER: usize = 256;
@@ -198,7 +198,7 @@ fn low_gradient(dy: &[f32], delta: &Delta, values: &[f32], d_low: &mut [f32], (n
 fn b_gradient(dy: &[f32], delta: &Delta, low: &[f32], grads: &mut [f32], (n, _, outputs): Sizes) {
     let rank = delta.rank;
     let gradient = Shared::new(&mut grads[delta.b..][..rank * delta.columns.len()]);
-    let (tasks, height) = parts(delta.columns.len(), OUTER);
+    let (tasks, height) = shares(delta.columns.len(), OUTER, COLUMNS);
     each(tasks, |task| {
         let j = task * height;
         let count = height.min(delta.columns.len() - j);
@@ -230,7 +230,7 @@ fn a_gradient(
 ) {
     let rank = delta.rank;
     let gradient = Shared::new(&mut grads[delta.a..][..rank * inputs]);
-    let (tasks, width) = parts(inputs, OUTER);
+    let (tasks, width) = shares(inputs, OUTER, COLUMNS);
     each(tasks, |task| {
         let columns = task * width..inputs.min((task + 1) * width);
         with_dropped(x, delta, dropout, inputs, 0..n, columns.clone(), |x| {

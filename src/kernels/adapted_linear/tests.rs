@@ -132,6 +132,46 @@ fn turned_factors_give_the_same() {
     }
 }
 
+/// More threads than stretches of a gradient cut these finer.
+#[test]
+fn the_number_of_threads_changes_no_bit() {
+    let (n, inputs, outputs, rank) = (150, 700, 900, 5);
+    let values = numbers(1, rank * (inputs + outputs));
+    let (x, dy) = (numbers(2, n * inputs), numbers(3, n * outputs));
+    let (weight, bias) = (halves(5, inputs * outputs), halves(6, outputs));
+    let layer = Layer { weight: Matrix::halves(weight[..].into(), inputs, outputs), bias: bias[..].into() };
+    let delta = Delta { a: 0, b: rank * inputs, rank, columns: 100..900, scale: 1.7, turned: false };
+    for p in [0.0, 0.3] {
+        let dropout = Dropout { key: 99, p, first_row: 2, seq_len: 15, stride: 16 };
+        let deltas = std::slice::from_ref(&delta);
+        let run = || {
+            let (mut low, mut y) = (vec![0f32; n * rank], vec![0f32; n * outputs]);
+            let (low_out, y_out) = (low.as_mut_slice().into(), y.as_mut_slice().into());
+            forward(x[..].into(), layer, None, deltas, values[..].into(), dropout, low_out, y_out, n);
+            let (mut grads, mut d_low) = (vec![0f32; values.len()], vec![0f32; n * rank]);
+            let mut dx = vec![0f32; n * inputs];
+            backward(
+                dy[..].into(),
+                x[..].into(),
+                layer,
+                deltas,
+                values[..].into(),
+                grads.as_mut_slice().into(),
+                dropout,
+                low[..].into(),
+                d_low.as_mut_slice().into(),
+                Some(dx.as_mut_slice().into()),
+                n,
+            );
+            [y, grads, dx]
+        };
+        let one = with_threads(1, run);
+        for threads in [2, 3, 16] {
+            assert!(with_threads(threads, run) == one, "{threads} threads, dropout {p}");
+        }
+    }
+}
+
 #[test]
 fn dropout_keeps_the_expected_share_and_counts_rows_of_the_whole_step() {
     let whole = Dropout { key: 7, p: 0.3, first_row: 0, seq_len: 8, stride: 8 };

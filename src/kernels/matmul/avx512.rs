@@ -5,7 +5,7 @@
 //! multiply-adds from the first weight to the last. Neither the number of rows, nor where a row or a column stands
 //! in a tile or a task, changes a bit. Products of few rows are made otherwise, see [`few`].
 
-use std::arch::x86_64::*;
+use std::{arch::x86_64::*, ops::Range};
 
 use half::f16;
 
@@ -16,7 +16,7 @@ use crate::kernels::{
         LANES,
         tile::{Begin, COLUMNS, ROWS, Tile, pack_turned},
     },
-    cpu::{Shared, bf16, each, parts, with_scratch},
+    cpu::{Shared, bands, bf16, each, parts, with_scratch},
     q8::BLOCK,
 };
 
@@ -104,7 +104,8 @@ unsafe fn form<W: Weights>(
     }
 }
 
-/// `y (n, outer) = start + x (n, inner) V`, a task for each stretch of columns of V.
+/// `y (n, outer) = start + x (n, inner) V`, a task for each stretch of columns of V, and where these are fewer than
+/// threads, for each band of rows in it.
 fn product(
     x: &[f32],
     (n, inner, outer): (usize, usize, usize),
@@ -116,17 +117,18 @@ fn product(
     check(start, n, outer);
     let out = Shared::new(y);
     let (tasks, width) = parts(outer, WIDTH);
-    each(tasks, |task| {
-        let first = task * width;
-        let width = width.min(outer - first);
+    let (bands, height) = bands(tasks, n, ROWS);
+    each(tasks * bands, |task| {
+        let (first, row) = (task / bands * width, task % bands * height);
+        let (width, rows) = (width.min(outer - first), row..n.min(row + height));
         with_scratch(DEPTH * width.next_multiple_of(LANES), |panel| {
             for k in (0..inner.max(1)).step_by(DEPTH) {
                 let place = Place { inner: k, depth: DEPTH.min(inner - k), outer: first, width };
                 pack(place, panel);
                 let start = if k == 0 { start } else { Start::Keep };
-                // SAFETY: the instructions were found by the caller; columns first .. first + width of y
-                // belong to this task, and the lengths of x, y and start were checked.
-                unsafe { tiles(x, (n, inner, outer), place, panel, start, out) }
+                // SAFETY: the instructions were found by the caller; these rows of columns first .. first + width of
+                // y belong to this task, and the lengths of x, y and start were checked.
+                unsafe { tiles(x, (rows.clone(), inner, outer), place, panel, start, out) }
             }
         });
     });
@@ -200,21 +202,21 @@ unsafe fn pack_columns<W: Weights>(weights: W, place: Place, panel: &mut [f32]) 
     unsafe { pack_turned(panel, (depth, width), load) }
 }
 
-/// All rows of y in the columns of a panel.
+/// Some rows of y in the columns of a panel.
 ///
 /// # Safety
-/// The CPU has AVX-512 F; x is `(n, inner)`, y `(n, outer)`, `start` fits it, and the columns belong to the
+/// The CPU has AVX-512 F; x is `(n, inner)`, y `(n, outer)`, `start` fits it, and the rows of these columns belong to the
 /// caller.
 #[target_feature(enable = "avx512f")]
 unsafe fn tiles(
     x: &[f32],
-    (n, inner, outer): (usize, usize, usize),
+    (rows, inner, outer): (Range<usize>, usize, usize),
     place: Place,
     panel: &[f32],
     start: Start,
     y: Shared,
 ) {
-    for row in (0..n).step_by(ROWS) {
+    for row in rows.clone().step_by(ROWS) {
         for group in (0..place.width).step_by(COLUMNS) {
             let columns = (place.width - group).min(COLUMNS);
             let tile = Tile {
@@ -231,7 +233,7 @@ unsafe fn tiles(
                 scale: 1.0,
             };
             // SAFETY: the tile lies inside what the caller promised.
-            unsafe { tile.rows(ROWS.min(n - row)) }
+            unsafe { tile.rows(ROWS.min(rows.end - row)) }
         }
     }
 }

@@ -1,17 +1,21 @@
 //! CPU side: packed panels where the CPU has AVX-512; elsewhere panels of weights are widened into per-thread scratch
 //! and multiplied in FP32 by `gemm`, which is also the plain twin of the former.
 
+use std::ops::Range;
+
 use half::f16;
 
 use super::{Elements, Matrix, Start};
 use crate::kernels::{
-    cpu::{Shared, Strides, each, gemm, parts, wide, widen, with_scratch},
+    cpu::{Shared, Strides, bands, each, gemm, parts, wide, widen, with_scratch},
     device::View,
 };
 
 /// Widened panels are at most INNER x OUTER floats (768 KiB): they stay in a second-level cache.
 const INNER: usize = 384;
 const OUTER: usize = 512;
+/// Bands of rows are a multiple of this, so that `gemm` cuts them as it cuts all.
+const ROWS: usize = 48;
 /// Up to this many rows the product reads each weight once, where it lies: decoding is bound by memory.
 const FEW: usize = 4;
 
@@ -62,7 +66,8 @@ pub fn frozen_nt(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
     product(x, (n, cols, rows), start, y, widen_panel, few);
 }
 
-/// `y (n, outer) = start + x (n, inner) V`, a task for each panel of columns of V.
+/// `y (n, outer) = start + x (n, inner) V`, a task for each panel of columns of V, and where these are fewer than threads,
+/// for each band of rows in it.
 ///
 /// `widen_panel((k, kn), (j, jn), panel)` widens `V[k .. k + kn, j .. j + jn]` and returns its strides;
 /// `few(y, j, jn)` adds columns `j .. j + jn` of the product where there are few rows.
@@ -77,10 +82,11 @@ fn product(
     assert!(x.len() >= n * inner && y.len() >= n * outer, "shapes of a frozen product");
     let out = Shared::new(y);
     let (tasks, width) = parts(outer, OUTER);
-    each(tasks, |task| {
-        let j = task * width;
-        let jn = width.min(outer - j);
-        fill(start, out, n, outer, j, jn);
+    let (bands, height) = bands(tasks, n, ROWS);
+    each(tasks * bands, |task| {
+        let (j, row) = (task / bands * width, task % bands * height);
+        let (jn, rows) = (width.min(outer - j), row..n.min(row + height));
+        fill(start, out, rows.clone(), outer, j, jn);
         if n <= FEW {
             return few(out, j, jn);
         }
@@ -88,14 +94,14 @@ fn product(
             for k in (0..inner).step_by(INNER) {
                 let kn = INNER.min(inner - k);
                 let strides = widen_panel((k, kn), (j, jn), panel);
-                // SAFETY: columns j .. j + jn of y belong to this task; x and panel are only read.
+                // SAFETY: these rows of columns j .. j + jn of y belong to this task; x and panel are only read.
                 unsafe {
                     gemm(
-                        (n, jn, kn),
-                        out.at(j),
+                        (rows.len(), jn, kn),
+                        out.at(row * outer + j),
                         Strides::rows(outer),
                         1.0,
-                        x[k..].as_ptr(),
+                        x[row * inner + k..].as_ptr(),
                         Strides::rows(inner),
                         panel.as_ptr(),
                         strides,
@@ -107,9 +113,9 @@ fn product(
     });
 }
 
-/// Writes what stands before the product into columns `j .. j + jn` of `n` rows.
-pub(super) fn fill(start: Start, out: Shared, n: usize, cols: usize, j: usize, jn: usize) {
-    for row in 0..n {
+/// Writes what stands before the product into columns `j .. j + jn` of some rows.
+pub(super) fn fill(start: Start, out: Shared, rows: Range<usize>, cols: usize, j: usize, jn: usize) {
+    for row in rows {
         // SAFETY: these columns belong to the calling task.
         let y = unsafe { out.range(row * cols + j, jn) };
         let bias = |bias: View, y: &mut [f32]| {

@@ -5,7 +5,7 @@ use half::f16;
 use super::{matrix::STRIP, *};
 use crate::kernels::{
     q8,
-    testing::{assert_close, halves, numbers},
+    testing::{assert_close, halves, numbers, with_threads},
 };
 
 fn plain(x: &[f32], w: &[f16], (n, k, m): (usize, usize, usize), transposed: bool) -> Vec<f64> {
@@ -47,6 +47,22 @@ fn frozen_products_match_plain_loops() {
         let product = plain(&dy, &weights, (n, cols, rows), true);
         let expected: Vec<f64> = before.iter().zip(product).map(|(a, b)| a + b).collect();
         assert_close(&dx, &expected, 2e-5, "nt");
+    }
+}
+
+/// More threads than panels cut the rows too.
+#[test]
+fn the_number_of_threads_changes_no_bit() {
+    for (n, rows, cols) in [(37, 900, 530), (300, 800, 270), (131, 401, 64), (520, 33, 700)] {
+        let weights = halves(1, rows * cols);
+        let coded = Coded::of(&numbers(11, rows * cols), cols);
+        let x = numbers(12, n * rows.max(cols));
+        for matrix in [Matrix::halves(weights[..].into(), rows, cols), coded.matrix()] {
+            let one = with_threads(1, || both(&x, matrix, n));
+            for threads in [2, 3, 16] {
+                assert!(with_threads(threads, || both(&x, matrix, n)) == one, "{n} rows, {threads} threads");
+            }
+        }
     }
 }
 
@@ -222,20 +238,6 @@ fn the_number_of_rows_changes_no_bit() {
     for few in [1, 3, 4, 7, 8, 13] {
         assert!(turned(few) == all[..few * rows], "{few} rows, turned");
     }
-}
-
-#[test]
-fn results_do_not_depend_on_the_number_of_threads() {
-    let (n, rows, cols) = (37, 900, 530);
-    let (weights, x) = (halves(1, rows * cols), numbers(2, n * rows));
-    let matrix = Matrix::halves(weights.as_slice().into(), rows, cols);
-    let run = |threads: usize| {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-        let mut y = vec![0f32; n * cols];
-        pool.install(|| frozen_nn(x.as_slice().into(), matrix, Start::Zero, y.as_mut_slice().into(), n));
-        y
-    };
-    assert_eq!(run(1), run(3));
 }
 
 #[test]

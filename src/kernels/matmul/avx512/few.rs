@@ -56,7 +56,7 @@ pub unsafe fn nn<W: Weights>(
         with_scratch(n * side, |sums| {
             for first in (task * width..end).step_by(side) {
                 let columns = first..end.min(first + side);
-                fill(start, out, n, cols, first, columns.len());
+                fill(start, out, 0..n, cols, first, columns.len());
                 let sums = &mut sums[..n * columns.len()];
                 for k in (0..rows).step_by(DEPTH) {
                     let steps = k..rows.min(k + DEPTH);
@@ -243,7 +243,7 @@ pub unsafe fn nt<W: Weights>(
     each(tasks, |task| {
         let first = task * length;
         let end = rows.min(first + length);
-        fill(start, out, n, rows, first, end - first);
+        fill(start, out, 0..n, rows, first, end - first);
         // A stretch of weights stays in the second-level cache for all rows of x, and those of a block in the first.
         for stretch in (first..end).step_by(STRETCH) {
             let stretch = stretch..end.min(stretch + STRETCH);

@@ -13,7 +13,7 @@ use crate::kernels::{
         tile::{COLUMNS, ROWS, Tile},
         transposed,
     },
-    cpu::{Shared, each, parts, with_scratch},
+    cpu::{Shared, bands, each, parts, with_scratch},
 };
 
 /// Weights of a column that a panel holds; even.
@@ -23,7 +23,7 @@ const WIDTH: usize = 192;
 /// Floats of scratch a task uses: the panel and rounded rows of x.
 pub const SCRATCH: usize = DEPTH / 2 * (WIDTH + LANES + ROWS);
 
-/// `y (n, outer) = start + x (n, inner) V`, a task for each stretch of columns of V: the weights as they lie, or turned.
+/// `y (n, outer) = start + x (n, inner) V`, tasks as in [`super::product`]: the weights as they lie, or turned.
 ///
 /// # Safety
 /// The CPU has AVX-512 F and BF16; the weights are of this shape.
@@ -39,15 +39,16 @@ pub unsafe fn product<W: Weights>(
     check(start, n, outer);
     let out = Shared::new(y);
     let (tasks, width) = parts(outer, WIDTH);
-    each(tasks, |task| {
-        let first = task * width;
-        let width = width.min(outer - first);
+    let (bands, height) = bands(tasks, n, ROWS);
+    each(tasks * bands, |task| {
+        let (first, from) = (task / bands * width, task % bands * height);
+        let (width, to) = (width.min(outer - first), n.min(from + height));
         with_scratch(SCRATCH, |scratch| {
             let (rounded, panel) = scratch.split_at_mut(DEPTH / 2 * ROWS);
             for k in (0..inner.max(1)).step_by(DEPTH) {
                 let place = Place { inner: k, depth: DEPTH.min(inner - k), outer: first, width };
                 let start = if k == 0 { start } else { Start::Keep };
-                // SAFETY: the caller found the instructions; the columns of y belong to this task, and the lengths of
+                // SAFETY: the caller found the instructions; these rows of the columns of y belong to this task, and the lengths of
                 // x, y and start were checked.
                 unsafe {
                     if turned {
@@ -55,8 +56,8 @@ pub unsafe fn product<W: Weights>(
                     } else {
                         pack_rows(weights, place, panel);
                     }
-                    for row in (0..n).step_by(ROWS) {
-                        let rows = ROWS.min(n - row);
+                    for row in (from..to).step_by(ROWS) {
+                        let rows = ROWS.min(to - row);
                         for (i, to) in rounded.chunks_exact_mut(DEPTH / 2).enumerate().take(rows) {
                             round(&x[(row + i) * inner + k..][..place.depth], to);
                         }
