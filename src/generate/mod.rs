@@ -138,8 +138,9 @@ impl<'a> Generator<'a> {
         if let Some(base) = self.settled.get() {
             return Arc::clone(base);
         }
-        let size: usize =
-            self.base.weights.blocks.iter().flat_map(BlockWeights::tensors).map(Frozen::bytes).sum();
+        let weights = &self.base.weights;
+        let tensors = weights.blocks.iter().flat_map(BlockWeights::tensors).chain(weights.head().tensors());
+        let size: usize = tensors.map(Frozen::bytes).sum();
         if machine::available().is_some_and(|free| free < 2 * size as u64) {
             return Arc::clone(&self.base);
         }

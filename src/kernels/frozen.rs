@@ -4,6 +4,7 @@
 
 use std::sync::Arc;
 
+use half::f16;
 use rayon::prelude::*;
 
 use super::{
@@ -210,6 +211,28 @@ impl Frozen {
             #[cfg(feature = "cuda")]
             Source::Cuda(memory) => Device::Cuda(memory.gpu()),
         }
+    }
+
+    /// The transpose of a matrix of FP16 `(rows, cols)` in strips of `width` of its columns, the last one filled up with
+    /// zeros; the pages of its file are given back behind it.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] when there is no memory for it.
+    pub(super) fn turned(&self, (rows, cols): (usize, usize), width: usize) -> Result<Self> {
+        let from: &[f16] = self.view().host();
+        let (strip, len) = (cols * width, rows.next_multiple_of(width) * cols);
+        let mut memory = in_memory("the head", (len * size_of::<f16>()).max(1))?;
+        // SAFETY: the memory begins with a page, and any bits are FP16 values.
+        let to = unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast::<f16>(), len) };
+        to.par_chunks_exact_mut(strip.max(1)).enumerate().for_each(|(index, to)| {
+            let from = &from[index * strip..from.len().min((index + 1) * strip)];
+            for (column, row) in from.chunks_exact(cols).enumerate() {
+                to[column..].iter_mut().step_by(width).zip(row).for_each(|(to, &value)| *to = value);
+            }
+            self.region().part(index * strip * size_of::<f16>(), size_of_val(from)).release();
+        });
+        let source: Arc<dyn Bytes> = Arc::new(Settled(memory));
+        Ok(Self { source: Source::Host(source), start: 0, dtype: DType::F16, len })
     }
 
     /// Whether it lies in a mapped file.

@@ -20,6 +20,7 @@ use crate::{
 
 use super::{
     Base, Limits,
+    base::MANY,
     block::{Block, rows},
     buffers::{BlockBuffers, Passes, Sizes, Work},
     cache::Cache,
@@ -277,7 +278,12 @@ impl Decoder {
         layernorm::forward(x, norm, rows!(mut self.work.normed, count, c), rows!(mut self.stats, count, 2));
         let hidden = rows!(self.work.normed, count, c);
         let logits = rows!(mut self.logits, count, config.vocab);
-        matmul::frozen_nt(hidden, head_matrix(&self.base), Start::Zero, logits, count);
+        match &weights.head_turned {
+            Some(turned) if MANY.contains(&count) => {
+                matmul::frozen_nn(hidden, turned.view(), Start::Zero, logits, count);
+            }
+            _ => matmul::frozen_nt(hidden, head_matrix(&self.base), Start::Zero, logits, count),
+        }
         let logits = rows!(self.logits, count, config.vocab);
         if logits.device().is_host() {
             return Ok(logits.host());

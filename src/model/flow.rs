@@ -114,7 +114,7 @@ pub struct Input {
 fn regions(weights: &Weights, stage: Stage) -> Vec<Region> {
     match stage {
         Stage::Embed => [weights.wte.regions(), vec![weights.wpe.region()]].concat(),
-        Stage::Head => weights.head.as_ref().unwrap_or(&weights.wte).regions(),
+        Stage::Head => weights.head().regions(),
         Stage::Block(layer) => weights.blocks.get(layer).map(of_block).unwrap_or_default(),
     }
 }

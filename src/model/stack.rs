@@ -377,7 +377,7 @@ pub(super) fn lost() -> Error {
 
 /// The head: its own matrix, or the token embedding `(v, c)`.
 pub(super) fn head_matrix(base: &Base) -> Matrix<'_> {
-    base.weights.head.as_ref().unwrap_or(&base.weights.wte).view()
+    base.weights.head().view()
 }
 
 /// Rows of `tokens` behind the prefix must fit the position embedding.

@@ -257,6 +257,7 @@ fn a_base_laid_out_for_many_samples_says_the_same() {
     }
     let layout = |base: &Base| base.weights.blocks[1].mlp_proj.weight.layout;
     assert_eq!(layout(base), Layout::Rows);
+    assert_eq!(laid_out.weights.head_turned.is_some(), avx512());
     let strips = large_pages() && avx512();
     assert_eq!(layout(&laid_out), if strips { Layout::Strips } else { Layout::Rows });
 }

@@ -345,10 +345,10 @@ impl Tile {
         }
     }
 
-    /// The columns of vector `v`.
+    /// The columns of vector `v`; none of one behind the last, which a tile of FP16 may have.
     #[inline]
     fn mask(&self, v: usize) -> __mmask16 {
-        first(self.columns - v * LANES)
+        first(self.columns.saturating_sub(v * LANES))
     }
 
     /// Vector `v` of row `m` of a matrix laid out as the output.
@@ -370,9 +370,9 @@ impl Tile {
     #[target_feature(enable = "avx512f")]
     unsafe fn bias<const V: usize>(&self, bias: *const f16) -> [__m512; V] {
         std::array::from_fn(|v| {
-            let left = (self.columns - v * LANES).min(LANES);
+            let left = self.columns.saturating_sub(v * LANES).min(LANES);
             // SAFETY: the caller's promise.
-            widened(unsafe { std::slice::from_raw_parts(bias.add(v * LANES), left) })
+            widened(unsafe { std::slice::from_raw_parts(bias.wrapping_add(v * LANES), left) })
         })
     }
 }

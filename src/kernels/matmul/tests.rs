@@ -1,9 +1,12 @@
 //! Every product against plain loops in f64, at odd shapes and on both sides of the few-rows border.
 
+use std::sync::Arc;
+
 use half::f16;
 
 use super::{matrix::STRIP, *};
 use crate::kernels::{
+    device::{DType, Frozen},
     q8,
     testing::{assert_close, halves, numbers, with_threads},
 };
@@ -180,6 +183,34 @@ fn strips_give_the_same_bits_as_rows() {
                 (y, both(&x, matrix, n))
             };
             assert!(of(in_strips) == of(in_rows), "{rows} x {cols}, {n} rows of x");
+        }
+    }
+}
+
+/// Of more rows than are read as they lie, both ways to make logits are the same chains.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn a_turned_matrix_gives_the_same_bits() {
+    for (rows, cols) in [(1, 5), (50, 17), (321, 800), (64, 33)] {
+        let weights = halves(41, rows * cols);
+        let bytes: Vec<u8> = weights.iter().flat_map(|w| w.to_bits().to_le_bytes()).collect();
+        let data = Frozen::new(Arc::new(bytes), 0, DType::F16, rows * cols).unwrap();
+        let (layout, arithmetic) = (Layout::Rows, Arithmetic::F32);
+        let matrix = FrozenMatrix { data, scales: None, rows, cols, layout, arithmetic };
+        let Some(turned) = matrix.turned().unwrap() else {
+            assert!(!crate::kernels::cpu::avx512());
+            return;
+        };
+        assert_eq!((turned.rows, turned.cols), (cols, rows));
+        let floats = turned.view().to_floats();
+        let place = |at: usize| weights[at % rows * cols + at / rows].to_f32();
+        assert!(floats.iter().enumerate().all(|(at, &value)| value == place(at)), "{rows} x {cols}");
+        for n in [25, 32, 72, 73, 100] {
+            let x = numbers(42, n * cols);
+            let (mut y, mut z) = (vec![f32::NAN; n * rows], vec![f32::NAN; n * rows]);
+            frozen_nt(x[..].into(), matrix.view(), Start::Zero, y.as_mut_slice().into(), n);
+            frozen_nn(x[..].into(), turned.view(), Start::Zero, z.as_mut_slice().into(), n);
+            assert!(y == z, "{rows} x {cols}, {n} rows of x");
         }
     }
 }

@@ -52,6 +52,8 @@ pub struct Weights {
     pub ln_f: Norm,
     /// Head, (v, c); `None` when it is the token embedding.
     pub head: Option<FrozenMatrix>,
+    /// Transpose of the head for the logits of many rows, (c, v), where a CPU that generates has it.
+    pub head_turned: Option<FrozenMatrix>,
     /// Names the values: equal for every copy of the same FP16 weights, whatever their file, and whether or not they
     /// were rounded to 8 bits afterwards.
     ///
@@ -225,6 +227,20 @@ impl Weights {
         FrozenMatrix::settle(&mut matrices, vectors)
     }
 
+    /// The head, or the token embedding in its place, (v, c).
+    pub fn head(&self) -> &FrozenMatrix {
+        self.head.as_ref().unwrap_or(&self.wte)
+    }
+
+    /// Has a transpose of the head beside it, where this CPU's kernels read that faster.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] when there is no memory for it.
+    pub fn turn_head(&mut self) -> Result<()> {
+        self.head_turned = self.head().turned()?;
+        Ok(())
+    }
+
     fn linears_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
         self.blocks
             .iter_mut()
@@ -298,7 +314,7 @@ fn assemble(views: Vec<FrozenMatrix>, config: &Config, fingerprint: String) -> O
     let blocks = (0..config.layers).map(|_| block(&mut next)).collect::<Option<Vec<_>>>()?;
     let ln_f = norm(&mut next)?;
     let head = next.next();
-    Some(Weights { wte, wpe, blocks, ln_f, head, fingerprint })
+    Some(Weights { wte, wpe, blocks, ln_f, head, head_turned: None, fingerprint })
 }
 
 fn block(next: &mut dyn Iterator<Item = FrozenMatrix>) -> Option<BlockWeights> {

@@ -26,7 +26,7 @@ pub unsafe fn nn(
     y: &mut [f32],
 ) {
     assert!(x.len() >= n * rows && y.len() >= n * cols, "shapes of a product with strips");
-    assert!(halves.len() >= rows * cols && cols.is_multiple_of(STRIP), "strips of a matrix");
+    assert!(halves.len() >= rows * cols.next_multiple_of(STRIP), "strips of a matrix");
     check(start, n, cols);
     let out = Shared::new(y);
     // Tiles of like heights: 25 rows are 9, 8 and 8, not 12, 12 and 1.
@@ -47,7 +47,7 @@ pub unsafe fn nn(
                         depth: DEPTH.min(rows - k),
                         y: out.at(cell),
                         y_row: cols,
-                        columns: STRIP,
+                        columns: STRIP.min(cols - first),
                         begin: begin(start, cell, first),
                         scale: 1.0,
                     };
