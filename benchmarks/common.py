@@ -13,13 +13,15 @@ from limited import parse_size
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
+# Where cargo leaves what it builds.
+RELEASE = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release"
 VOCAB = 50257
 MIB = 2**20
 
 
 def add_options(parser):
     """The options of every memory benchmark."""
-    parser.add_argument("--program", type=pathlib.Path, default=ROOT / "target" / "release" / "engraft")
+    parser.add_argument("--program", type=pathlib.Path, default=RELEASE / "engraft")
     parser.add_argument("--bases", type=pathlib.Path, default=ROOT / "target" / "bases", metavar="FOLDER",
                         help="where the bases lie (FOLDER/small ..); those that are missing are made there")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results to FILE too")

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 
-from common import HERE, ROOT, base, job, save, train_command, words, write_rows
+from common import HERE, RELEASE, ROOT, base, job, save, train_command, words, write_rows
 
 LLAMA = "node-llama-cpp@3.22.1"
 
@@ -88,18 +88,17 @@ def main():
     p.add_argument("--json", type=pathlib.Path, metavar="FILE")
     a = p.parse_args()
 
-    release = ROOT / "target" / "release"
     source = a.base or base(a.bases, a.size)
     # First of all, while no peer has raised the peak of this process's children.
-    seconds, peak = first_token(release / "engraft-infer", source)
+    seconds, peak = first_token(RELEASE / "engraft-infer", source)
     files = peers(a.peers, source, a.size)
-    ours = [release / "examples" / "decoding", source, "--prompt", a.prompt, "--rows", a.rows, "--new", a.new]
+    ours = [RELEASE / "examples" / "decoding", source, "--prompt", a.prompt, "--rows", a.rows, "--new", a.new]
     llama = lambda kind: ["node", HERE / "llama.mjs", files[kind], "--prompt", a.prompt, "--new", a.new, "--threads",
                           os.cpu_count(), "--modules", a.peers]
     hf = [sys.executable, HERE / "generate_peer.py", source, "--prompt", a.prompt, "--rows", a.rows, "--new", a.new]
     sides = {"engraft": ours}
     if a.adapter == "auto":
-        sides["engraft, LoRA"] = [*ours, "--adapter", adapter(release / "engraft", source, a.peers)]
+        sides["engraft, LoRA"] = [*ours, "--adapter", adapter(RELEASE / "engraft", source, a.peers)]
     sides |= {"llama.cpp F16": llama("f16"), "llama.cpp Q8_0": llama("q8_0"), "Transformers F32": hf}
     if a.bf16:
         sides["Transformers BF16"] = [*hf, "--dtype", "bf16"]

@@ -21,8 +21,7 @@ import subprocess
 import sys
 import tempfile
 
-HERE = pathlib.Path(__file__).resolve().parent
-PROGRAM = HERE.parent / "target" / "release" / "engraft"
+from common import HERE, RELEASE
 
 
 def run(command):
@@ -37,7 +36,7 @@ def run(command):
 
 def engraft(a, base, rows, output):
     """One training run of ours."""
-    command = [PROGRAM, "train", "--base", base, "--data", rows, "--output", output, "--json", "--no-shuffle",
+    command = [RELEASE / "engraft", "train", "--base", base, "--data", rows, "--output", output, "--json", "--no-shuffle",
                "--no-pack", "--seq-len", a.seq, "--batch", a.batch, "--steps", a.steps, "--lr", "2e-4",
                "--schedule", "constant", "--method", a.method, "--save-every", "0", *a.engraft]
     command += ["--rank", a.rank, "--alpha", 16, "--targets", a.targets] if a.method == "lora" else []

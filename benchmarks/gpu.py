@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 
-from common import HERE, ROOT, base, events, job, last_line, train_command, words, write_rows
+from common import HERE, RELEASE, ROOT, base, events, job, last_line, train_command, words, write_rows
 
 BATCH = {"small": 8, "medium": 8, "large": 4, "xl": 2}
 
@@ -193,7 +193,7 @@ def table(results):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--programs", type=pathlib.Path, default=ROOT / "target" / "release", metavar="FOLDER")
+    p.add_argument("--programs", type=pathlib.Path, default=RELEASE, metavar="FOLDER")
     p.add_argument("--bases", type=pathlib.Path, default=ROOT / "target" / "bases", metavar="FOLDER")
     p.add_argument("--output", type=pathlib.Path, default=ROOT / "target" / "gpu", metavar="FOLDER")
     p.add_argument("--device", default="cuda")

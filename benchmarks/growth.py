@@ -11,7 +11,7 @@ import re
 import statistics
 import subprocess
 
-from common import ROOT, base, words
+from common import RELEASE, ROOT, base, words
 
 SMALL = [(1, 128), (1, 512), (1, 1024), (4, 128), (4, 512), (4, 1024), (16, 128), (16, 512)]
 LARGER = {"medium": [(1, 512), (4, 512)], "xl": [(1, 128), (1, 512)]}
@@ -19,7 +19,7 @@ LARGER = {"medium": [(1, 512), (4, 512)], "xl": [(1, 128), (1, 512)]}
 
 def speed(source, rows, seq, threads, steps):
     """Median tokens/s of the steps after the first."""
-    command = words([ROOT / "target" / "release" / "examples" / "throughput", source, rows, seq, steps])
+    command = words([RELEASE / "examples" / "throughput", source, rows, seq, steps])
     environment = os.environ | {"RAYON_NUM_THREADS": str(threads)}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return statistics.median([float(word) for word in re.findall(r"(\d+) tokens/s", done.stdout)][1:])

@@ -111,7 +111,10 @@ pub unsafe fn force_bf16() {
 /// depend on it.
 pub fn limit_level(most: Level) -> Level {
     #[cfg(target_arch = "x86_64")]
-    let best = if is_x86_feature_detected!("avx512f") { Level::Avx512 } else { Level::Plain };
+    let best = match cfg!(feature = "avx512") && is_x86_feature_detected!("avx512f") {
+        true => Level::Avx512,
+        false => Level::Plain,
+    };
     #[cfg(not(target_arch = "x86_64"))]
     let best = Level::Plain;
     let level = if most == Level::Avx512 { best } else { Level::Plain };
@@ -207,9 +210,15 @@ pub fn with_scratch<R>(len: usize, body: impl FnOnce(&mut [f32]) -> R) -> R {
 pub fn widen(from: &[f16], to: &mut [f32]) {
     assert_eq!(from.len(), to.len(), "widen shapes");
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx512f") {
-        // SAFETY: the CPU has the instructions, and the slices are of one length.
-        return unsafe { widen_avx512(from, to) };
+    {
+        if avx512() {
+            // SAFETY: the CPU has the instructions.
+            return unsafe { widen_avx512(from, to) };
+        }
+        if is_x86_feature_detected!("f16c") && is_x86_feature_detected!("avx") {
+            // SAFETY: the CPU has the instructions.
+            return unsafe { widen_f16c(from, to) };
+        }
     }
     from.convert_to_f32_slice(to);
 }
@@ -217,20 +226,39 @@ pub fn widen(from: &[f16], to: &mut [f32]) {
 /// 16 values at a time: `half` converts 8 by a call of its own, which costs 7% of a training step.
 ///
 /// # Safety
-/// The CPU has AVX-512 F; the slices have one length.
+/// The CPU has AVX-512 F.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 unsafe fn widen_avx512(from: &[f16], to: &mut [f32]) {
     use std::arch::x86_64::{_mm256_loadu_si256, _mm512_cvtph_ps, _mm512_storeu_ps};
-    let whole = from.len() - from.len() % 16;
-    for at in (0..whole).step_by(16) {
-        // SAFETY: at + 16 lies inside both slices.
+    let ((from, from_rest), (to, to_rest)) = (from.as_chunks::<16>(), to.as_chunks_mut::<16>());
+    for (from, to) in from.iter().zip(to) {
+        // SAFETY: 16 values on both sides.
         unsafe {
-            let halves = _mm256_loadu_si256(from.as_ptr().add(at).cast());
-            _mm512_storeu_ps(to.as_mut_ptr().add(at), _mm512_cvtph_ps(halves));
+            let halves = _mm256_loadu_si256(from.as_ptr().cast());
+            _mm512_storeu_ps(to.as_mut_ptr(), _mm512_cvtph_ps(halves));
         }
     }
-    from[whole..].convert_to_f32_slice(&mut to[whole..]);
+    from_rest.convert_to_f32_slice(to_rest);
+}
+
+/// 8 values at a time, without a call for each: that took four fifths of decoding.
+///
+/// # Safety
+/// The CPU has AVX and F16C.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx,f16c")]
+unsafe fn widen_f16c(from: &[f16], to: &mut [f32]) {
+    use std::arch::x86_64::{_mm_loadu_si128, _mm256_cvtph_ps, _mm256_storeu_ps};
+    let ((from, from_rest), (to, to_rest)) = (from.as_chunks::<8>(), to.as_chunks_mut::<8>());
+    for (from, to) in from.iter().zip(to) {
+        // SAFETY: 8 values on both sides.
+        unsafe {
+            let halves = _mm_loadu_si128(from.as_ptr().cast());
+            _mm256_storeu_ps(to.as_mut_ptr(), _mm256_cvtph_ps(halves));
+        }
+    }
+    from_rest.convert_to_f32_slice(to_rest);
 }
 
 /// One FP32 value of a frozen vector.

@@ -5,9 +5,9 @@ use std::ops::Range;
 
 use half::f16;
 
-use super::{Elements, Matrix, Start};
+use super::{Elements, Matrix, Start, matrix::STRIP};
 use crate::kernels::{
-    cpu::{Shared, Strides, bands, each, gemm, parts, wide, widen, with_scratch},
+    cpu::{Shared, Strides, bands, cut, each, gemm, parts, wide, widen, with_scratch},
     device::View,
 };
 
@@ -17,7 +17,7 @@ const OUTER: usize = 512;
 /// Bands of rows are a multiple of this, so that `gemm` cuts them as it cuts all.
 const ROWS: usize = 48;
 /// Up to this many rows the product reads each weight once, where it lies: decoding is bound by memory.
-const FEW: usize = 4;
+pub(super) const FEW: usize = 4;
 
 /// Floats of scratch a task uses, and floats that packing takes for a product of `n` rows.
 pub fn scratch(n: usize) -> (usize, usize) {
@@ -81,15 +81,22 @@ fn product(
 ) {
     assert!(x.len() >= n * inner && y.len() >= n * outer, "shapes of a frozen product");
     let out = Shared::new(y);
+    if n <= FEW {
+        // Long stretches of a row: each row begins in a page of its own.
+        let (tasks, width) = cut(outer, STRIP);
+        return each(tasks, |task| {
+            let j = task * width;
+            let jn = width.min(outer - j);
+            fill(start, out, 0..n, outer, j, jn);
+            few(out, j, jn);
+        });
+    }
     let (tasks, width) = parts(outer, OUTER);
     let (bands, height) = bands(tasks, n, ROWS);
     each(tasks * bands, |task| {
         let (j, row) = (task / bands * width, task % bands * height);
         let (jn, rows) = (width.min(outer - j), row..n.min(row + height));
         fill(start, out, rows.clone(), outer, j, jn);
-        if n <= FEW {
-            return few(out, j, jn);
-        }
         with_scratch(INNER * width, |panel| {
             for k in (0..inner).step_by(INNER) {
                 let kn = INNER.min(inner - k);
@@ -134,26 +141,45 @@ pub(super) fn fill(start: Start, out: Shared, rows: Range<usize>, cols: usize, j
 }
 
 /// A row of weights is widened in pieces of this many floats, which stay in the first-level cache.
-const PIECE: usize = 768;
+pub(super) const PIECE: usize = 768;
+
+/// Rows of weights that are fetched ahead of their widening: each begins in a page of its own, which a CPU does not foresee.
+pub(super) const AHEAD: usize = 6;
 
 fn few_nn(x: &[f32], w: Elements, out: Shared, (n, rows, cols): (usize, usize, usize), j: usize, jn: usize) {
-    assert!(jn <= PIECE || n == 0, "a task is at most one piece wide");
+    #[cfg(target_arch = "x86_64")]
+    if let Elements::Halves(halves) = w
+        && super::f16c::is_there()
+    {
+        // SAFETY: the CPU has the instructions; the columns belong to the calling task.
+        return unsafe { super::f16c::nn(x, halves, out, (n, rows, cols), (j, jn)) };
+    }
     let mut piece = [0f32; PIECE];
     for k in 0..rows {
-        w.widen(cols, (k, j), &mut piece[..jn]);
-        for row in 0..n {
-            let factor = x[row * rows + k];
-            // SAFETY: these columns belong to the calling task.
-            let y = unsafe { out.range(row * cols + j, jn) };
-            crate::kernels::cpu::vectorised(
-                #[inline(always)]
-                || y.iter_mut().zip(&piece).for_each(|(y, w)| *y += factor * w),
-            );
+        for first in (j..j + jn).step_by(PIECE) {
+            let piece = &mut piece[..PIECE.min(j + jn - first)];
+            w.widen(cols, (k, first), piece);
+            for row in 0..n {
+                let factor = x[row * rows + k];
+                // SAFETY: these columns belong to the calling task.
+                let y = unsafe { out.range(row * cols + first, piece.len()) };
+                crate::kernels::cpu::vectorised(
+                    #[inline(always)]
+                    || y.iter_mut().zip(&*piece).for_each(|(y, w)| *y += factor * w),
+                );
+            }
         }
     }
 }
 
 fn few_nt(x: &[f32], w: Elements, out: Shared, (n, rows, cols): (usize, usize, usize), i: usize, rn: usize) {
+    #[cfg(target_arch = "x86_64")]
+    if let Elements::Halves(halves) = w
+        && super::f16c::is_there()
+    {
+        // SAFETY: the CPU has the instructions; the columns belong to the calling task.
+        return unsafe { super::f16c::nt(x, halves, out, (n, rows, cols), (i, rn)) };
+    }
     let mut piece = [0f32; PIECE];
     for weight_row in i..i + rn {
         for k in (0..cols).step_by(PIECE) {
@@ -170,7 +196,7 @@ fn few_nt(x: &[f32], w: Elements, out: Shared, (n, rows, cols): (usize, usize, u
 }
 
 /// Scalar product with 16 running sums, in an order that depends on the length alone.
-fn dot(a: &[f32], b: &[f32]) -> f32 {
+pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
     crate::kernels::cpu::vectorised(
         #[inline(always)]
         || {

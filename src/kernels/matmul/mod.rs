@@ -16,6 +16,8 @@ mod avx512;
 mod cpu;
 #[cfg(feature = "cuda")]
 pub(super) mod cuda;
+#[cfg(target_arch = "x86_64")]
+mod f16c;
 mod matrix;
 #[cfg(test)]
 mod tests;
