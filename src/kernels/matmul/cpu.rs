@@ -143,9 +143,6 @@ pub(super) fn fill(start: Start, out: Shared, rows: Range<usize>, cols: usize, j
 /// A row of weights is widened in pieces of this many floats, which stay in the first-level cache.
 pub(super) const PIECE: usize = 768;
 
-/// Rows of weights that are fetched ahead of their widening: each begins in a page of its own, which a CPU does not foresee.
-pub(super) const AHEAD: usize = 6;
-
 fn few_nn(x: &[f32], w: Elements, out: Shared, (n, rows, cols): (usize, usize, usize), j: usize, jn: usize) {
     #[cfg(target_arch = "x86_64")]
     if let Elements::Halves(halves) = w

@@ -6,11 +6,13 @@ use std::arch::x86_64::*;
 
 use half::f16;
 
-use super::cpu::{AHEAD, FEW, PIECE};
+use super::cpu::{FEW, PIECE};
 use crate::kernels::cpu::Shared;
 
 /// Rows of weights a turn.
 const TURN: usize = 4;
+/// Rows of weights that are fetched ahead of their widening: each begins in a page of its own, which a CPU does not foresee.
+const AHEAD: usize = 6;
 /// Floats of a vector.
 const LANES: usize = 8;
 

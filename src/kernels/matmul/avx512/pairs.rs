@@ -48,8 +48,8 @@ pub unsafe fn product<W: Weights>(
             for k in (0..inner.max(1)).step_by(DEPTH) {
                 let place = Place { inner: k, depth: DEPTH.min(inner - k), outer: first, width };
                 let start = if k == 0 { start } else { Start::Keep };
-                // SAFETY: the caller found the instructions; these rows of the columns of y belong to this task, and the lengths of
-                // x, y and start were checked.
+                // SAFETY: the caller found the instructions; these rows of the columns of y belong to this task, and
+                // the lengths of x, y and start were checked.
                 unsafe {
                     if turned {
                         pack_columns(weights, place, panel);
