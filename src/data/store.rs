@@ -2,7 +2,7 @@
 
 use std::{
     fmt,
-    fs::{self, File},
+    fs::File,
     io::{self, Write},
     ops::Range,
     path::{Path, PathBuf},
@@ -263,7 +263,7 @@ impl Writer {
             return Ok(());
         };
         if self.file.is_none() {
-            let made = fs::create_dir_all(folder).and_then(|()| tempfile::tempfile_in(folder));
+            let made = tempfile::tempfile_in(nearest(folder));
             self.file = Some(made.map_err(|cause| self.refused(&cause))?);
         }
         let written = self.file.as_mut().map_or(Ok(()), |file| file.write_all(bytes_of(&self.waiting)));
@@ -289,10 +289,29 @@ impl Writer {
     }
 }
 
+/// The folder, or the nearest above it that is there: rows are read before a run is planned, and one that is refused then
+/// must leave nothing behind.
+fn nearest(folder: &Path) -> &Path {
+    folder.ancestors().find(|above| above.exists()).unwrap_or(Path::new("."))
+}
+
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
     use crate::data::batch::Row;
+
+    #[test]
+    fn a_file_of_rows_makes_no_folder() {
+        let root = tempfile::tempdir().unwrap();
+        let mut writer = Writer::new(Some(&root.path().join("runs/first")));
+        (0..5000).for_each(|index| writer.push(row(index).view()).unwrap());
+        assert!(writer.file.is_some());
+        assert_eq!(writer.finish().unwrap().len(), 5000);
+        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
+        assert_eq!((nearest(Path::new("not there")), nearest(root.path())), (Path::new("."), root.path()));
+    }
 
     /// Rows of 1 to 50 positions whose numbers tell them apart.
     fn row(index: u32) -> Row {
