@@ -31,6 +31,7 @@ pub mod real;
 pub mod rows;
 pub mod scratch;
 pub mod stages;
+pub mod tasks;
 #[cfg(test)]
 pub mod testing;
 pub mod view;

@@ -1,7 +1,10 @@
 //! CPU side: vector loops for the functions that GPT-2 uses, the plain formula for the rest.
 
 use super::{Activation, reference};
-use crate::kernels::cpu::{Shared, each, exp, vectorised};
+use crate::kernels::{
+    cpu::{Shared, exp, vectorised},
+    tasks::each,
+};
 
 /// Elements a task takes.
 const PIECE: usize = 1 << 14;

@@ -1,7 +1,10 @@
 //! CPU side: one fused pass; pieces go to tasks.
 
 use super::Update;
-use crate::kernels::cpu::{Shared, each, vectorised};
+use crate::kernels::{
+    cpu::{Shared, vectorised},
+    tasks::each,
+};
 
 /// Elements a task takes.
 const PIECE: usize = 1 << 15;

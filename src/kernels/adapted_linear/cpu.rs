@@ -3,7 +3,10 @@
 use std::ops::Range;
 
 use super::{Delta, Dropout};
-use crate::kernels::cpu::{Shared, Strides, avx512, cut, each, gemm, shares, with_scratch};
+use crate::kernels::{
+    cpu::{Shared, Strides, avx512, gemm, with_scratch},
+    tasks::{cut, each, shares},
+};
 
 /// Rows a task takes; its slice of `y` stays in the second-level cache.
 const ROWS: usize = 128;

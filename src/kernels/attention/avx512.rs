@@ -16,7 +16,8 @@ use crate::kernels::{
         LANES, exp, first, fold, load_or, replace, replace_both,
         tile::{Begin, COLUMNS, ROWS, Tile, pack_turned},
     },
-    cpu::{Shared, each, with_scratch},
+    cpu::{Shared, with_scratch},
+    tasks::each,
 };
 
 /// Queries of a block in the backward.

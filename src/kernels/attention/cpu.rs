@@ -4,7 +4,10 @@
 //! its own head's columns.
 
 use super::{Heads, Prefix, Seen, Shape};
-use crate::kernels::cpu::{Shared, Strides, each, exp, gemm, vectorised, with_scratch};
+use crate::kernels::{
+    cpu::{Shared, Strides, exp, gemm, vectorised, with_scratch},
+    tasks::each,
+};
 
 /// Queries of a tile: 64 x 1044 scores are 267 KiB.
 const TILE: usize = 64;

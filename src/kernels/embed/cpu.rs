@@ -3,8 +3,9 @@
 use half::f16;
 
 use crate::kernels::{
-    cpu::{Shared, each, wide},
+    cpu::{Shared, wide},
     matmul::Matrix,
+    tasks::each,
 };
 
 /// Rows a task takes.

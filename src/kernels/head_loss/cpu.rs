@@ -1,6 +1,9 @@
 //! CPU side of the step between the two products: one task a row of logits.
 
-use crate::kernels::cpu::{Shared, each, exp, vectorised};
+use crate::kernels::{
+    cpu::{Shared, exp, vectorised},
+    tasks::each,
+};
 
 const LANES: usize = 16;
 

@@ -3,7 +3,10 @@
 use half::f16;
 
 use super::Norm;
-use crate::kernels::cpu::{Shared, each, vectorised, widen, with_scratch};
+use crate::kernels::{
+    cpu::{Shared, vectorised, widen, with_scratch},
+    tasks::each,
+};
 
 /// Rows a task takes: enough to repay the widening, few enough to share out.
 const ROWS: usize = 32;

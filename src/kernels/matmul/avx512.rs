@@ -16,8 +16,9 @@ use crate::kernels::{
         LANES,
         tile::{Begin, COLUMNS, ROWS, Tile, pack_turned},
     },
-    cpu::{Shared, bands, bf16, each, parts, with_scratch},
+    cpu::{Shared, bf16, with_scratch},
     q8::BLOCK,
+    tasks::{bands, each, parts},
 };
 
 mod few;

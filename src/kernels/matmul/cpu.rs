@@ -7,8 +7,9 @@ use half::f16;
 
 use super::{Elements, Matrix, Start, matrix::STRIP};
 use crate::kernels::{
-    cpu::{Shared, Strides, bands, cut, each, gemm, parts, wide, widen, with_scratch},
+    cpu::{Shared, Strides, gemm, wide, widen, with_scratch},
     device::View,
+    tasks::{bands, cut, each, parts},
 };
 
 /// Widened panels are at most INNER x OUTER floats (768 KiB): they stay in a second-level cache.

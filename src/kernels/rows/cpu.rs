@@ -1,6 +1,6 @@
 //! CPU side: a task copies a few rows.
 
-use crate::kernels::cpu::{Shared, each};
+use crate::kernels::{cpu::Shared, tasks::each};
 
 /// Rows that a task copies.
 const TASK: usize = 64;

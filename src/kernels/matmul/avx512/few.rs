@@ -8,9 +8,10 @@ use std::{arch::x86_64::*, ops::Range};
 use super::{DEPTH, check, weights::Weights};
 use crate::kernels::{
     avx512::{LANES, load_or, transposed},
-    cpu::{Shared, cut, each, vectorised, with_scratch},
+    cpu::{Shared, vectorised, with_scratch},
     matmul::{Start, cpu::fill},
     q8::BLOCK,
+    tasks::{cut, each},
 };
 
 /// Rows up to which this is the faster way where a task takes columns, and where it takes rows of weights.

@@ -13,7 +13,8 @@ use crate::kernels::{
         tile::{COLUMNS, ROWS, Tile},
         transposed,
     },
-    cpu::{Shared, bands, each, parts, with_scratch},
+    cpu::{Shared, with_scratch},
+    tasks::{bands, each, parts},
 };
 
 /// Weights of a column that a panel holds; even.

@@ -6,8 +6,9 @@ use half::f16;
 use super::{DEPTH, Start, begin, check};
 use crate::kernels::{
     avx512::tile::{TALL, Tile},
-    cpu::{Shared, cut, each},
+    cpu::Shared,
     matmul::matrix::STRIP,
+    tasks::{cut, each},
 };
 
 /// Rows up to which this is faster than panels.
