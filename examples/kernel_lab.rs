@@ -25,6 +25,8 @@ struct Line<'a> {
     name: String,
     work: f64,
     unit: Unit,
+    /// Whose roof it is held against.
+    level: Level,
     run: Box<dyn FnMut() + Send + 'a>,
 }
 
@@ -64,8 +66,11 @@ fn lab(rounds: usize, only: &str) -> ExitCode {
             right &= product(name, (n, inputs, outputs), transposed, best, rounds);
         }
     }
-    limit_level(best);
-    others(only, rounds);
+    for level in Level::ALL.into_iter().filter(|&level| level <= best && level.is_there()) {
+        limit_level(level);
+        // The roof of plain loops is that of whatever the compiler makes use of.
+        others(only, level, if level == Level::Plain { best } else { level }, rounds);
+    }
     if right { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
@@ -110,8 +115,8 @@ fn product(
             matmul::frozen_nn(x, matrix, Start::Zero, y, n);
         }
     };
-    let mut levels = vec![Level::Plain];
-    levels.extend((best != Level::Plain).then_some(best));
+    let levels: Vec<Level> =
+        Level::ALL.into_iter().filter(|&level| level <= best && level.is_there()).collect();
     let versions: Vec<(Level, Matrix, &str)> =
         levels.iter().flat_map(|&at| [(at, halves, ""), (at, codes, ", q8")]).collect();
     let mut right = true;
@@ -152,6 +157,8 @@ fn product(
             name: format!("{name} x {n}, {layout}, {at:?}{kept}"),
             work: work(&matrix),
             unit,
+            // Whatever `gemm` makes use of.
+            level: if at == Level::Plain { best } else { at },
             run: Box::new(move || call((at, matrix), y)),
         })
         .collect();
@@ -160,7 +167,7 @@ fn product(
 }
 
 /// The other ops of a training step, at the sizes of gpt2 with 4 x 512 tokens.
-fn others(only: &str, rounds: usize) {
+fn others(only: &str, at: Level, level: Level, rounds: usize) {
     let (b, t, h, d) = (4, 512, 12, 64);
     let (n, c) = (b * t, h * d);
     let qkv = numbers(3 * n * c);
@@ -182,9 +189,10 @@ fn others(only: &str, rounds: usize) {
     // Half of the (t, t) products are needed: 2 forward and 5 backward, of 2 d operations each.
     let half = (b * h * t * t / 2 * 2 * d) as f64;
     lines.push(Line {
-        name: "attention forward 4 x 512".into(),
+        name: format!("attention forward 4 x 512, {at:?}"),
         work: 2.0 * half,
         unit: Unit::Operations,
+        level,
         run: Box::new(|| {
             attention::forward(
                 packed,
@@ -205,9 +213,10 @@ fn others(only: &str, rounds: usize) {
         lse: seen_lse.as_slice().into(),
     };
     lines.push(Line {
-        name: "attention backward 4 x 512".into(),
+        name: format!("attention backward 4 x 512, {at:?}"),
         work: 5.0 * half,
         unit: Unit::Operations,
+        level,
         run: Box::new(|| {
             let d_qkv = (&mut d_qkv[..]).into();
             attention::backward(
@@ -221,17 +230,19 @@ fn others(only: &str, rounds: usize) {
         }),
     });
     lines.push(Line {
-        name: "GELU 2048 x 3072".into(),
+        name: format!("GELU 2048 x 3072, {at:?}"),
         work: 8.0 * wide.len() as f64,
         unit: Unit::Bytes,
+        level,
         run: Box::new(|| {
             activation::forward(Activation::GeluTanh, wide.as_slice().into(), (&mut activated[..]).into());
         }),
     });
     lines.push(Line {
-        name: "layer norm 2048 x 768".into(),
+        name: format!("layer norm 2048 x 768, {at:?}"),
         work: 8.0 * x.len() as f64,
         unit: Unit::Bytes,
+        level,
         run: Box::new(|| {
             let ones: View = ones.as_slice().into();
             let norm = layernorm::Norm { gain: ones, bias: ones, epsilon: 1e-5 };
@@ -245,10 +256,14 @@ fn others(only: &str, rounds: usize) {
 /// Runs all lines and the roofs in turn, and prints their medians.
 fn time(mut lines: Vec<Line>, rounds: usize) {
     let mut seconds = vec![Vec::new(); lines.len()];
-    let mut roofs = [Vec::new(), Vec::new()];
+    let mut roofs: Vec<Vec<f64>> = vec![Vec::new(); 1 + Level::ALL.len()];
     for _ in 0..rounds {
-        roofs[0].push(operations_roof());
-        roofs[1].push(bytes_roof());
+        roofs[0].push(bytes_roof());
+        for level in Level::ALL {
+            if lines.iter().any(|line| line.level == level) {
+                roofs[level as usize].push(operations_roof(level));
+            }
+        }
         for (line, seconds) in lines.iter_mut().zip(&mut seconds) {
             (line.run)();
             // Short ones are repeated for about 20 ms.
@@ -265,12 +280,13 @@ fn time(mut lines: Vec<Line>, rounds: usize) {
         values.sort_by(f64::total_cmp);
         values[values.len() / 2]
     };
-    let roofs = roofs.each_mut().map(median);
+    let roofs: Vec<f64> =
+        roofs.iter_mut().map(|roofs| if roofs.is_empty() { 0.0 } else { median(roofs) }).collect();
     for (line, seconds) in lines.iter().zip(&mut seconds) {
         let rate = line.work / median(seconds);
         let (roof, unit) = match line.unit {
-            Unit::Operations => (roofs[0], "GFLOP/s"),
-            Unit::Bytes => (roofs[1], "GB/s"),
+            Unit::Operations => (roofs[line.level as usize], "GFLOP/s"),
+            Unit::Bytes => (roofs[0], "GB/s"),
         };
         println!(
             "{:44} {:8.1} {unit:7} {:4.0}% of {:.0}",
@@ -282,60 +298,61 @@ fn time(mut lines: Vec<Line>, rounds: usize) {
     }
 }
 
-/// Multiply-adds a second, times two, of all threads: sums that never leave the registers.
-fn operations_roof() -> f64 {
+/// Multiply-adds a second, times two, of all threads with the instructions of a level: sums that never leave the
+/// registers.
+fn operations_roof(level: Level) -> f64 {
     const STEPS: usize = 1 << 21;
     let threads = rayon::current_num_threads();
     let start = Instant::now();
-    let sums: f32 = (0..threads).into_par_iter().with_max_len(1).map(|_| chains(STEPS)).sum();
-    let seconds = start.elapsed().as_secs_f64();
-    black_box(sums);
-    (threads * STEPS * CHAINS * LANES * 2) as f64 / seconds
+    let operations: usize =
+        (0..threads).into_par_iter().with_max_len(1).map(|_| 2 * STEPS * chains(level, STEPS)).sum();
+    operations as f64 / start.elapsed().as_secs_f64()
 }
 
-/// Twice what two units with a latency of 4 need.
-const CHAINS: usize = 16;
-const LANES: usize = if cfg!(target_arch = "x86_64") { 16 } else { 4 };
-
-/// CHAINS independent chains of `steps` fused multiply-adds of LANES floats.
-fn chains(steps: usize) -> f32 {
-    #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx512f") {
-        // SAFETY: the CPU has the instructions.
-        return unsafe { wide_chains(steps) };
-    }
-    plain_chains(steps)
-}
-
-#[inline(always)]
-fn plain_chains(steps: usize) -> f32 {
-    let (mut sums, factor) = ([[0f32; LANES]; CHAINS], black_box(0.5f32));
-    for _ in 0..steps {
-        for sum in sums.iter_mut().flatten() {
-            *sum = sum.mul_add(factor, factor);
-        }
-    }
-    sums.iter().flatten().sum()
-}
-
-/// # Safety
-/// The CPU has AVX-512 F.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f")]
-unsafe fn wide_chains(steps: usize) -> f32 {
-    use std::arch::x86_64::*;
-    let factor = _mm512_set1_ps(black_box(0.5));
-    // Variables, because an array of them is kept in memory.
+/// Makes `steps` steps of independent chains of fused multiply-adds, more than two units with a latency of 4 need, and tells
+/// how many sums there are.
+fn chains(level: Level, steps: usize) -> usize {
+    // Variables, because an array of vectors is kept in memory.
     macro_rules! chains {
-        ($($sum:ident)*) => {{
-            $(let mut $sum = _mm512_setzero_ps();)*
-            for _ in 0..steps {
-                $($sum = _mm512_fmadd_ps($sum, factor, factor);)*
+        ($steps:expr, $zero:expr, $fma:expr, $lanes:literal: $($sum:ident)*) => {{
+            $(let mut $sum = $zero;)*
+            for _ in 0..$steps {
+                $($sum = $fma($sum);)*
             }
-            0.0 $(+ _mm512_reduce_add_ps($sum))*
+            $(black_box($sum);)*
+            $lanes * [$(stringify!($sum)),*].len()
         }};
     }
-    chains!(a b c d e f g h i j k l m n o p)
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::*;
+        #[target_feature(enable = "avx512f")]
+        fn avx512(steps: usize) -> usize {
+            let factor = _mm512_set1_ps(black_box(0.5));
+            chains!(steps, _mm512_setzero_ps(), |sum| _mm512_fmadd_ps(sum, factor, factor), 16: a b c d e f g h i j k l m n o p)
+        }
+        #[target_feature(enable = "avx2,fma")]
+        fn avx2(steps: usize) -> usize {
+            let factor = _mm256_set1_ps(black_box(0.5));
+            chains!(steps, _mm256_setzero_ps(), |sum| _mm256_fmadd_ps(sum, factor, factor), 8: a b c d e f g h i j k l)
+        }
+        match level {
+            // SAFETY: levels are those that the CPU has.
+            Level::Avx512 => return unsafe { avx512(steps) },
+            // SAFETY: as above.
+            Level::Avx2 => return unsafe { avx2(steps) },
+            _ => {}
+        }
+    }
+    #[cfg(target_arch = "aarch64")]
+    if level == Level::Neon {
+        use std::arch::aarch64::*;
+        let factor = vdupq_n_f32(black_box(0.5));
+        return chains!(steps, vdupq_n_f32(0.0), |sum| vfmaq_f32(factor, sum, factor), 4: a b c d e f g h i j k l m n o p);
+    }
+    let _ = level;
+    let factor = black_box(0.5f32);
+    chains!(steps, 0f32, |sum: f32| sum.mul_add(factor, factor), 1: a b c d e f g h)
 }
 
 /// Bytes a second that all threads read of 256 MiB.

@@ -7,8 +7,11 @@ use std::{
 
 use half::{f16, slice::HalfFloatSliceExt};
 
-#[cfg(target_arch = "x86_64")]
-use super::avx512::product::{Operand, product, scratch};
+use super::simd::{
+    at_level,
+    product::{Operand, product, scratch},
+    widen_all,
+};
 
 /// Runs `pass` on a thread of the global pool: its ops then wake no thread from outside, and tiles, which stay
 /// with the thread that used them, are those of the pool's threads alone.
@@ -23,14 +26,41 @@ pub fn vectorised<R>(body: impl FnOnce() -> R) -> R {
     pulp::Arch::new().dispatch(body)
 }
 
-/// Which instructions hand-written kernels use.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Which instructions hand-written kernels use; of two that a CPU has, the later one is faster.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Level {
     /// Whatever the compiler and `gemm` make of plain loops.
     Plain = 1,
+    /// NEON, which all 64-bit ARM CPUs have.
+    Neon = 2,
+    /// AVX2, FMA and F16C.
+    Avx2 = 3,
     /// AVX-512 F.
-    Avx512 = 2,
+    Avx512 = 4,
+}
+
+impl Level {
+    /// From the lowest to the best.
+    pub const ALL: [Self; 4] = [Self::Plain, Self::Neon, Self::Avx2, Self::Avx512];
+
+    /// Whether there are such kernels in this program and this CPU has the instructions.
+    pub fn is_there(self) -> bool {
+        match self {
+            Self::Plain => true,
+            Self::Neon => cfg!(target_arch = "aarch64"),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => cfg!(feature = "avx512") && is_x86_feature_detected!("avx512f"),
+            #[cfg(not(target_arch = "x86_64"))]
+            Self::Avx2 | Self::Avx512 => false,
+        }
+    }
 }
 
 static LEVEL: AtomicU8 = AtomicU8::new(0);
@@ -39,7 +69,9 @@ static LEVEL: AtomicU8 = AtomicU8::new(0);
 pub fn level() -> Level {
     match LEVEL.load(Relaxed) {
         1 => Level::Plain,
-        2 => Level::Avx512,
+        2 => Level::Neon,
+        3 => Level::Avx2,
+        4 => Level::Avx512,
         _ => limit_level(most()),
     }
 }
@@ -52,9 +84,9 @@ fn most() -> Level {
 #[cfg(test)]
 use tests::most;
 
-/// Whether kernels written for AVX-512 F may run.
-pub fn avx512() -> bool {
-    level() == Level::Avx512
+/// Whether there are hand-written kernels for this CPU.
+pub fn vectors() -> bool {
+    level() != Level::Plain
 }
 
 static BF16: AtomicU8 = AtomicU8::new(0);
@@ -71,7 +103,7 @@ pub fn bf16() -> bool {
         }
         known => known == 2,
     };
-    known && avx512()
+    known && level() == Level::Avx512
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -97,14 +129,8 @@ pub unsafe fn force_bf16() {
 /// Uses no level above `most` from now on, and tells which one that is. For tests and measurements: results
 /// depend on it.
 pub fn limit_level(most: Level) -> Level {
-    #[cfg(target_arch = "x86_64")]
-    let best = match cfg!(feature = "avx512") && is_x86_feature_detected!("avx512f") {
-        true => Level::Avx512,
-        false => Level::Plain,
-    };
-    #[cfg(not(target_arch = "x86_64"))]
-    let best = Level::Plain;
-    let level = if most == Level::Avx512 { best } else { Level::Plain };
+    let level = Level::ALL.into_iter().filter(|&level| level <= most && level.is_there()).max();
+    let level = level.unwrap_or(Level::Plain);
     LEVEL.store(level as u8, Relaxed);
     level
 }
@@ -196,56 +222,10 @@ pub fn with_scratch<R>(len: usize, body: impl FnOnce(&mut [f32]) -> R) -> R {
 /// Widens FP16 to FP32, exactly, so that every CPU gives the same bits.
 pub fn widen(from: &[f16], to: &mut [f32]) {
     assert_eq!(from.len(), to.len(), "widen shapes");
-    #[cfg(target_arch = "x86_64")]
-    {
-        if avx512() {
-            // SAFETY: the CPU has the instructions.
-            return unsafe { widen_avx512(from, to) };
-        }
-        if is_x86_feature_detected!("f16c") && is_x86_feature_detected!("avx") {
-            // SAFETY: the CPU has the instructions.
-            return unsafe { widen_f16c(from, to) };
-        }
+    // `half` converts 8 values by a call of its own, which costs 7% of a training step and four fifths of decoding.
+    if at_level!(s => widen_all(s, from, to)).is_none() {
+        from.convert_to_f32_slice(to);
     }
-    from.convert_to_f32_slice(to);
-}
-
-/// 16 values at a time: `half` converts 8 by a call of its own, which costs 7% of a training step.
-///
-/// # Safety
-/// The CPU has AVX-512 F.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f")]
-unsafe fn widen_avx512(from: &[f16], to: &mut [f32]) {
-    use std::arch::x86_64::{_mm256_loadu_si256, _mm512_cvtph_ps, _mm512_storeu_ps};
-    let ((from, from_rest), (to, to_rest)) = (from.as_chunks::<16>(), to.as_chunks_mut::<16>());
-    for (from, to) in from.iter().zip(to) {
-        // SAFETY: 16 values on both sides.
-        unsafe {
-            let halves = _mm256_loadu_si256(from.as_ptr().cast());
-            _mm512_storeu_ps(to.as_mut_ptr(), _mm512_cvtph_ps(halves));
-        }
-    }
-    from_rest.convert_to_f32_slice(to_rest);
-}
-
-/// 8 values at a time, without a call for each: that took four fifths of decoding.
-///
-/// # Safety
-/// The CPU has AVX and F16C.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx,f16c")]
-unsafe fn widen_f16c(from: &[f16], to: &mut [f32]) {
-    use std::arch::x86_64::{_mm_loadu_si128, _mm256_cvtph_ps, _mm256_storeu_ps};
-    let ((from, from_rest), (to, to_rest)) = (from.as_chunks::<8>(), to.as_chunks_mut::<8>());
-    for (from, to) in from.iter().zip(to) {
-        // SAFETY: 8 values on both sides.
-        unsafe {
-            let halves = _mm_loadu_si128(from.as_ptr().cast());
-            _mm256_storeu_ps(to.as_mut_ptr(), _mm256_cvtph_ps(halves));
-        }
-    }
-    from_rest.convert_to_f32_slice(to_rest);
 }
 
 /// One FP32 value of a frozen vector.
@@ -320,13 +300,12 @@ pub unsafe fn gemm(
     rhs_strides: Strides,
     scale: f32,
 ) {
-    #[cfg(target_arch = "x86_64")]
-    if avx512() {
-        let (lhs, rhs) =
-            (Operand { data: lhs, strides: lhs_strides }, Operand { data: rhs, strides: rhs_strides });
-        assert!(dst_strides.column == 1 && (keep == 0.0 || keep == 1.0), "a product as it is meant");
-        // SAFETY: the CPU has the instructions; the rest is promised by the caller.
-        return unsafe { product((m, n, k), (dst, dst_strides.row), keep == 1.0, lhs, rhs, scale) };
+    assert!(dst_strides.column == 1 && (keep == 0.0 || keep == 1.0), "a product as it is meant");
+    let operands = (Operand { data: lhs, strides: lhs_strides }, Operand { data: rhs, strides: rhs_strides });
+    let dst_row = (dst, dst_strides.row);
+    // SAFETY: promised by the caller.
+    if at_level!(s => unsafe { product(s, (m, n, k), dst_row, keep == 1.0, operands, scale) }).is_some() {
+        return;
     }
     // SAFETY: promised by the caller.
     unsafe {
@@ -357,8 +336,7 @@ pub unsafe fn gemm(
 /// Floats that [`gemm`](fn@gemm) may pack its operands into for a product of these sizes. The crate of that name packs
 /// the right one whole and of the left one what fits its second-level cache; freed when the product is done.
 pub fn packing(m: usize, n: usize, k: usize) -> usize {
-    #[cfg(target_arch = "x86_64")]
-    if avx512() {
+    if vectors() {
         return scratch(n, k);
     }
     // As read in gemm-common 0.19: at most 512 of k at a time on caches of today, 768 of m packed ahead.
@@ -367,7 +345,7 @@ pub fn packing(m: usize, n: usize, k: usize) -> usize {
 
 /// Bytes that the crate `gemm` keeps for each thread: as large as the second-level cache.
 pub fn slab() -> usize {
-    if avx512() {
+    if vectors() {
         return 0;
     }
     gemm_common::cache::CACHE_INFO[1].cache_bytes
@@ -383,20 +361,24 @@ mod tests {
 
     /// The best level that this run of the tests may use.
     pub(super) fn most() -> Level {
-        if env::var_os(LEVEL).is_some_and(|level| level == "plain") { Level::Plain } else { Level::Avx512 }
+        let wanted = env::var(LEVEL).ok();
+        let level = Level::ALL.into_iter().find(|level| wanted == Some(format!("{level:?}")));
+        level.unwrap_or(Level::Avx512)
     }
 
-    /// The level is one for the whole process, so the kernels' tests run again in another one.
+    /// The level is one for the whole process, so the kernels' tests run again in others.
     #[test]
-    fn kernels_are_right_at_the_plain_level_too() {
-        if level() == Level::Plain {
-            return; // they were
+    fn kernels_are_right_at_lower_levels_too() {
+        if env::var_os(LEVEL).is_some() {
+            return; // this is one of them
         }
-        let mut tests = Command::new(env::current_exe().unwrap());
-        let output = tests.arg("kernels::").env(LEVEL, "plain").output().unwrap();
-        let text = String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success() && text.contains("test result: ok"), "{text}");
-        assert!(!text.contains("running 0 tests"), "{text}");
+        for lower in Level::ALL.into_iter().filter(|&lower| lower < level() && lower.is_there()) {
+            let mut tests = Command::new(env::current_exe().unwrap());
+            let output = tests.arg("kernels::").env(LEVEL, format!("{lower:?}")).output().unwrap();
+            let text = String::from_utf8_lossy(&output.stdout);
+            assert!(output.status.success() && text.contains("test result: ok"), "{lower:?}: {text}");
+            assert!(!text.contains("running 0 tests"), "{text}");
+        }
     }
 
     #[test]

@@ -10,8 +10,6 @@ pub mod adamw8;
 pub mod adapted_linear;
 pub mod arena;
 pub mod attention;
-#[cfg(target_arch = "x86_64")]
-pub(crate) mod avx512;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -30,6 +28,7 @@ pub mod q8;
 pub mod real;
 pub mod rows;
 pub mod scratch;
+pub(crate) mod simd;
 pub mod stages;
 pub mod tasks;
 #[cfg(test)]

@@ -9,7 +9,7 @@ use engraft::{
     data::{Batch, Row},
     kernels::{
         arena::Arenas,
-        cpu::{avx512, bf16 as fast_bf16, force_bf16},
+        cpu::{Level, bf16 as fast_bf16, force_bf16, level},
         device::{DType, Device},
         matmul::{Arithmetic, Matrix, Start, frozen_nn, frozen_nt},
     },
@@ -24,7 +24,7 @@ use crate::cli_support::Sandbox;
 
 /// Runs an ignored test of this module in another process.
 fn insist(test: &str) {
-    if !avx512() {
+    if level() != Level::Avx512 {
         return;
     }
     let output = Command::new(env::current_exe().unwrap())

@@ -6,7 +6,7 @@ use engraft::{
     data::{NO_LOSS, Row},
     kernels::arena::Arenas,
     kernels::{
-        cpu::avx512,
+        cpu::vectors,
         device::{Buffer, DType},
         matmul::Layout,
         pages::large_pages,
@@ -257,7 +257,7 @@ fn a_base_laid_out_for_many_samples_says_the_same() {
     }
     let layout = |base: &Base| base.weights.blocks[1].mlp_proj.weight.layout;
     assert_eq!(layout(base), Layout::Rows);
-    assert_eq!(laid_out.weights.head_turned.is_some(), avx512());
-    let strips = large_pages() && avx512();
+    assert_eq!(laid_out.weights.head_turned.is_some(), vectors());
+    let strips = large_pages() && vectors();
     assert_eq!(layout(&laid_out), if strips { Layout::Strips } else { Layout::Rows });
 }

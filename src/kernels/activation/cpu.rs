@@ -1,8 +1,9 @@
 //! CPU side: vector loops for the functions that GPT-2 uses, the plain formula for the rest.
 
-use super::{Activation, reference};
+use super::{Activation, reference, simd};
 use crate::kernels::{
-    cpu::{Shared, exp, vectorised},
+    cpu::{Shared, exp, vectorised, vectors},
+    simd::at_level,
     tasks::each,
 };
 
@@ -13,11 +14,9 @@ const CUBE: f32 = reference::CUBE as f32;
 
 pub fn forward(kind: Activation, x: &[f32], y: &mut [f32]) {
     match kind {
-        #[cfg(target_arch = "x86_64")]
-        Activation::GeluTanh if crate::kernels::cpu::avx512() => {
-            // SAFETY: the CPU has the instructions.
-            pieces(x, y, |x, y| unsafe { super::avx512::gelu(x, y) });
-        }
+        Activation::GeluTanh if vectors() => pieces(x, y, |x, y| {
+            at_level!(s => simd::gelu(s, x, y));
+        }),
         Activation::GeluTanh => map(x, y, |x, _| x * gate(x)),
         Activation::Relu => map(x, y, |x, _| x.max(0.0)),
         other => map(x, y, move |x, _| reference::forward(other, x)),
@@ -26,11 +25,9 @@ pub fn forward(kind: Activation, x: &[f32], y: &mut [f32]) {
 
 pub fn backward(kind: Activation, x: &[f32], d: &mut [f32]) {
     match kind {
-        #[cfg(target_arch = "x86_64")]
-        Activation::GeluTanh if crate::kernels::cpu::avx512() => {
-            // SAFETY: the CPU has the instructions.
-            pieces(x, d, |x, d| unsafe { super::avx512::gelu_backward(x, d) });
-        }
+        Activation::GeluTanh if vectors() => pieces(x, d, |x, d| {
+            at_level!(s => simd::gelu_backward(s, x, d));
+        }),
         Activation::GeluTanh => map(x, d, |x, d| {
             // In the forward pass y = x s with s = sigmoid(2u), so dy/dx = s + x s (1 - s) 2 du/dx.
             let s = gate(x);

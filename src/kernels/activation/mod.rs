@@ -10,12 +10,11 @@
 
 use super::device::{Device, View, ViewMut};
 
-#[cfg(target_arch = "x86_64")]
-mod avx512;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 pub mod reference;
+mod simd;
 #[cfg(test)]
 mod tests;
 

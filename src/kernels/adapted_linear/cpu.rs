@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::{Delta, Dropout};
 use crate::kernels::{
-    cpu::{Shared, Strides, avx512, gemm, with_scratch},
+    cpu::{Shared, Strides, gemm, vectors, with_scratch},
     tasks::{cut, each, shares},
 };
 
@@ -22,7 +22,7 @@ const OUTER: usize = 256;
 pub fn scratch(n: usize, widest: usize, rank: usize, dropout: bool) -> (usize, usize) {
     let packing = packing(n, widest, rank);
     let low = if n <= FEW { n * rank } else { 0 };
-    match (dropout, avx512()) {
+    match (dropout, vectors()) {
         (true, _) => ((ROWS.min(n) * widest).max(n * OUTER.min(widest)), packing),
         // Our own packing is scratch like any other.
         (false, true) => (low + packing, 0),

@@ -3,9 +3,10 @@
 //! The scores of a tile, TILE x (p + keys) floats, stay in the second-level cache. A task writes only
 //! its own head's columns.
 
-use super::{Heads, Prefix, Seen, Shape};
+use super::{Heads, Prefix, Seen, Shape, simd};
 use crate::kernels::{
     cpu::{Shared, Strides, exp, gemm, vectorised, with_scratch},
+    simd::at_level,
     tasks::each,
 };
 
@@ -15,9 +16,8 @@ const TILE: usize = 64;
 /// Floats of scratch a task uses for rows of `keys`, prefix included, and heads of `width`; and floats that
 /// packing takes beside it.
 pub fn scratch(keys: usize, width: usize) -> (usize, usize) {
-    #[cfg(target_arch = "x86_64")]
-    if crate::kernels::cpu::avx512() && super::avx512::fits(width, keys) {
-        return (super::avx512::scratch(keys, width), 0);
+    if at_level!(s => simd::fits(s, width, keys)) == Some(true) {
+        return (simd::scratch(keys, width), 0);
     }
     (2 * TILE * keys, packing(keys, width))
 }
@@ -134,9 +134,9 @@ pub fn forward(
     let Shape { batch, queries: t, heads, width, .. } = shape;
     let c = heads * width;
     assert!(out.len() == batch * t * c && lse.len() == batch * heads * t, "attention shapes");
-    #[cfg(target_arch = "x86_64")]
-    if crate::kernels::cpu::avx512() && super::avx512::fits(shape.width, shape.queries) {
-        return super::avx512::forward((q, k, v), prefix, starts, scale, shape, (out, lse));
+    if at_level!(s => simd::fits(s, width, t)) == Some(true) {
+        at_level!(s => simd::forward(s, (q, k, v), prefix, starts, scale, shape, (out, lse)));
+        return;
     }
     let (out, lse) = (Shared::new(out), Shared::new(lse));
     each(batch * heads, |task| {
@@ -255,9 +255,9 @@ pub fn backward(dout: &[f32], seen: Seen, scale: f32, shape: Shape, d_qkv: &mut 
             d_at: &d_at,
             prefix_at: &|part, row| d_prefix.at(((b * 2 + part) * p + row) * c + column),
         };
-        #[cfg(target_arch = "x86_64")]
-        if crate::kernels::cpu::avx512() && super::avx512::fits(shape.width, shape.queries) {
-            return super::avx512::backward_head(dout, seen, scale, &shape, &targets);
+        if at_level!(s => simd::fits(s, width, t)) == Some(true) {
+            at_level!(s => simd::backward_head(s, dout, seen, scale, &shape, &targets));
+            return;
         }
         backward_head(dout, seen, scale, &shape, &targets);
     });

@@ -8,12 +8,11 @@
 
 use super::device::{Device, View, ViewMut};
 
-#[cfg(target_arch = "x86_64")]
-mod avx512;
 mod cpu;
 #[cfg(feature = "cuda")]
 pub(super) mod cuda;
 pub mod reference;
+mod simd;
 #[cfg(test)]
 mod tests;
 

@@ -1,7 +1,9 @@
 //! CPU side of the step between the two products: one task a row of logits.
 
+use super::simd;
 use crate::kernels::{
     cpu::{Shared, exp, vectorised},
+    simd::at_level,
     tasks::each,
 };
 
@@ -30,10 +32,8 @@ pub fn cross_entropy(
         // SAFETY: this row and its loss belong to this task.
         let (z, loss) = unsafe { (z.range(row * v, v), losses.range(row, 1)) };
         let target = targets[row] as usize;
-        #[cfg(target_arch = "x86_64")]
-        if crate::kernels::cpu::avx512() {
-            // SAFETY: the CPU has the instructions.
-            loss[0] = unsafe { super::avx512::cross_entropy(z, Row { target, smoothing, factor }) };
+        if let Some(found) = at_level!(s => simd::cross_entropy(s, z, Row { target, smoothing, factor })) {
+            loss[0] = found;
             return;
         }
         vectorised(

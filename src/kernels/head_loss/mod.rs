@@ -13,12 +13,11 @@ use super::{
 
 pub use tally::Tally;
 
-#[cfg(target_arch = "x86_64")]
-mod avx512;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 pub mod reference;
+mod simd;
 mod tally;
 #[cfg(test)]
 mod tests;

@@ -1,14 +1,15 @@
-//! CPU side: packed panels where the CPU has AVX-512; elsewhere panels of weights are widened into per-thread scratch
+//! CPU side: kernels in vectors where there are any; elsewhere panels of weights are widened into per-thread scratch
 //! and multiplied in FP32 by `gemm`, which is also the plain twin of the former.
 
 use std::ops::Range;
 
 use half::f16;
 
-use super::{Elements, Matrix, Start, matrix::STRIP};
+use super::{Arithmetic, Elements, Matrix, Start, matrix::STRIP, simd};
 use crate::kernels::{
-    cpu::{Shared, Strides, gemm, wide, widen, with_scratch},
+    cpu::{Shared, Strides, bf16, gemm, wide, widen, with_scratch},
     device::View,
+    simd::at_level,
     tasks::{bands, cut, each, parts},
 };
 
@@ -18,22 +19,24 @@ const OUTER: usize = 512;
 /// Bands of rows are a multiple of this, so that `gemm` cuts them as it cuts all.
 const ROWS: usize = 48;
 /// Up to this many rows the product reads each weight once, where it lies: decoding is bound by memory.
-pub(super) const FEW: usize = 4;
+const FEW: usize = 4;
 
 /// Floats of scratch a task uses, and floats that packing takes for a product of `n` rows.
 pub fn scratch(n: usize) -> (usize, usize) {
-    #[cfg(target_arch = "x86_64")]
-    if crate::kernels::cpu::avx512() {
-        return (super::avx512::SCRATCH, 0);
+    if let Some(scratch) = at_level!(s => simd::scratch(s)) {
+        return (scratch, 0);
     }
     (INNER * OUTER, crate::kernels::cpu::packing(n, OUTER, INNER))
 }
 
+/// Whether a product with `w` is one of pairs of BF16 values.
+fn pairs(w: Matrix) -> bool {
+    w.arithmetic == Arithmetic::Bf16 && bf16()
+}
+
 pub fn frozen_nn(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
-    #[cfg(target_arch = "x86_64")]
-    if crate::kernels::cpu::avx512() {
-        // SAFETY: the CPU has the instructions.
-        return unsafe { super::avx512::frozen(x, (w, false), start, y, n) };
+    if at_level!(s => simd::frozen(s, x, (w, false), pairs(w), start, y, n)).is_some() {
+        return;
     }
     let (rows, cols) = (w.rows, w.cols);
     let weights = w.host();
@@ -49,10 +52,8 @@ pub fn frozen_nn(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
 }
 
 pub fn frozen_nt(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
-    #[cfg(target_arch = "x86_64")]
-    if crate::kernels::cpu::avx512() {
-        // SAFETY: the CPU has the instructions.
-        return unsafe { super::avx512::frozen(x, (w, true), start, y, n) };
+    if at_level!(s => simd::frozen(s, x, (w, true), pairs(w), start, y, n)).is_some() {
+        return;
     }
     let (rows, cols) = (w.rows, w.cols);
     let weights = w.host();
@@ -142,16 +143,9 @@ pub(super) fn fill(start: Start, out: Shared, rows: Range<usize>, cols: usize, j
 }
 
 /// A row of weights is widened in pieces of this many floats, which stay in the first-level cache.
-pub(super) const PIECE: usize = 768;
+const PIECE: usize = 768;
 
 fn few_nn(x: &[f32], w: Elements, out: Shared, (n, rows, cols): (usize, usize, usize), j: usize, jn: usize) {
-    #[cfg(target_arch = "x86_64")]
-    if let Elements::Halves(halves) = w
-        && super::f16c::is_there()
-    {
-        // SAFETY: the CPU has the instructions; the columns belong to the calling task.
-        return unsafe { super::f16c::nn(x, halves, out, (n, rows, cols), (j, jn)) };
-    }
     let mut piece = [0f32; PIECE];
     for k in 0..rows {
         for first in (j..j + jn).step_by(PIECE) {
@@ -171,13 +165,6 @@ fn few_nn(x: &[f32], w: Elements, out: Shared, (n, rows, cols): (usize, usize, u
 }
 
 fn few_nt(x: &[f32], w: Elements, out: Shared, (n, rows, cols): (usize, usize, usize), i: usize, rn: usize) {
-    #[cfg(target_arch = "x86_64")]
-    if let Elements::Halves(halves) = w
-        && super::f16c::is_there()
-    {
-        // SAFETY: the CPU has the instructions; the columns belong to the calling task.
-        return unsafe { super::f16c::nt(x, halves, out, (n, rows, cols), (i, rn)) };
-    }
     let mut piece = [0f32; PIECE];
     for weight_row in i..i + rn {
         for k in (0..cols).step_by(PIECE) {
@@ -194,7 +181,7 @@ fn few_nt(x: &[f32], w: Elements, out: Shared, (n, rows, cols): (usize, usize, u
 }
 
 /// Scalar product with 16 running sums, in an order that depends on the length alone.
-pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
+fn dot(a: &[f32], b: &[f32]) -> f32 {
     crate::kernels::cpu::vectorised(
         #[inline(always)]
         || {

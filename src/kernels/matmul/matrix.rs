@@ -5,7 +5,7 @@ use half::f16;
 use crate::{
     error::Result,
     kernels::{
-        cpu::{avx512, widen},
+        cpu::{vectors, widen},
         device::{DType, Frozen, View},
         frozen::Order,
         pages::Region,
@@ -165,13 +165,13 @@ impl FrozenMatrix {
         Ok(())
     }
 
-    /// Its transpose in strips, where this CPU's kernels read that faster for the products `x W^T` of some rows: FP16 with
-    /// AVX-512. Their bits are those of the matrix in rows.
+    /// Its transpose in strips, where this CPU's kernels read that faster for the products `x W^T` of some rows: FP16 in
+    /// vectors. Their bits are those of the matrix in rows.
     ///
     /// # Errors
     /// [`Error::Memory`](crate::error::Error::Memory) when there is no memory for it.
     pub fn turned(&self) -> Result<Option<Self>> {
-        if self.scales.is_some() || self.layout != Layout::Rows || !avx512() {
+        if self.scales.is_some() || self.layout != Layout::Rows || !vectors() {
             return Ok(None);
         }
         let data = self.data.turned((self.rows, self.cols), STRIP)?;
@@ -181,7 +181,7 @@ impl FrozenMatrix {
 
     fn best_layout(&self) -> Layout {
         let whole = self.scales.is_none() && self.cols.is_multiple_of(STRIP);
-        if whole && avx512() { Layout::Strips } else { Layout::Rows }
+        if whole && vectors() { Layout::Strips } else { Layout::Rows }
     }
 
     /// The tensors it is made of.

@@ -11,14 +11,11 @@
 
 use super::device::{Device, View, ViewMut};
 
-#[cfg(target_arch = "x86_64")]
-mod avx512;
 mod cpu;
 #[cfg(feature = "cuda")]
 pub(super) mod cuda;
-#[cfg(target_arch = "x86_64")]
-mod f16c;
 mod matrix;
+mod simd;
 #[cfg(test)]
 mod tests;
 

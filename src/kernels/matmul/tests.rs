@@ -198,7 +198,7 @@ fn a_turned_matrix_gives_the_same_bits() {
         let (layout, arithmetic) = (Layout::Rows, Arithmetic::F32);
         let matrix = FrozenMatrix { data, scales: None, rows, cols, layout, arithmetic };
         let Some(turned) = matrix.turned().unwrap() else {
-            assert!(!crate::kernels::cpu::avx512());
+            assert!(!crate::kernels::cpu::vectors());
             return;
         };
         assert_eq!((turned.rows, turned.cols), (cols, rows));
@@ -242,7 +242,7 @@ fn strips_are_read_below_avx512_too() {
 #[cfg(target_arch = "x86_64")]
 #[test]
 fn the_number_of_rows_changes_no_bit() {
-    if !crate::kernels::cpu::avx512() {
+    if !crate::kernels::cpu::vectors() {
         return;
     }
     let (n, rows, cols) = (40, 1601, 130);

@@ -1,11 +1,9 @@
 //! Products of FP32 matrices with any strides, on one thread: the thin ones of low-rank deltas, those of a prefix's
 //! network, attention of few queries.
 
-use std::arch::x86_64::*;
-
 use super::{
-    LANES, first, load_or, store,
-    tile::{Begin, COLUMNS, ROWS, Tile, pack_turned},
+    MOST, Simd, load_or, store,
+    tile::{Begin, ROWS, Tile, pack_turned},
 };
 use crate::kernels::cpu::{Strides, with_scratch};
 
@@ -17,11 +15,11 @@ const WIDTH: usize = 384;
 const FEW: usize = 4;
 /// Columns whose sums run side by side where there are so few rows, each LONG or longer.
 const SIDE: usize = 4;
-const LONG: usize = 4 * LANES;
+const LONG: usize = 4 * MOST;
 
 /// Floats of scratch for a product of `k` steps and `n` columns.
 pub fn scratch(n: usize, k: usize) -> usize {
-    k.min(DEPTH) * n.min(WIDTH).next_multiple_of(LANES)
+    k.min(DEPTH) * n.min(WIDTH).next_multiple_of(MOST)
 }
 
 /// A matrix in memory.
@@ -42,28 +40,30 @@ impl Operand {
 /// `dst (m, n) = dst or 0 + scale * lhs (m, k) rhs (k, n)`, rows of `dst` that far apart.
 ///
 /// # Safety
-/// The CPU has AVX-512 F; the matrices lie in valid memory, and nothing else uses `dst`.
-#[target_feature(enable = "avx512f")]
-pub unsafe fn product(
+/// The matrices lie in valid memory, and nothing else uses `dst`.
+pub unsafe fn product<S: Simd>(
+    s: S,
     (m, n, k): (usize, usize, usize),
     (dst, dst_row): (*mut f32, usize),
     keep: bool,
-    lhs: Operand,
-    rhs: Operand,
+    (lhs, rhs): (Operand, Operand),
     scale: f32,
 ) {
     if m <= FEW && lhs.strides.column == 1 && rhs.strides.row == 1 {
         // SAFETY: the caller's promise.
-        return unsafe {
-            if k >= LONG {
-                dots((m, n, k), (dst, dst_row), keep, lhs, rhs, scale)
-            } else {
-                squares((m, n, k), (dst, dst_row), keep, lhs, rhs, scale)
-            }
-        };
+        return s.enter(
+            #[inline(always)]
+            || unsafe {
+                if k >= LONG {
+                    dots(s, (m, n, k), (dst, dst_row), keep, lhs, rhs, scale)
+                } else {
+                    squares(s, (m, n, k), (dst, dst_row), keep, lhs, rhs, scale)
+                }
+            },
+        );
     }
     // Whole vectors of a row can be read where they are.
-    let packed = rhs.strides.column != 1 || !n.is_multiple_of(LANES);
+    let packed = rhs.strides.column != 1 || !n.is_multiple_of(S::LANES);
     with_scratch(if packed { scratch(n, k) } else { 0 }, |panel| {
         for j in (0..n).step_by(WIDTH) {
             let width = WIDTH.min(n - j);
@@ -73,13 +73,16 @@ pub unsafe fn product(
                 // SAFETY: the caller's promise.
                 unsafe {
                     if packed {
-                        pack(rhs, (step, depth), (j, width), panel);
+                        s.enter(
+                            #[inline(always)]
+                            || pack(s, rhs, (step, depth), (j, width), panel),
+                        );
                     }
                     for row in (0..m).step_by(ROWS) {
-                        for group in (0..width).step_by(COLUMNS) {
-                            let columns = COLUMNS.min(width - group);
+                        for group in (0..width).step_by(S::COLUMNS) {
+                            let columns = S::COLUMNS.min(width - group);
                             let (panel, panel_row) = if packed {
-                                (panel[group * depth..].as_ptr(), columns.next_multiple_of(LANES))
+                                (panel[group * depth..].as_ptr(), columns.next_multiple_of(S::LANES))
                             } else {
                                 (rhs.at(step, j + group), rhs.strides.row)
                             };
@@ -96,7 +99,7 @@ pub unsafe fn product(
                                 begin,
                                 scale,
                             };
-                            tile.rows(ROWS.min(m - row));
+                            tile.rows(s, ROWS.min(m - row));
                         }
                     }
                 }
@@ -110,8 +113,9 @@ pub unsafe fn product(
 ///
 /// # Safety
 /// As [`product`]; rows of lhs and columns of rhs are in one piece.
-#[target_feature(enable = "avx512f")]
-unsafe fn dots(
+#[inline(always)]
+unsafe fn dots<S: Simd>(
+    s: S,
     (m, n, k): (usize, usize, usize),
     (dst, dst_row): (*mut f32, usize),
     keep: bool,
@@ -124,18 +128,16 @@ unsafe fn dots(
         for row in 0..m {
             // The last columns once more where fewer than SIDE are left.
             let columns: [*const f32; SIDE] = std::array::from_fn(|i| rhs.at(0, j + i.min(side - 1)));
-            let mut sums = [_mm512_setzero_ps(); SIDE];
-            for at in (0..k).step_by(LANES) {
-                let count = LANES.min(k - at);
-                // SAFETY: the caller's promise; masked elements alone are read, prefetches may point anywhere.
+            let mut sums = [s.zero(); SIDE];
+            for at in (0..k).step_by(S::LANES) {
+                let count = S::LANES.min(k - at);
+                // SAFETY: the caller's promise; these elements alone are read, prefetches may point anywhere.
                 unsafe {
-                    let x = _mm512_maskz_loadu_ps(first(count), lhs.at(row, at));
+                    let x = s.load_first(lhs.at(row, at), count, 0.0);
                     for (sum, column) in sums.iter_mut().zip(columns) {
-                        let y = _mm512_maskz_loadu_ps(first(count), column.add(at));
-                        _mm_prefetch::<_MM_HINT_T0>(
-                            column.wrapping_add(at + SIDE * rhs.strides.column).cast(),
-                        );
-                        *sum = _mm512_fmadd_ps(x, y, *sum);
+                        let y = s.load_first(column.add(at), count, 0.0);
+                        s.fetch(column.wrapping_add(at + SIDE * rhs.strides.column));
+                        *sum = s.fma(x, y, *sum);
                     }
                 }
             }
@@ -143,7 +145,7 @@ unsafe fn dots(
                 // SAFETY: an element of dst.
                 let y = unsafe { &mut *dst.add(row * dst_row + j + i) };
                 let start = if keep { *y } else { 0.0 };
-                *y = scale.mul_add(_mm512_reduce_add_ps(sum), start);
+                *y = scale.mul_add(s.sum(sum), start);
             }
         }
     }
@@ -154,8 +156,9 @@ unsafe fn dots(
 ///
 /// # Safety
 /// As [`dots`].
-#[target_feature(enable = "avx512f")]
-unsafe fn squares(
+#[inline(always)]
+unsafe fn squares<S: Simd>(
+    s: S,
     (m, n, k): (usize, usize, usize),
     (dst, dst_row): (*mut f32, usize),
     keep: bool,
@@ -163,36 +166,36 @@ unsafe fn squares(
     rhs: Operand,
     scale: f32,
 ) {
-    for j in (0..n).step_by(LANES) {
-        let columns = LANES.min(n - j);
-        let mut sums = [_mm512_setzero_ps(); FEW];
-        for at in (0..k).step_by(LANES) {
-            let steps = LANES.min(k - at);
-            let mut square = [_mm512_setzero_ps(); LANES];
+    for j in (0..n).step_by(S::LANES) {
+        let columns = S::LANES.min(n - j);
+        let mut sums = [s.zero(); FEW];
+        for at in (0..k).step_by(S::LANES) {
+            let steps = S::LANES.min(k - at);
+            let mut square = [s.zero(); MOST];
             for (i, vector) in square.iter_mut().enumerate().take(columns) {
-                // SAFETY: the caller's promise; masked elements alone are read, prefetches may point anywhere.
+                // SAFETY: the caller's promise; these elements alone are read, prefetches may point anywhere.
                 unsafe {
                     let from = rhs.at(at, j + i);
-                    _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(LANES * rhs.strides.column).cast());
-                    *vector = _mm512_maskz_loadu_ps(first(steps), from);
+                    s.fetch(from.wrapping_add(S::LANES * rhs.strides.column));
+                    *vector = s.load_first(from, steps, 0.0);
                 }
             }
-            let square = super::transposed(square);
+            let square = s.transposed(square);
             for (row, sum) in sums.iter_mut().enumerate().take(m) {
                 for (step, &vector) in square.iter().enumerate().take(steps) {
                     // SAFETY: an element of lhs.
-                    let x = _mm512_set1_ps(unsafe { *lhs.at(row, at + step) });
-                    *sum = _mm512_fmadd_ps(x, vector, *sum);
+                    let x = s.splat(unsafe { *lhs.at(row, at + step) });
+                    *sum = s.fma(x, vector, *sum);
                 }
             }
         }
         for (row, &sum) in sums.iter().enumerate().take(m) {
-            // SAFETY: masked elements of dst.
+            // SAFETY: elements of dst.
             unsafe {
                 let y = dst.add(row * dst_row + j);
-                let start = _mm512_maskz_loadu_ps(if keep { first(columns) } else { 0 }, y);
-                let value = _mm512_fmadd_ps(_mm512_set1_ps(scale), sum, start);
-                _mm512_mask_storeu_ps(y, first(columns), value);
+                let start = if keep { s.load_first(y, columns, 0.0) } else { s.zero() };
+                let value = s.fma(s.splat(scale), sum, start);
+                s.store_first(y, columns, value);
             }
         }
     }
@@ -201,27 +204,34 @@ unsafe fn squares(
 /// Copies `rhs[step .. + depth, j .. + width]` into groups of columns as [`pack_turned`] lays them out.
 ///
 /// # Safety
-/// The CPU has AVX-512 F; rhs is valid, and has its rows or its columns one after another.
-#[target_feature(enable = "avx512f")]
-unsafe fn pack(rhs: Operand, (step, depth): (usize, usize), (j, width): (usize, usize), panel: &mut [f32]) {
+/// rhs is valid, and has its rows or its columns one after another.
+#[inline(always)]
+unsafe fn pack<S: Simd>(
+    s: S,
+    rhs: Operand,
+    (step, depth): (usize, usize),
+    (j, width): (usize, usize),
+    panel: &mut [f32],
+) {
     // SAFETY: the caller's promise: `count` elements stand in a row from there.
     let run = |row: usize, column: usize, count: usize| unsafe {
         std::slice::from_raw_parts(rhs.at(row, column), count)
     };
     if rhs.strides.column != 1 {
         assert_eq!(rhs.strides.row, 1, "a matrix with neither rows nor columns in one piece");
-        let load = |column: usize, at: usize, steps: usize| load_or(run(step + at, j + column, steps), 0.0);
+        let load =
+            |column: usize, at: usize, steps: usize| load_or(s, run(step + at, j + column, steps), 0.0);
         // SAFETY: the caller's promise.
-        return unsafe { pack_turned(panel, (depth, width), load) };
+        return pack_turned(s, panel, (depth, width), load);
     }
-    for group in (0..width).step_by(COLUMNS) {
-        let count = COLUMNS.min(width - group);
-        let columns = count.next_multiple_of(LANES);
+    for group in (0..width).step_by(S::COLUMNS) {
+        let count = S::COLUMNS.min(width - group);
+        let columns = count.next_multiple_of(S::LANES);
         let to = &mut panel[group * depth..][..columns * depth];
         for (at, to) in to.chunks_exact_mut(columns).enumerate() {
             let from = run(step + at, j + group, count);
-            for (from, to) in from.chunks(LANES).zip(to.chunks_exact_mut(LANES)) {
-                store(to, load_or(from, 0.0));
+            for (from, to) in from.chunks(S::LANES).zip(to.chunks_exact_mut(S::LANES)) {
+                store(s, to, load_or(s, from, 0.0));
             }
         }
     }
@@ -230,6 +240,7 @@ unsafe fn pack(rhs: Operand, (step, depth): (usize, usize), (j, width): (usize, 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::simd::at_level;
 
     fn numbers(n: usize, seed: u64) -> Vec<f32> {
         (0..n as u64).map(|i| engraft_adapters::rng::uniform(seed, i) - 0.5).collect()
@@ -243,7 +254,8 @@ mod tests {
         let operand = |data: &[f32], strides| Operand { data: data.as_ptr(), strides };
         let (left, right) = (operand(&lhs, Strides::rows(k)), operand(&rhs, strides));
         // SAFETY: the CPU has the instructions; the matrices are as large as they say.
-        unsafe { product((m, n, k), (y.as_mut_ptr(), n + 3), keep, left, right, 1.5) };
+        let made = at_level!(s => unsafe { product(s, (m, n, k), (y.as_mut_ptr(), n + 3), keep, (left, right), 1.5) });
+        assert!(made.is_some());
         for (at, (&y, &before)) in y.iter().zip(&before).enumerate() {
             let (i, j) = (at / (n + 3), at % (n + 3));
             if j >= n {
@@ -263,7 +275,7 @@ mod tests {
 
     #[test]
     fn products_are_right_in_all_shapes_and_layouts() {
-        if !crate::kernels::cpu::avx512() {
+        if !crate::kernels::cpu::vectors() {
             return;
         }
         for m in [1, 3, FEW, FEW + 1, 8, 9, 17] {

@@ -8,12 +8,13 @@ use std::arch::x86_64::*;
 
 use super::{Place, Start, begin, check, weights::Weights};
 use crate::kernels::{
-    avx512::{
-        LANES, first, load_or,
-        tile::{COLUMNS, ROWS, Tile},
-        transposed,
-    },
     cpu::{Shared, with_scratch},
+    simd::{
+        Simd,
+        avx512::Avx512,
+        load_or, store,
+        tile::{ROWS, Tile},
+    },
     tasks::{bands, each, parts},
 };
 
@@ -21,6 +22,8 @@ use crate::kernels::{
 const DEPTH: usize = 768;
 /// Columns that a task takes: 288 KiB of panel.
 const WIDTH: usize = 192;
+const LANES: usize = Avx512::LANES;
+const COLUMNS: usize = Avx512::COLUMNS;
 /// Floats of scratch a task uses: the panel and rounded rows of x.
 pub const SCRATCH: usize = DEPTH / 2 * (WIDTH + LANES + ROWS);
 
@@ -36,6 +39,8 @@ pub unsafe fn product<W: Weights>(
     y: &mut [f32],
     (weights, turned): (W, bool),
 ) {
+    // SAFETY: the caller's promise.
+    let s = unsafe { Avx512::new() };
     assert!(x.len() >= n * inner && y.len() >= n * outer, "shapes of a frozen product");
     check(start, n, outer);
     let out = Shared::new(y);
@@ -53,16 +58,16 @@ pub unsafe fn product<W: Weights>(
                 // the lengths of x, y and start were checked.
                 unsafe {
                     if turned {
-                        pack_columns(weights, place, panel);
+                        pack_columns(s, weights, place, panel);
                     } else {
-                        pack_rows(weights, place, panel);
+                        pack_rows(s, weights, place, panel);
                     }
                     for row in (from..to).step_by(ROWS) {
                         let rows = ROWS.min(to - row);
                         for (i, to) in rounded.chunks_exact_mut(DEPTH / 2).enumerate().take(rows) {
-                            round(&x[(row + i) * inner + k..][..place.depth], to);
+                            round(s, &x[(row + i) * inner + k..][..place.depth], to);
                         }
-                        tiles(rounded, (row, rows), (place, panel), outer, start, out);
+                        tiles(s, rounded, (row, rows), (place, panel), outer, start, out);
                     }
                 }
             }
@@ -76,6 +81,7 @@ pub unsafe fn product<W: Weights>(
 /// As [`product`]; `rounded` are these rows of x, and the columns belong to the caller.
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn tiles(
+    s: Avx512,
     rounded: &[f32],
     (row, rows): (usize, usize),
     (place, panel): (Place, &[f32]),
@@ -101,7 +107,7 @@ unsafe fn tiles(
             scale: 1.0,
         };
         // SAFETY: the tile lies inside what the caller promised.
-        unsafe { tile.rows_of_pairs(rows) }
+        unsafe { tile.rows_of_pairs(s, rows) }
     }
 }
 
@@ -115,14 +121,10 @@ fn paired(low: __m512, high: __m512) -> __m512 {
 
 /// Rounds a row to pairs; a last one without a partner gets 0.
 #[target_feature(enable = "avx512f,avx512bf16")]
-fn round(row: &[f32], to: &mut [f32]) {
+fn round(s: Avx512, row: &[f32], to: &mut [f32]) {
     for (from, to) in row.chunks(2 * LANES).zip(to.chunks_mut(LANES)) {
         let (low, high) = from.split_at(LANES.min(from.len()));
-        // SAFETY: masked lanes alone are written.
-        unsafe {
-            let pairs = paired(load_or(low, 0.0), load_or(high, 0.0));
-            _mm512_mask_storeu_ps(to.as_mut_ptr(), first(to.len()), pairs);
-        }
+        store(s, to, paired(load_or(s, low, 0.0), load_or(s, high, 0.0)));
     }
 }
 
@@ -131,7 +133,7 @@ fn round(row: &[f32], to: &mut [f32]) {
 /// # Safety
 /// The CPU has AVX-512 F and BF16; the weights have these rows and columns.
 #[target_feature(enable = "avx512f,avx512bf16")]
-unsafe fn pack_rows<W: Weights>(weights: W, place: Place, panel: &mut [f32]) {
+unsafe fn pack_rows<W: Weights>(s: Avx512, weights: W, place: Place, panel: &mut [f32]) {
     let Place { inner, depth, outer, width } = place;
     let pairs = depth.div_ceil(2);
     assert!(panel.len() >= pairs * width.next_multiple_of(LANES), "room for a panel");
@@ -140,7 +142,7 @@ unsafe fn pack_rows<W: Weights>(weights: W, place: Place, panel: &mut [f32]) {
             let part = |step: usize| {
                 if step < depth {
                     // SAFETY: the weights have these rows and columns.
-                    unsafe { weights.part(inner + step, outer + start, LANES.min(width - start)) }
+                    unsafe { weights.part(s, inner + step, outer + start, LANES.min(width - start)) }
                 } else {
                     _mm512_setzero_ps()
                 }
@@ -170,7 +172,7 @@ fn interleaved(low: __m512, high: __m512) -> __m512 {
 /// # Safety
 /// The CPU has AVX-512 F and BF16; the weights have these rows and columns.
 #[target_feature(enable = "avx512f,avx512bf16")]
-unsafe fn pack_columns<W: Weights>(weights: W, place: Place, panel: &mut [f32]) {
+unsafe fn pack_columns<W: Weights>(s: Avx512, weights: W, place: Place, panel: &mut [f32]) {
     let Place { inner, depth, outer, width } = place;
     let pairs = depth.div_ceil(2);
     assert!(panel.len() >= pairs * width.next_multiple_of(LANES), "room for a panel");
@@ -183,11 +185,11 @@ unsafe fn pack_columns<W: Weights>(weights: W, place: Place, panel: &mut [f32]) 
                 let part = |step: usize| match depth.saturating_sub(step) {
                     0 => _mm512_setzero_ps(),
                     // SAFETY: the weights have these rows and columns.
-                    left => unsafe { weights.part(outer + start + i, inner + step, left.min(LANES)) },
+                    left => unsafe { weights.part(s, outer + start + i, inner + step, left.min(LANES)) },
                 };
                 *vector = paired(part(step), part(step + LANES));
             }
-            for (i, vector) in transposed(square).into_iter().enumerate().take((depth - step).div_ceil(2)) {
+            for (i, vector) in s.transposed(square).into_iter().enumerate().take((depth - step).div_ceil(2)) {
                 let at = group * pairs + (step / 2 + i) * columns + start - group;
                 // SAFETY: a vector of floats.
                 unsafe { _mm512_storeu_ps(panel[at..][..LANES].as_mut_ptr(), vector) }

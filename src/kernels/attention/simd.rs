@@ -1,0 +1,338 @@
+//! Attention in vectors: a task is one head of one row; queries go in groups of a tile's rows.
+//!
+//! Keys (in the backward values too) are turned once per head into a panel; their columns are the prefix, then all
+//! tokens. The scores of a group stay in the first-level cache, those of a block of groups, which the gradients
+//! of keys and values are summed over, in the second-level one. Queries and keys that do not see each other are left
+//! out as far as tiles allow, and set to 0 inside them.
+
+use std::ops::Range;
+
+use super::{Heads, Prefix, Shape, cpu::Head};
+use crate::kernels::{
+    cpu::{LINE, Shared, with_scratch},
+    simd::{
+        Simd, exp, fold, load_or, replace,
+        tile::{Begin, ROWS, Tile, pack_turned},
+    },
+    tasks::each,
+};
+
+mod backward;
+
+pub use self::backward::backward_head;
+
+/// Tokens whose vectors are fetched before their turn.
+const AHEAD: usize = 2 * LINE;
+
+/// Whether heads are whole vectors and queries are worth turning the keys for.
+pub fn fits<S: Simd>(_: S, width: usize, queries: usize) -> bool {
+    width.is_multiple_of(S::LANES) && queries >= ROWS
+}
+
+/// Floats of scratch a task uses for `keys` columns, prefix included, and heads of `width`.
+pub fn scratch(keys: usize, width: usize) -> usize {
+    2 * row(keys) * (width + backward::BLOCK)
+}
+
+/// Distance between rows of scores, in floats: an odd number of cache lines. A column of them is read too, and with a
+/// power of two between its elements they would all fight for the same places of the first-level cache.
+fn row(columns: usize) -> usize {
+    LINE * (columns.div_ceil(LINE) | 1)
+}
+
+/// One head of one row of the batch.
+struct Task<'a> {
+    q: Head<'a>,
+    k: Head<'a>,
+    v: Head<'a>,
+    /// Keys and values.
+    prefix: Option<(Head<'a>, Head<'a>)>,
+    /// First visible token of each query.
+    starts: &'a [u32],
+    shape: Shape,
+    scale: f32,
+}
+
+/// Queries `first .. first + rows`, and the tokens that any of them sees.
+#[derive(Clone)]
+struct Group {
+    first: usize,
+    rows: usize,
+    tokens: Range<usize>,
+}
+
+impl<'a> Task<'a> {
+    fn new(
+        (q, k, v): (Heads<'a>, Heads<'a>, Heads<'a>),
+        prefix: Option<Prefix<'a>>,
+        starts: &'a [u32],
+        (b, h): (usize, usize),
+        (shape, scale): (Shape, f32),
+    ) -> Self {
+        let head = |heads: Heads<'a>| Head::new(heads, b, h, shape.width);
+        Self {
+            q: head(q),
+            k: head(k),
+            v: head(v),
+            prefix: prefix.map(|p| (head(p.k), head(p.v))),
+            starts: &starts[b * shape.queries..][..shape.queries],
+            shape,
+            scale,
+        }
+    }
+
+    /// Has the vectors of some tokens brought near that are AHEAD of a group.
+    #[inline(always)]
+    fn fetch<S: Simd>(&self, s: S, group: &Group, heads: &[Head]) {
+        for head in heads {
+            for row in 0..group.rows {
+                let vector = head.from(group.first).wrapping_add((row + AHEAD) * head.row);
+                for at in (0..self.shape.width).step_by(LINE) {
+                    s.fetch(vector.wrapping_add(at));
+                }
+            }
+        }
+    }
+
+    fn group(&self, first: usize, rows: usize) -> Group {
+        let start = self.starts[first..first + rows].iter().copied().min().unwrap_or(0) as usize;
+        Group { first, rows, tokens: start..self.shape.past + first + rows }
+    }
+
+    /// Columns: prefix and tokens.
+    fn columns(&self) -> usize {
+        self.shape.prefix + self.shape.past + self.shape.queries
+    }
+
+    /// Distance between rows of scores.
+    fn row(&self) -> usize {
+        row(self.columns())
+    }
+
+    /// Columns of tokens that query `query` sees.
+    fn seen(&self, query: usize) -> Range<usize> {
+        let Shape { prefix, past, .. } = self.shape;
+        prefix + self.starts[query] as usize..prefix + past + query + 1
+    }
+
+    /// Turns the vectors of prefix and tokens into a panel `(width, columns)`.
+    #[inline(always)]
+    fn turn<S: Simd>(&self, s: S, prefix: Option<Head>, tokens: Head, panel: &mut [f32]) {
+        let (p, width) = (self.shape.prefix, self.shape.width);
+        pack_turned(
+            s,
+            panel,
+            (width, self.columns()),
+            #[inline(always)]
+            |column, step, steps| {
+                let vector = match prefix {
+                    Some(prefix) if column < p => prefix.vector(column, width),
+                    _ => tokens.vector(column - p, width),
+                };
+                // Vectors of one head lie far apart; no CPU sees them coming.
+                s.fetch(vector.as_ptr().wrapping_add(AHEAD * tokens.row + step));
+                load_or(s, &vector[step..][..steps], 0.0)
+            },
+        );
+    }
+
+    /// `scores = scale left panel` in all columns of tiles that the group sees any of.
+    ///
+    /// # Safety
+    /// `left` points at the group's vectors, `left_row` apart.
+    unsafe fn products<S: Simd>(
+        &self,
+        s: S,
+        group: &Group,
+        (left, left_row): (*const f32, usize),
+        panel: &[f32],
+        scale: f32,
+        scores: &mut [f32],
+    ) {
+        let (p, width, columns, row) = (self.shape.prefix, self.shape.width, self.columns(), self.row());
+        assert!(scores.len() >= group.rows * row && panel.len() >= width * row, "room for scores");
+        let hidden = p..p + group.tokens.start;
+        for at in (0..p + group.tokens.end).step_by(S::COLUMNS) {
+            if hidden.start <= at && at + S::COLUMNS <= hidden.end {
+                continue;
+            }
+            let count = S::COLUMNS.min(p + group.tokens.end - at);
+            let tile = Tile {
+                x: left,
+                x_row: left_row,
+                x_step: 1,
+                panel: panel[at * width..].as_ptr(),
+                panel_row: S::COLUMNS.min(columns - at).next_multiple_of(S::LANES),
+                depth: width,
+                y: scores[at..].as_mut_ptr(),
+                y_row: row,
+                columns: count,
+                begin: Begin::Zero,
+                scale,
+            };
+            // SAFETY: the caller's promise, and the sizes checked above.
+            unsafe { tile.rows(s, group.rows) }
+        }
+    }
+
+    /// `y (rows, width) = weights values` over prefix and visible tokens of a group.
+    ///
+    /// # Safety
+    /// y is the caller's, rows `y_row` apart; `weights` holds the group's rows.
+    unsafe fn mix<S: Simd>(
+        &self,
+        s: S,
+        group: &Group,
+        weights: &[f32],
+        (prefix, tokens): (Option<Head>, Head),
+        (y, y_row): (*mut f32, usize),
+    ) {
+        let (p, row) = (self.shape.prefix, self.row());
+        assert!(weights.len() >= (group.rows - 1) * row + p + group.tokens.end, "weights of a group");
+        for column in (0..self.shape.width).step_by(S::COLUMNS) {
+            let part = |from: Head, at: usize, (token, depth): (usize, usize), begin: Begin| {
+                let vectors = &from.data[token * from.row + column..];
+                let columns = S::COLUMNS.min(self.shape.width - column);
+                assert!(vectors.len() >= (depth - 1) * from.row + columns, "vectors of all tokens");
+                let tile = Tile {
+                    x: weights[at..].as_ptr(),
+                    x_row: row,
+                    x_step: 1,
+                    panel: vectors.as_ptr(),
+                    panel_row: from.row,
+                    depth,
+                    y: y.wrapping_add(column),
+                    y_row,
+                    columns,
+                    begin,
+                    scale: 1.0,
+                };
+                // SAFETY: the caller's promise, and the sizes checked above.
+                unsafe { tile.rows(s, group.rows) }
+            };
+            let mut begin = Begin::Zero;
+            if let Some(prefix) = prefix.filter(|_| p > 0) {
+                part(prefix, 0, (0, p), begin);
+                begin = Begin::Keep;
+            }
+            part(tokens, p + group.tokens.start, (group.tokens.start, group.tokens.len()), begin);
+        }
+    }
+}
+
+pub fn forward<S: Simd>(
+    s: S,
+    heads: (Heads, Heads, Heads),
+    prefix: Option<Prefix>,
+    starts: &[u32],
+    scale: f32,
+    shape: Shape,
+    (out, lse): (&mut [f32], &mut [f32]),
+) {
+    let Shape { batch, queries: t, heads: h, width, .. } = shape;
+    let c = h * width;
+    assert!(out.len() == batch * t * c && lse.len() == batch * h * t, "attention shapes");
+    let (out, lse) = (Shared::new(out), Shared::new(lse));
+    each(batch * h, |index| {
+        let (b, head) = (index / h, index % h);
+        let task = Task::new(heads, prefix, starts, (b, head), (shape, scale));
+        // SAFETY: this head of lse belongs to this task.
+        let lse = unsafe { lse.range(index * t, t) };
+        let to = |query: usize| (out.at((b * t + query) * c + head * width), c);
+        with_scratch(task.row() * (width + ROWS), |scratch| {
+            s.enter(
+                #[inline(always)]
+                // SAFETY: this head's columns of out belong to this task.
+                || unsafe { forward_head(s, &task, scratch, &to, lse) },
+            );
+        });
+    });
+}
+
+/// # Safety
+/// `to(query)` points at the task's output, rows that far apart.
+#[inline(always)]
+unsafe fn forward_head<S: Simd>(
+    s: S,
+    task: &Task,
+    scratch: &mut [f32],
+    to: &dyn Fn(usize) -> (*mut f32, usize),
+    lse: &mut [f32],
+) {
+    let (panel, scores) = scratch.split_at_mut(task.row() * task.shape.width);
+    let p = task.shape.prefix;
+    // SAFETY: the caller's promise.
+    unsafe {
+        task.turn(s, task.prefix.map(|p| p.0), task.k, panel);
+        for first in (0..task.shape.queries).step_by(ROWS) {
+            let group = task.group(first, ROWS.min(task.shape.queries - first));
+            let mut factors = [0.0; ROWS];
+            task.fetch(s, &group, &[task.q, task.v]);
+            task.products(s, &group, (task.q.from(first), task.q.row), panel, task.scale, scores);
+            for row in 0..group.rows {
+                let seen = task.seen(first + row);
+                let scores = &mut scores[row * task.row()..][..p + group.tokens.end];
+                hide(scores, (p + group.tokens.start, &seen));
+                (lse[first + row], factors[row]) = powers(s, scores, p, seen);
+            }
+            let target = to(first);
+            task.mix(s, &group, scores, (task.prefix.map(|p| p.1), task.v), target);
+            for (row, &factor) in factors.iter().enumerate().take(group.rows) {
+                // SAFETY: a row of the task's output, which nobody else uses.
+                let out = std::slice::from_raw_parts_mut(target.0.add(row * target.1), task.shape.width);
+                replace(
+                    s,
+                    out,
+                    #[inline(always)]
+                    |x| s.mul(x, s.splat(factor)),
+                );
+            }
+        }
+    }
+}
+
+/// Zeros where a row does not see, from column `from` on.
+fn hide(row: &mut [f32], (from, seen): (usize, &Range<usize>)) {
+    row[from..seen.start].fill(0.0);
+    row[seen.end..].fill(0.0);
+}
+
+/// Replaces scores of the first `prefix` elements and of `seen` by exp(score - max). Returns ln sum exp(score) and
+/// the factor that makes probabilities of them.
+#[inline(always)]
+fn powers<S: Simd>(s: S, row: &mut [f32], prefix: usize, seen: Range<usize>) -> (f32, f32) {
+    let ranges = [0..prefix, seen];
+    let mut most = s.splat(f32::NEG_INFINITY);
+    for range in &ranges {
+        most = fold(
+            s,
+            &row[range.clone()],
+            f32::NEG_INFINITY,
+            most,
+            #[inline(always)]
+            |most, x| s.max(x, most),
+        );
+    }
+    let max = s.largest(most);
+    for range in &ranges {
+        replace(
+            s,
+            &mut row[range.clone()],
+            #[inline(always)]
+            |x| exp(s, s.sub(x, s.splat(max))),
+        );
+    }
+    let mut sums = s.zero();
+    for range in ranges {
+        sums = fold(
+            s,
+            &row[range],
+            0.0,
+            sums,
+            #[inline(always)]
+            |sums, x| s.add(sums, x),
+        );
+    }
+    let sum = s.sum(sums);
+    (max + sum.ln(), 1.0 / sum)
+}

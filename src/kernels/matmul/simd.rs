@@ -1,0 +1,267 @@
+//! The frozen products in vectors: weights are widened into packed panels once, and a tile of the output stays in
+//! registers while it runs down a panel.
+//!
+//! Every element of the output is `start`, plus for each stretch of a panel's depth one chain of fused
+//! multiply-adds from the first weight to the last. Neither the number of rows, nor where a row or a column stands
+//! in a tile or a task, changes a bit. Products of few rows are made otherwise, see [`few`].
+
+use std::ops::Range;
+
+use half::f16;
+
+use self::weights::{Codes, Halves, Weights};
+use super::{Elements, Matrix, Start};
+use crate::kernels::{
+    cpu::{Shared, with_scratch},
+    q8::BLOCK,
+    simd::{
+        Simd,
+        tile::{Begin, ROWS, Tile, pack_turned},
+    },
+    tasks::{bands, each, parts},
+};
+
+mod few;
+#[cfg(target_arch = "x86_64")]
+mod pairs;
+mod strips;
+mod weights;
+
+/// Rows of weights that are fetched ahead of their widening: each begins in a page of its own, which the CPU does
+/// not foresee.
+const AHEAD: usize = 6;
+
+/// Floats of scratch a task uses.
+pub fn scratch<S: Simd>(_: S) -> usize {
+    #[cfg(target_arch = "x86_64")]
+    const {
+        assert!(S::LANES < 16 || pairs::SCRATCH <= S::PANEL.0 * S::PANEL.1)
+    };
+    S::PANEL.0 * S::PANEL.1
+}
+
+/// A panel's place in the weights: `outer` and `inner` as in `y (n, outer) = x (n, inner) V`.
+#[derive(Clone, Copy)]
+struct Place {
+    inner: usize,
+    depth: usize,
+    outer: usize,
+    width: usize,
+}
+
+/// `y (n, cols) = start + x (n, rows) W`, or turned `y (n, rows) = start + x (n, cols) W^T`; with `pairs` both factors are
+/// rounded to BF16 where there are rows enough, which the CPU must then have instructions for.
+pub fn frozen<S: Simd>(
+    s: S,
+    x: &[f32],
+    (w, turned): (Matrix, bool),
+    pairs: bool,
+    start: Start,
+    y: &mut [f32],
+    n: usize,
+) {
+    let shape = (n, w.rows, w.cols);
+    match w.host() {
+        Elements::Halves(halves) => {
+            form(s, x, (Halves::<false>(halves, w.cols), turned), shape, pairs, start, y);
+        }
+        // Where rows would be rounded to BF16, those in strips are too.
+        Elements::Strips(halves, rows) if !turned && n <= if pairs { few::ROWS } else { strips::ROWS } => {
+            strips::nn(s, x, (halves, rows), (n, w.cols), start, y);
+        }
+        Elements::Strips(halves, rows) => {
+            form(s, x, (Halves::<true>(halves, rows), turned), shape, pairs, start, y);
+        }
+        Elements::Codes(codes, scales) => {
+            form(s, x, (Codes(codes, scales, w.cols), turned), shape, pairs, start, y);
+        }
+    }
+}
+
+/// The same of `w (rows, cols)`.
+fn form<S: Simd, W: Weights>(
+    s: S,
+    x: &[f32],
+    (w, turned): (W, bool),
+    (n, rows, cols): (usize, usize, usize),
+    pairs: bool,
+    start: Start,
+    y: &mut [f32],
+) {
+    let (inner, outer) = if turned { (cols, rows) } else { (rows, cols) };
+    if turned && n <= few::ROWS_TURNED {
+        return few::nt(s, x, w, (n, rows, cols), start, y);
+    }
+    if !turned && n <= few::ROWS {
+        return few::nn(s, x, w, (n, rows, cols), start, y);
+    }
+    #[cfg(target_arch = "x86_64")]
+    if pairs {
+        // SAFETY: the CPU has the instructions, or pairs were not asked for.
+        return unsafe { pairs::product(x, (n, inner, outer), start, y, (w, turned)) };
+    }
+    let _ = pairs;
+    // SAFETY: panels are cut from a matrix of this shape.
+    product(s, x, (n, inner, outer), start, y, |place, panel| unsafe {
+        if turned { pack_columns(s, w, place, panel) } else { pack_rows(s, w, place, panel) }
+    });
+}
+
+/// `y (n, outer) = start + x (n, inner) V`, a task for each stretch of columns of V, and where these are fewer than
+/// threads, for each band of rows in it.
+fn product<S: Simd>(
+    s: S,
+    x: &[f32],
+    (n, inner, outer): (usize, usize, usize),
+    start: Start,
+    y: &mut [f32],
+    pack: impl Fn(Place, &mut [f32]) + Sync,
+) {
+    assert!(x.len() >= n * inner && y.len() >= n * outer, "shapes of a frozen product");
+    check(start, n, outer);
+    let out = Shared::new(y);
+    let (deep, wide) = S::PANEL;
+    let (tasks, width) = parts(outer, wide);
+    let (bands, height) = bands(tasks, n, ROWS);
+    each(tasks * bands, |task| {
+        let (first, row) = (task / bands * width, task % bands * height);
+        let (width, rows) = (width.min(outer - first), row..n.min(row + height));
+        with_scratch(deep * width.next_multiple_of(S::LANES), |panel| {
+            for k in (0..inner.max(1)).step_by(deep) {
+                let place = Place { inner: k, depth: deep.min(inner - k), outer: first, width };
+                pack(place, panel);
+                let start = if k == 0 { start } else { Start::Keep };
+                // SAFETY: these rows of columns first .. first + width of y belong to this task, and the lengths of x, y
+                // and start were checked.
+                unsafe { tiles(s, x, (rows.clone(), inner, outer), place, panel, start, out) }
+            }
+        });
+    });
+}
+
+/// What the tiles read without looking.
+fn check(start: Start, n: usize, outer: usize) {
+    let (residual, bias) = match start {
+        Start::Zero | Start::Keep => return,
+        Start::Bias(bias) => (None, bias),
+        Start::Residual(residual, bias) => (Some(residual), bias),
+    };
+    assert!(bias.host::<f16>().len() >= outer, "a bias for every column");
+    assert!(residual.is_none_or(|residual| residual.host::<f32>().len() >= n * outer), "a residual");
+}
+
+/// Widens `W[inner .., outer ..]` into groups of COLUMNS columns, `(depth, columns)` each; the last group
+/// is as wide as its vectors, zeros behind its last column.
+///
+/// # Safety
+/// The place lies inside the weights.
+unsafe fn pack_rows<S: Simd, W: Weights>(s: S, weights: W, place: Place, panel: &mut [f32]) {
+    const { assert!(S::PANEL.1 + BLOCK <= W::STRIP, "one set of factors for a row of a panel") };
+    let Place { inner, depth, outer, width } = place;
+    assert!(panel.len() >= depth * width.next_multiple_of(S::LANES), "room for a panel");
+    s.enter(
+        #[inline(always)]
+        || {
+            for k in 0..depth {
+                for column in (outer..outer + width).step_by(W::LINE) {
+                    s.fetch(weights.address(inner + k + AHEAD, column));
+                }
+                // SAFETY: the caller's promise.
+                let factors = unsafe { weights.factors(s, 1.0, inner + k, outer) };
+                for group in (0..width).step_by(S::COLUMNS) {
+                    let real = S::COLUMNS.min(width - group);
+                    let columns = real.next_multiple_of(S::LANES);
+                    let to = &mut panel[group * depth + k * columns..][..columns];
+                    for (v, to) in to.chunks_exact_mut(S::LANES).enumerate() {
+                        let (column, left) = (outer + group + v * S::LANES, real - v * S::LANES);
+                        // SAFETY: as above, and as many floats as a vector has.
+                        unsafe {
+                            let vector = if left >= S::LANES {
+                                let raw = weights.raw(s, inner + k, column);
+                                W::times(s, raw, &factors, column / BLOCK - outer / BLOCK)
+                            } else {
+                                weights.part(s, inner + k, column, left)
+                            };
+                            s.store(to.as_mut_ptr(), vector);
+                        }
+                    }
+                }
+            }
+        },
+    );
+}
+
+/// The same of the transpose: column `outer + j` of the panel is row `outer + j` of W.
+///
+/// # Safety
+/// As [`pack_rows`].
+unsafe fn pack_columns<S: Simd, W: Weights>(s: S, weights: W, place: Place, panel: &mut [f32]) {
+    let Place { inner, depth, outer, width } = place;
+    s.enter(
+        #[inline(always)]
+        || {
+            pack_turned(
+                s,
+                panel,
+                (depth, width),
+                #[inline(always)]
+                |row, step, steps| {
+                    if step.is_multiple_of(W::LINE) {
+                        // The same place in the next LANES rows.
+                        s.fetch(weights.address(outer + row + S::LANES, inner + step));
+                    }
+                    // SAFETY: the caller's promise.
+                    unsafe { weights.part(s, outer + row, inner + step, steps) }
+                },
+            );
+        },
+    );
+}
+
+/// Some rows of y in the columns of a panel.
+///
+/// # Safety
+/// x is `(n, inner)`, y `(n, outer)`, `start` fits it, and the rows of these columns belong to the
+/// caller.
+unsafe fn tiles<S: Simd>(
+    s: S,
+    x: &[f32],
+    (rows, inner, outer): (Range<usize>, usize, usize),
+    place: Place,
+    panel: &[f32],
+    start: Start,
+    y: Shared,
+) {
+    for row in rows.clone().step_by(ROWS) {
+        for group in (0..place.width).step_by(S::COLUMNS) {
+            let columns = (place.width - group).min(S::COLUMNS);
+            let tile = Tile {
+                x: x[row * inner + place.inner..].as_ptr(),
+                x_row: inner,
+                x_step: 1,
+                panel: panel[group * place.depth..].as_ptr(),
+                panel_row: columns.next_multiple_of(S::LANES),
+                depth: place.depth,
+                y: y.at(row * outer + place.outer + group),
+                y_row: outer,
+                columns,
+                begin: begin(start, row * outer + place.outer + group, place.outer + group),
+                scale: 1.0,
+            };
+            // SAFETY: the tile lies inside what the caller promised.
+            unsafe { tile.rows(s, ROWS.min(rows.end - row)) }
+        }
+    }
+}
+
+/// `start` as a tile reads it that begins at `cell` of the output, in column `column`.
+fn begin(start: Start, cell: usize, column: usize) -> Begin {
+    match start {
+        Start::Zero => Begin::Zero,
+        Start::Keep => Begin::Keep,
+        Start::Bias(bias) => Begin::Bias(bias.host::<f16>()[column..].as_ptr()),
+        Start::Residual(residual, bias) => {
+            Begin::Residual(residual.host::<f32>()[cell..].as_ptr(), bias.host::<f16>()[column..].as_ptr())
+        }
+    }
+}

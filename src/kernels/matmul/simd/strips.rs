@@ -1,0 +1,63 @@
+//! Products of some rows with a matrix in strips: tiles widen the weights themselves, and the matrix is read once, from
+//! its first byte to its last.
+
+use half::f16;
+
+use super::{Start, begin, check};
+use crate::kernels::{
+    cpu::Shared,
+    matmul::matrix::STRIP,
+    simd::{Simd, tile::Tile},
+    tasks::{cut, each},
+};
+
+/// Rows up to which this is faster than panels.
+pub const ROWS: usize = 72;
+
+/// `y (n, cols) = start + x (n, rows) W (rows, cols)` with W in strips, a task for each stretch of strips.
+pub fn nn<S: Simd>(
+    s: S,
+    x: &[f32],
+    (halves, rows): (&[f16], usize),
+    (n, cols): (usize, usize),
+    start: Start,
+    y: &mut [f32],
+) {
+    assert!(x.len() >= n * rows && y.len() >= n * cols, "shapes of a product with strips");
+    assert!(halves.len() >= rows * cols.next_multiple_of(STRIP), "strips of a matrix");
+    check(start, n, cols);
+    let out = Shared::new(y);
+    let (deep, (tall, vectors)) = (S::PANEL.0, S::TALL);
+    // Tiles of like heights: 25 rows are 9, 8 and 8, not 12, 12 and 1.
+    let tall = n.div_ceil(n.div_ceil(tall).max(1)).max(1);
+    // A strip is a whole number of tiles wide.
+    let columns = vectors * S::LANES;
+    let (tasks, width) = cut(cols, STRIP);
+    each(tasks, |task| {
+        for first in (task * width..cols.min((task + 1) * width)).step_by(STRIP) {
+            for k in (0..rows.max(1)).step_by(deep) {
+                let start = if k == 0 { start } else { Start::Keep };
+                for row in (0..n).step_by(tall) {
+                    for column in (first..cols.min(first + STRIP)).step_by(columns) {
+                        let cell = row * cols + column;
+                        let tile = Tile {
+                            x: x[row * rows + k..].as_ptr(),
+                            x_row: rows,
+                            x_step: 1,
+                            panel: halves[first * rows + k * STRIP + column - first..].as_ptr().cast(),
+                            panel_row: STRIP,
+                            depth: deep.min(rows - k),
+                            y: out.at(cell),
+                            y_row: cols,
+                            columns: columns.min(cols - column),
+                            begin: begin(start, cell, column),
+                            scale: 1.0,
+                        };
+                        // SAFETY: the tile lies inside what was checked; these columns are this task's.
+                        unsafe { tile.rows_of_halves(s, tall.min(n - row)) }
+                    }
+                }
+            }
+        }
+    });
+}

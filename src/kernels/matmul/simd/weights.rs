@@ -1,0 +1,181 @@
+//! How weights come into a register: widened from FP16, or codes times their scale.
+
+use half::f16;
+
+use crate::kernels::{
+    matmul::matrix::{STRIP, strip_start},
+    q8::{self, BLOCK},
+    simd::{MOST, Simd, widened},
+};
+
+/// A frozen matrix, row-major, whose sizes its user knows. A value is a raw one times the factor of its block.
+pub trait Weights: Copy + Send + Sync {
+    /// Weights in a cache line.
+    const LINE: usize;
+    /// Columns that one [`Weights::Factors`] serves.
+    const STRIP: usize;
+    /// What belongs to a stretch of a row besides its elements, times a number.
+    type Factors: Copy;
+
+    /// `x` times the scales of columns of `row` from `column` on.
+    ///
+    /// # Safety
+    /// The matrix has this element.
+    unsafe fn factors<S: Simd>(self, s: S, x: f32, row: usize, column: usize) -> Self::Factors;
+
+    /// The one of the block that is `block` blocks behind the first.
+    fn factor(factors: &Self::Factors, block: usize) -> f32;
+
+    /// Raw values times their factor, which is [`Weights::factors`] of 1.
+    fn times<S: Simd>(s: S, raw: S::Floats, factors: &Self::Factors, block: usize) -> S::Floats;
+
+    /// LANES raw values of `row` from `column` on, a multiple of LANES.
+    ///
+    /// # Safety
+    /// The row has these values.
+    unsafe fn raw<S: Simd>(self, s: S, row: usize, column: usize) -> S::Floats;
+
+    /// `count` values of one block, scaled, and zeros behind them; LANES at most.
+    ///
+    /// # Safety
+    /// The row has these values.
+    unsafe fn part<S: Simd>(self, s: S, row: usize, column: usize, count: usize) -> S::Floats;
+
+    /// One value.
+    fn value(self, row: usize, column: usize) -> f32;
+
+    /// Where an element would lie; perhaps outside.
+    fn address(self, row: usize, column: usize) -> *const i8;
+}
+
+/// FP16: in rows of as many, or with IN_STRIPS in strips of so many rows, see [`Layout`](crate::kernels::matmul::Layout);
+/// LANES columns from a multiple of LANES on lie in one strip.
+#[derive(Clone, Copy)]
+pub struct Halves<'a, const IN_STRIPS: bool>(pub &'a [f16], pub usize);
+
+impl<const IN_STRIPS: bool> Halves<'_, IN_STRIPS> {
+    /// Place of an element.
+    #[inline(always)]
+    fn at(self, row: usize, column: usize) -> usize {
+        if IN_STRIPS { strip_start(self.1, row, column) } else { row * self.1 + column }
+    }
+}
+
+impl<const IN_STRIPS: bool> Weights for Halves<'_, IN_STRIPS> {
+    const LINE: usize = STRIP;
+    const STRIP: usize = usize::MAX;
+    type Factors = f32;
+
+    #[inline(always)]
+    unsafe fn factors<S: Simd>(self, _: S, x: f32, _: usize, _: usize) -> f32 {
+        x
+    }
+
+    #[inline(always)]
+    fn factor(factor: &f32, _: usize) -> f32 {
+        *factor
+    }
+
+    #[inline(always)]
+    fn times<S: Simd>(_: S, raw: S::Floats, _: &f32, _: usize) -> S::Floats {
+        raw
+    }
+
+    #[inline(always)]
+    unsafe fn raw<S: Simd>(self, s: S, row: usize, column: usize) -> S::Floats {
+        // SAFETY: the caller's promise.
+        unsafe { s.widen(self.0.as_ptr().add(self.at(row, column))) }
+    }
+
+    #[inline(always)]
+    unsafe fn part<S: Simd>(self, s: S, row: usize, column: usize, count: usize) -> S::Floats {
+        widened(s, &self.0[self.at(row, column)..][..count])
+    }
+
+    #[inline(always)]
+    fn value(self, row: usize, column: usize) -> f32 {
+        self.0[self.at(row, column)].to_f32()
+    }
+
+    #[inline(always)]
+    fn address(self, row: usize, column: usize) -> *const i8 {
+        self.0.as_ptr().wrapping_add(self.at(row, column)).cast()
+    }
+}
+
+/// Codes and their scales, in rows of as many codes.
+#[derive(Clone, Copy)]
+pub struct Codes<'a>(pub &'a [i8], pub &'a [f16], pub usize);
+
+/// Scales that are widened at a time.
+const SCALES: usize = 16;
+
+impl Weights for Codes<'_> {
+    const LINE: usize = 64;
+    const STRIP: usize = SCALES * BLOCK;
+    type Factors = [f32; SCALES];
+
+    #[inline(always)]
+    unsafe fn factors<S: Simd>(self, s: S, x: f32, row: usize, column: usize) -> [f32; SCALES] {
+        let Self(_, scales, cols) = self;
+        let mut scales = &scales[row * q8::blocks(cols) + column / BLOCK..];
+        let mut padded = [f16::ZERO; SCALES];
+        if scales.len() < SCALES {
+            padded[..scales.len()].copy_from_slice(scales);
+            scales = &padded;
+        }
+        let (mut factors, x) = ([0f32; SCALES], s.splat(x));
+        for at in (0..SCALES).step_by(S::LANES) {
+            // SAFETY: as many as a vector has. Scales of the next row may stand among them, and are used by nobody.
+            unsafe { s.store(factors[at..].as_mut_ptr(), s.mul(x, s.widen(scales[at..].as_ptr()))) };
+        }
+        factors
+    }
+
+    #[inline(always)]
+    fn factor(factors: &[f32; SCALES], block: usize) -> f32 {
+        // No check: a strip has so many blocks.
+        factors[block % SCALES]
+    }
+
+    #[inline(always)]
+    fn times<S: Simd>(s: S, raw: S::Floats, factors: &[f32; SCALES], block: usize) -> S::Floats {
+        s.mul(raw, s.splat(Self::factor(factors, block)))
+    }
+
+    #[inline(always)]
+    unsafe fn raw<S: Simd>(self, s: S, row: usize, column: usize) -> S::Floats {
+        let Self(codes, _, cols) = self;
+        // SAFETY: the caller's promise.
+        unsafe { s.whole(codes.as_ptr().add(row * cols + column)) }
+    }
+
+    #[inline(always)]
+    unsafe fn part<S: Simd>(self, s: S, row: usize, column: usize, count: usize) -> S::Floats {
+        let Self(codes, scales, cols) = self;
+        let scale = scales[row * q8::blocks(cols) + column / BLOCK];
+        let mut codes = &codes[row * cols + column..][..count];
+        let mut padded = [0; MOST];
+        if count < S::LANES {
+            padded[..count].copy_from_slice(codes);
+            codes = &padded;
+        }
+        // SAFETY: a vector of scales, and one of codes.
+        unsafe {
+            let scale = s.widen([scale; MOST].as_ptr());
+            s.mul(s.whole(codes.as_ptr()), scale)
+        }
+    }
+
+    #[inline(always)]
+    fn value(self, row: usize, column: usize) -> f32 {
+        let Self(codes, scales, cols) = self;
+        f32::from(codes[row * cols + column]) * scales[row * q8::blocks(cols) + column / BLOCK].to_f32()
+    }
+
+    #[inline(always)]
+    fn address(self, row: usize, column: usize) -> *const i8 {
+        let Self(codes, _, cols) = self;
+        codes.as_ptr().wrapping_add(row * cols + column)
+    }
+}
