@@ -14,8 +14,14 @@ inline float float_of(uint32_t bits) {
 #define __float_as_uint bits_of
 #define __uint_as_float float_of
 
+#if defined(__aarch64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 13
+// g++ 12 knows _Float16 on x86-64 alone.
+using half_bits = __fp16;
+#else
+using half_bits = _Float16;
+#endif
 struct half_t {
-  _Float16 value;
+  half_bits value;
 };
 struct bf16_t {
   uint16_t bits;
@@ -26,7 +32,7 @@ inline float widen(half_t x) { return float(x.value); }
 inline float widen(bf16_t x) { return float_of(uint32_t(x.bits) << 16); }
 template <class T> T narrow(float x);
 template <> inline float narrow(float x) { return x; }
-template <> inline half_t narrow(float x) { return {_Float16(x)}; }
+template <> inline half_t narrow(float x) { return {half_bits(x)}; }
 template <> inline bf16_t narrow(float x) {
   uint32_t bits = bits_of(x);
   if (x != x) return {uint16_t(bits >> 16 | 0x40)};

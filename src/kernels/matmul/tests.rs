@@ -188,7 +188,6 @@ fn strips_give_the_same_bits_as_rows() {
 }
 
 /// Of more rows than are read as they lie, both ways to make logits are the same chains.
-#[cfg(target_arch = "x86_64")]
 #[test]
 fn a_turned_matrix_gives_the_same_bits() {
     for (rows, cols) in [(1, 5), (50, 17), (321, 800), (64, 33)] {
@@ -239,7 +238,6 @@ fn strips_are_read_below_avx512_too() {
 }
 
 /// A sequence says the same alone and among others.
-#[cfg(target_arch = "x86_64")]
 #[test]
 fn the_number_of_rows_changes_no_bit() {
     if !crate::kernels::cpu::vectors() {
