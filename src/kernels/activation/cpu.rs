@@ -2,7 +2,7 @@
 
 use super::{Activation, reference, simd};
 use crate::kernels::{
-    cpu::{Shared, exp, vectorised, vectors},
+    cpu::{Shared, exp, vectorised},
     simd::at_level,
     tasks::each,
 };
@@ -13,10 +13,11 @@ const K: f32 = reference::SQRT_2_OVER_PI as f32;
 const CUBE: f32 = reference::CUBE as f32;
 
 pub fn forward(kind: Activation, x: &[f32], y: &mut [f32]) {
+    let tanh = kind == Activation::GeluTanh;
+    if tanh && at_level!(s => pieces(x, y, |x, y| simd::gelu(s, x, y))).is_some() {
+        return;
+    }
     match kind {
-        Activation::GeluTanh if vectors() => pieces(x, y, |x, y| {
-            at_level!(s => simd::gelu(s, x, y));
-        }),
         Activation::GeluTanh => map(x, y, |x, _| x * gate(x)),
         Activation::Relu => map(x, y, |x, _| x.max(0.0)),
         other => map(x, y, move |x, _| reference::forward(other, x)),
@@ -24,10 +25,11 @@ pub fn forward(kind: Activation, x: &[f32], y: &mut [f32]) {
 }
 
 pub fn backward(kind: Activation, x: &[f32], d: &mut [f32]) {
+    let tanh = kind == Activation::GeluTanh;
+    if tanh && at_level!(s => pieces(x, d, |x, d| simd::gelu_backward(s, x, d))).is_some() {
+        return;
+    }
     match kind {
-        Activation::GeluTanh if vectors() => pieces(x, d, |x, d| {
-            at_level!(s => simd::gelu_backward(s, x, d));
-        }),
         Activation::GeluTanh => map(x, d, |x, d| {
             // In the forward pass y = x s with s = sigmoid(2u), so dy/dx = s + x s (1 - s) 2 du/dx.
             let s = gate(x);

@@ -10,7 +10,7 @@ const CUBE: f32 = reference::CUBE as f32;
 pub fn gelu<S: Simd>(s: S, x: &[f32], y: &mut [f32]) {
     s.enter(
         #[inline(always)]
-        || {
+        move || {
             for (x, y) in x.chunks(S::LANES).zip(y.chunks_mut(S::LANES)) {
                 let x = load_or(s, x, 0.0);
                 store(s, y, s.mul(x, gate(s, x, s.mul(x, x))));
@@ -23,7 +23,7 @@ pub fn gelu<S: Simd>(s: S, x: &[f32], y: &mut [f32]) {
 pub fn gelu_backward<S: Simd>(s: S, x: &[f32], d: &mut [f32]) {
     s.enter(
         #[inline(always)]
-        || {
+        move || {
             let one = s.splat(1.0);
             for (x, d) in x.chunks(S::LANES).zip(d.chunks_mut(S::LANES)) {
                 let x = load_or(s, x, 0.0);

@@ -134,8 +134,14 @@ pub fn forward(
     let Shape { batch, queries: t, heads, width, .. } = shape;
     let c = heads * width;
     assert!(out.len() == batch * t * c && lse.len() == batch * heads * t, "attention shapes");
-    if at_level!(s => simd::fits(s, width, t)) == Some(true) {
-        at_level!(s => simd::forward(s, (q, k, v), prefix, starts, scale, shape, (out, lse)));
+    let vectors = at_level!(s => {
+        let fits = simd::fits(s, width, t);
+        if fits {
+            simd::forward(s, (q, k, v), prefix, starts, scale, shape, (&mut *out, &mut *lse));
+        }
+        fits
+    });
+    if vectors == Some(true) {
         return;
     }
     let (out, lse) = (Shared::new(out), Shared::new(lse));
@@ -255,8 +261,14 @@ pub fn backward(dout: &[f32], seen: Seen, scale: f32, shape: Shape, d_qkv: &mut 
             d_at: &d_at,
             prefix_at: &|part, row| d_prefix.at(((b * 2 + part) * p + row) * c + column),
         };
-        if at_level!(s => simd::fits(s, width, t)) == Some(true) {
-            at_level!(s => simd::backward_head(s, dout, seen, scale, &shape, &targets));
+        let vectors = at_level!(s => {
+            let fits = simd::fits(s, width, t);
+            if fits {
+                simd::backward_head(s, dout, seen, scale, &shape, &targets);
+            }
+            fits
+        });
+        if vectors == Some(true) {
             return;
         }
         backward_head(dout, seen, scale, &shape, &targets);

@@ -156,7 +156,8 @@ impl<'a> Task<'a> {
             if hidden.start <= at && at + S::COLUMNS <= hidden.end {
                 continue;
             }
-            let count = S::COLUMNS.min(p + group.tokens.end - at);
+            // Whole vectors, as rows of scores and of the panel are; nobody reads what is behind the last token.
+            let count = S::COLUMNS.min((p + group.tokens.end - at).next_multiple_of(S::LANES));
             let tile = Tile {
                 x: left,
                 x_row: left_row,

@@ -7,7 +7,7 @@ use crate::kernels::simd::{Simd, exp, fold, replace};
 pub fn cross_entropy<S: Simd>(s: S, z: &mut [f32], row: Row) -> f32 {
     s.enter(
         #[inline(always)]
-        || inside(s, z, row),
+        move || inside(s, z, row),
     )
 }
 

@@ -5,9 +5,9 @@ use std::ops::Range;
 
 use half::f16;
 
-use super::{Arithmetic, Elements, Matrix, Start, matrix::STRIP, simd};
+use super::{Elements, Matrix, Start, matrix::STRIP, simd};
 use crate::kernels::{
-    cpu::{Shared, Strides, bf16, gemm, wide, widen, with_scratch},
+    cpu::{Shared, Strides, gemm, wide, widen, with_scratch},
     device::View,
     simd::at_level,
     tasks::{bands, cut, each, parts},
@@ -29,13 +29,8 @@ pub fn scratch(n: usize) -> (usize, usize) {
     (INNER * OUTER, crate::kernels::cpu::packing(n, OUTER, INNER))
 }
 
-/// Whether a product with `w` is one of pairs of BF16 values.
-fn pairs(w: Matrix) -> bool {
-    w.arithmetic == Arithmetic::Bf16 && bf16()
-}
-
 pub fn frozen_nn(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
-    if at_level!(s => simd::frozen(s, x, (w, false), pairs(w), start, y, n)).is_some() {
+    if at_level!(s => simd::frozen(s, x, (w, false), start, y, n)).is_some() {
         return;
     }
     let (rows, cols) = (w.rows, w.cols);
@@ -52,7 +47,7 @@ pub fn frozen_nn(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
 }
 
 pub fn frozen_nt(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
-    if at_level!(s => simd::frozen(s, x, (w, true), pairs(w), start, y, n)).is_some() {
+    if at_level!(s => simd::frozen(s, x, (w, true), start, y, n)).is_some() {
         return;
     }
     let (rows, cols) = (w.rows, w.cols);

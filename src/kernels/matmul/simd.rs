@@ -10,9 +10,9 @@ use std::ops::Range;
 use half::f16;
 
 use self::weights::{Codes, Halves, Weights};
-use super::{Elements, Matrix, Start};
+use super::{Arithmetic, Elements, Matrix, Start};
 use crate::kernels::{
-    cpu::{Shared, with_scratch},
+    cpu::{Shared, bf16, with_scratch},
     q8::BLOCK,
     simd::{
         Simd,
@@ -49,24 +49,18 @@ struct Place {
     width: usize,
 }
 
-/// `y (n, cols) = start + x (n, rows) W`, or turned `y (n, rows) = start + x (n, cols) W^T`; with `pairs` both factors are
-/// rounded to BF16 where there are rows enough, which the CPU must then have instructions for.
-pub fn frozen<S: Simd>(
-    s: S,
-    x: &[f32],
-    (w, turned): (Matrix, bool),
-    pairs: bool,
-    start: Start,
-    y: &mut [f32],
-    n: usize,
-) {
+/// `y (n, cols) = start + x (n, rows) W`, or turned `y (n, rows) = start + x (n, cols) W^T`.
+pub fn frozen<S: Simd>(s: S, x: &[f32], (w, turned): (Matrix, bool), start: Start, y: &mut [f32], n: usize) {
     let shape = (n, w.rows, w.cols);
+    let pairs = w.arithmetic == Arithmetic::Bf16;
     match w.host() {
         Elements::Halves(halves) => {
             form(s, x, (Halves::<false>(halves, w.cols), turned), shape, pairs, start, y);
         }
         // Where rows would be rounded to BF16, those in strips are too.
-        Elements::Strips(halves, rows) if !turned && n <= if pairs { few::ROWS } else { strips::ROWS } => {
+        Elements::Strips(halves, rows)
+            if !turned && n <= if pairs && bf16() { few::ROWS } else { strips::ROWS } =>
+        {
             strips::nn(s, x, (halves, rows), (n, w.cols), start, y);
         }
         Elements::Strips(halves, rows) => {
@@ -96,8 +90,8 @@ fn form<S: Simd, W: Weights>(
         return few::nn(s, x, w, (n, rows, cols), start, y);
     }
     #[cfg(target_arch = "x86_64")]
-    if pairs {
-        // SAFETY: the CPU has the instructions, or pairs were not asked for.
+    if pairs && bf16() {
+        // SAFETY: the CPU has the instructions.
         return unsafe { pairs::product(x, (n, inner, outer), start, y, (w, turned)) };
     }
     let _ = pairs;
@@ -161,7 +155,7 @@ unsafe fn pack_rows<S: Simd, W: Weights>(s: S, weights: W, place: Place, panel: 
     assert!(panel.len() >= depth * width.next_multiple_of(S::LANES), "room for a panel");
     s.enter(
         #[inline(always)]
-        || {
+        move || {
             for k in 0..depth {
                 for column in (outer..outer + width).step_by(W::LINE) {
                     s.fetch(weights.address(inner + k + AHEAD, column));
@@ -199,7 +193,7 @@ unsafe fn pack_columns<S: Simd, W: Weights>(s: S, weights: W, place: Place, pane
     let Place { inner, depth, outer, width } = place;
     s.enter(
         #[inline(always)]
-        || {
+        move || {
             pack_turned(
                 s,
                 panel,

@@ -215,7 +215,7 @@ fn a_turned_matrix_gives_the_same_bits() {
 }
 
 #[test]
-fn strips_are_read_below_avx512_too() {
+fn strips_are_read_from_any_column() {
     let (n, rows, cols) = (5, 70, 96);
     let (weights, x) = (halves(35, rows * cols), numbers(36, n * rows));
     let stripped = strips(&weights, rows, cols);

@@ -20,7 +20,7 @@ impl Avx2 {
 
 // SAFETY of all that follows: a value of the type is the proof that the CPU has the instructions; memory is the caller's.
 #[allow(clippy::undocumented_unsafe_blocks, reason = "one reason for all")]
-impl Simd for Avx2 {
+unsafe impl Simd for Avx2 {
     type Floats = __m256;
     const LANES: usize = 8;
     const MANY_REGISTERS: bool = false;

@@ -26,7 +26,7 @@ fn first(count: usize) -> __mmask16 {
 
 // SAFETY of all that follows: a value of the type is the proof that the CPU has the instructions; memory is the caller's.
 #[allow(clippy::undocumented_unsafe_blocks, reason = "one reason for all")]
-impl Simd for Avx512 {
+unsafe impl Simd for Avx512 {
     type Floats = __m512;
     const LANES: usize = 16;
     const MANY_REGISTERS: bool = true;

@@ -23,7 +23,11 @@ pub mod tile;
 pub const MOST: usize = 16;
 
 /// An instruction set: a value of such a type is the proof that the CPU has it.
-pub trait Simd: Copy + Send + Sync {
+///
+/// # Safety
+/// Kernels go by the numbers without looking: LANES is at most MOST, VECTORS at most 4, TALL at most (12, 2) or (6, 4), a
+/// strip of FP16 (32 columns) holds whole tiles of TALL, and the columns of a panel are whole vectors.
+pub unsafe trait Simd: Copy + Send + Sync {
     /// A vector.
     type Floats: Copy;
     /// Floats of a vector.
@@ -265,7 +269,7 @@ pub fn widened<S: Simd>(s: S, halves: &[f16]) -> S::Floats {
 pub fn widen_all<S: Simd>(s: S, from: &[f16], to: &mut [f32]) {
     s.enter(
         #[inline(always)]
-        || {
+        move || {
             for (from, to) in from.chunks(S::LANES).zip(to.chunks_mut(S::LANES)) {
                 store(s, to, widened(s, from));
             }

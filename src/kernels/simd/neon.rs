@@ -12,7 +12,7 @@ pub struct Neon;
 
 // SAFETY of all that follows: NEON belongs to the architecture; memory is the caller's.
 #[allow(clippy::undocumented_unsafe_blocks, reason = "one reason for all")]
-impl Simd for Neon {
+unsafe impl Simd for Neon {
     type Floats = float32x4_t;
     const LANES: usize = 4;
     const MANY_REGISTERS: bool = true;

@@ -7,9 +7,10 @@ use super::{
 };
 use crate::kernels::cpu::{Strides, with_scratch};
 
-/// Steps and columns of the right matrix that are packed at a time: 768 KiB.
+/// Steps and columns of the right matrix that are packed at a time: 384 KiB, no more than a panel of frozen weights takes,
+/// which a memory plan counts anyway.
 const DEPTH: usize = 512;
-const WIDTH: usize = 384;
+const WIDTH: usize = 192;
 
 /// Rows of the left matrix up to which columns of the right one are not worth turning into a panel.
 const FEW: usize = 4;
@@ -53,7 +54,7 @@ pub unsafe fn product<S: Simd>(
         // SAFETY: the caller's promise.
         return s.enter(
             #[inline(always)]
-            || unsafe {
+            move || unsafe {
                 if k >= LONG {
                     dots(s, (m, n, k), (dst, dst_row), keep, lhs, rhs, scale)
                 } else {
@@ -213,23 +214,26 @@ unsafe fn pack<S: Simd>(
     (j, width): (usize, usize),
     panel: &mut [f32],
 ) {
-    // SAFETY: the caller's promise: `count` elements stand in a row from there.
-    let run = |row: usize, column: usize, count: usize| unsafe {
-        std::slice::from_raw_parts(rhs.at(row, column), count)
-    };
     if rhs.strides.column != 1 {
         assert_eq!(rhs.strides.row, 1, "a matrix with neither rows nor columns in one piece");
-        let load =
-            |column: usize, at: usize, steps: usize| load_or(s, run(step + at, j + column, steps), 0.0);
-        // SAFETY: the caller's promise.
-        return pack_turned(s, panel, (depth, width), load);
+        return pack_turned(
+            s,
+            panel,
+            (depth, width),
+            #[inline(always)]
+            |column, at, steps| {
+                // SAFETY: the caller's promise: so many elements of the column stand there.
+                load_or(s, unsafe { std::slice::from_raw_parts(rhs.at(step + at, j + column), steps) }, 0.0)
+            },
+        );
     }
     for group in (0..width).step_by(S::COLUMNS) {
         let count = S::COLUMNS.min(width - group);
         let columns = count.next_multiple_of(S::LANES);
         let to = &mut panel[group * depth..][..columns * depth];
         for (at, to) in to.chunks_exact_mut(columns).enumerate() {
-            let from = run(step + at, j + group, count);
+            // SAFETY: the same of a row.
+            let from = unsafe { std::slice::from_raw_parts(rhs.at(step + at, j + group), count) };
             for (from, to) in from.chunks(S::LANES).zip(to.chunks_exact_mut(S::LANES)) {
                 store(s, to, load_or(s, from, 0.0));
             }
@@ -253,7 +257,7 @@ mod tests {
         let mut y = before.clone();
         let operand = |data: &[f32], strides| Operand { data: data.as_ptr(), strides };
         let (left, right) = (operand(&lhs, Strides::rows(k)), operand(&rhs, strides));
-        // SAFETY: the CPU has the instructions; the matrices are as large as they say.
+        // SAFETY: the matrices are as large as they say.
         let made = at_level!(s => unsafe { product(s, (m, n, k), (y.as_mut_ptr(), n + 3), keep, (left, right), 1.5) });
         assert!(made.is_some());
         for (at, (&y, &before)) in y.iter().zip(&before).enumerate() {

@@ -325,7 +325,8 @@ impl Tile {
                 let value = s.fma(scale, sums[m][v], begin(m, v));
                 // SAFETY: the tile's elements alone are written.
                 unsafe {
-                    let to = self.y.add(m * self.y_row + v * S::LANES);
+                    // Of no columns it may lie outside.
+                    let to = self.y.wrapping_add(m * self.y_row + v * S::LANES);
                     if S::MASKS { s.store_first(to, self.left::<S>(v), value) } else { s.store(to, value) }
                 }
             }
@@ -378,7 +379,7 @@ impl Tile {
     unsafe fn part<S: Simd>(&self, s: S, matrix: *const f32, m: usize, v: usize) -> S::Floats {
         // SAFETY: the caller's promise.
         unsafe {
-            let from = matrix.add(m * self.y_row + v * S::LANES);
+            let from = matrix.wrapping_add(m * self.y_row + v * S::LANES);
             if S::MASKS { s.load_first(from, self.left::<S>(v), 0.0) } else { s.load(from) }
         }
     }

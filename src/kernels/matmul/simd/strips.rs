@@ -44,7 +44,10 @@ pub fn nn<S: Simd>(
                             x: x[row * rows + k..].as_ptr(),
                             x_row: rows,
                             x_step: 1,
-                            panel: halves[first * rows + k * STRIP + column - first..].as_ptr().cast(),
+                            panel: halves
+                                .as_ptr()
+                                .wrapping_add(first * rows + k * STRIP + column - first)
+                                .cast(),
                             panel_row: STRIP,
                             depth: deep.min(rows - k),
                             y: out.at(cell),
