@@ -17,6 +17,7 @@ const GROSS: f64 = 1.5;
 /// The same below the best level of the CPU, where twins use wider vectors than kernels; up to 2.
 const GROSS_BELOW: f64 = 3.0;
 const ROUNDS: usize = 9;
+const TRIES: usize = 3;
 
 #[test]
 fn kernels_are_not_grossly_slower_than_their_twins() {
@@ -47,9 +48,15 @@ fn ratios() {
         Level::ALL.into_iter().filter(|&level| level != Level::Plain && level.is_there()).collect();
     let mut check = |name: &str, run: &mut dyn FnMut()| {
         for &level in &levels {
-            let ratio = ratio(level, run);
-            println!("{name}, {level:?}: {ratio:.2} of its twin's time");
             let gross = if Some(&level) == levels.last() { GROSS } else { GROSS_BELOW };
+            // What is slow stays slow; what met other work is measured again.
+            let mut ratio = ratio(level, run);
+            for _ in 1..TRIES {
+                if ratio > gross {
+                    ratio = ratio.min(self::ratio(level, run));
+                }
+            }
+            println!("{name}, {level:?}: {ratio:.2} of its twin's time");
             let sentence = || format!("{name} takes {ratio:.2} times as long as its twin with {level:?}");
             slow.extend((ratio > gross).then(sentence));
         }
