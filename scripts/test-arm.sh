@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests of the kernels and those beside PEFT's golden files as a 64-bit ARM program, emulated on a machine that is none.
+# Runs the tests of the kernels as a 64-bit ARM program, emulated on a machine that is none.
 #
 #     scripts/test-arm.sh
 #
@@ -20,4 +20,3 @@ arm() { cargo test --release --target $target -p engraft "$@"; }
 # Tests that start themselves again need a kernel that runs such programs; the plain level follows by its variable instead.
 arm --lib kernels:: -- --skip lower_levels
 ENGRAFT_TEST_LEVEL=Plain arm --lib kernels:: -- --skip lower_levels
-arm --test it golden::
