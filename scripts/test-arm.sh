@@ -4,7 +4,7 @@
 #     scripts/test-arm.sh
 #
 # Installs what is missing: the standard library for the target (rustup) and, on Debian, cross compilers and qemu-user. Emulated
-# code is 20 to 50 times as slow: nothing here is timed.
+# code is slow: nothing here is timed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target=aarch64-unknown-linux-gnu
