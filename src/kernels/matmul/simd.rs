@@ -16,6 +16,7 @@ use crate::kernels::{
     q8::BLOCK,
     simd::{
         Simd,
+        product::SCRATCH as THIN,
         tile::{Begin, ROWS, Tile, pack_turned},
     },
     tasks::{bands, each, parts},
@@ -33,6 +34,8 @@ const AHEAD: usize = 6;
 
 /// Floats of scratch a task uses.
 pub fn scratch<S: Simd>(_: S) -> usize {
+    // Dense layers of a prefix's network count on it, too.
+    const { assert!(THIN <= S::PANEL.0 * S::PANEL.1) };
     #[cfg(target_arch = "x86_64")]
     const {
         assert!(S::LANES < 16 || pairs::SCRATCH <= S::PANEL.0 * S::PANEL.1)

@@ -11,6 +11,8 @@ use crate::kernels::cpu::{Strides, with_scratch};
 /// which a memory plan counts anyway.
 const DEPTH: usize = 512;
 const WIDTH: usize = 192;
+/// Most floats of scratch.
+pub const SCRATCH: usize = DEPTH * WIDTH;
 
 /// Rows of the left matrix up to which columns of the right one are not worth turning into a panel.
 const FEW: usize = 4;
