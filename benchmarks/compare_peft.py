@@ -3,9 +3,10 @@
     pip install -r benchmarks/requirements.txt
     cargo build --release
     python benchmarks/compare_peft.py [--size small] [--batch 4] [--seq 512] [--rounds 3] [--compile]
-        [--targets all-linear --rank 16] [--masked 0.67]
+        [--targets all-linear --rank 16] [--masked 0.67] [--precision bf16]
 
-Both sides train from random FP16 weights in F32 arithmetic with the same data, rank, clip and optimizer.
+Both sides train from random FP16 weights in F32 arithmetic with the same data, rank, clip and optimizer. With
+--precision bf16 engraft is given the same option; PEFT's base is BF16 and its step runs under autocast.
 A round runs one side after the other, each in a process of its own; speed is the median step after the
 first, memory the peak resident set of the process.
 """
@@ -38,7 +39,7 @@ def engraft(a, base, rows, output):
     """One training run of ours."""
     command = [RELEASE / "engraft", "train", "--base", base, "--data", rows, "--output", output, "--json", "--no-shuffle",
                "--no-pack", "--seq-len", a.seq, "--batch", a.batch, "--steps", a.steps, "--lr", "2e-4",
-               "--schedule", "constant", "--method", a.method, "--save-every", "0", *a.engraft]
+               "--schedule", "constant", "--method", a.method, "--save-every", "0", "--precision", a.precision, *a.engraft]
     command += ["--rank", a.rank, "--alpha", 16, "--targets", a.targets] if a.method == "lora" else []
     text, peak = run(command)
     events = [json.loads(line) for line in text.splitlines()]
@@ -50,7 +51,8 @@ def engraft(a, base, rows, output):
 def peft(a, base, rows, compiled):
     """One training run of PEFT."""
     command = [sys.executable, HERE / "peft_step.py", base, rows, "--batch", a.batch, "--steps", a.steps,
-               "--method", a.method, "--rank", a.rank, "--targets", a.targets]
+               "--method", a.method, "--rank", a.rank, "--targets", a.targets, "--dtype", a.precision]
+    command += ["--autocast"] if a.precision == "bf16" else []
     command += ["--compile"] if compiled else []
     command += ["--checkpointing"] if "--recompute" in a.engraft else []
     return json.loads(run(command)[0].splitlines()[-1])
@@ -63,6 +65,7 @@ def main():
     p.add_argument("--method", choices=["lora", "prefix"], default="lora")
     p.add_argument("--rank", type=int, default=8)
     p.add_argument("--targets", choices=["c_attn", "all-linear"], default="c_attn")
+    p.add_argument("--precision", choices=["f32", "bf16"], default="f32")
     p.add_argument("--masked", type=float, default=0, metavar="SHARE",
                    help="leave this share of each row, its beginning, out of the loss")
     p.add_argument("--batch", type=int, default=4)
@@ -93,8 +96,8 @@ def main():
                 results.append(result)
                 print(f"round {round_}: {side}: {result['tokens_per_s']:.0f} tokens/s, "
                       f"{result['peak_bytes'] / 2**30:.2f} GiB", flush=True)
-    print(f"\n{platform.machine()}, {os.cpu_count()} CPUs; {a.size}, {a.method}, {a.targets}, rank {a.rank}, {a.batch} x {a.seq}, "
-          f"{a.masked:.0%} masked, median of {a.rounds}")
+    print(f"\n{platform.machine()}, {os.cpu_count()} CPUs; {a.size}, {a.method}, {a.targets}, rank {a.rank}, {a.precision}, "
+          f"{a.batch} x {a.seq}, {a.masked:.0%} masked, median of {a.rounds}")
     ours = sides["engraft"]
     for side, results in sides.items():
         speed = statistics.median(result["tokens_per_s"] for result in results)

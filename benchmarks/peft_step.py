@@ -4,8 +4,8 @@
 
 Speed is that of the median step after the first; memory is the peak resident set of the process, and
 `import_bytes` what of it the imports alone take. With --dtype bf16 or f16 the base and its activations are of that
-type; PEFT keeps the adapter in FP32. On a GPU the step runs under autocast, f16 with a gradient scaler. The base's own
-dropouts are off, as they are in engraft.
+type; PEFT keeps the adapter in FP32. On a GPU, and with --autocast, the step runs under autocast, f16 with a gradient
+scaler. The base's own dropouts are off, as they are in engraft.
 """
 
 import argparse
@@ -41,6 +41,7 @@ def main():
     p.add_argument("--compile", action="store_true")
     p.add_argument("--checkpointing", action="store_true")
     p.add_argument("--device", default="cpu")
+    p.add_argument("--autocast", action="store_true")
     a = p.parse_args()
 
     torch.manual_seed(0)
@@ -73,7 +74,7 @@ def main():
         ids = torch.tensor([record["input_ids"] for record in batch]).to(a.device)
         labels = torch.tensor([record["labels"] for record in batch]).to(a.device)
         start = time.perf_counter()
-        with torch.autocast(a.device, dtype=DTYPES[a.dtype], enabled=gpu and a.dtype != "f32"):
+        with torch.autocast(a.device, dtype=DTYPES[a.dtype], enabled=(gpu or a.autocast) and a.dtype != "f32"):
             loss = step_model(input_ids=ids, labels=labels).loss
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)

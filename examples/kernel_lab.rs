@@ -3,18 +3,19 @@
 //!     cargo run --release --example kernel_lab [-- ROUNDS [NAME]]
 //!
 //! Every version of a frozen product is compared with sums in f64 first and then timed in turn with the others, so
-//! that a busy machine slows all of them; a line gives the median of ROUNDS [default: 7] in GFLOP/s or GB/s, and
-//! the share of the roof, which is measured in the same rounds. NAME leaves only the lines that contain it.
+//! that a busy machine slows all of them; a line gives the best of ROUNDS [default: 7] in GFLOP/s or GB/s, because other
+//! work on the machine can only slow it, and the share of the roof, the best of the same rounds. NAME leaves only the lines that contain it. Products of
+//! BF16 pairs are there on CPUs where `--precision bf16` makes them.
 
 use std::{env, hint::black_box, process::ExitCode, time::Instant};
 
 use engraft::kernels::{
     activation::{self, Activation},
     attention::{self, Seen, Shape},
-    cpu::{Level, level, limit_level, on_pool},
+    cpu::{Level, bf16, level, limit_level, on_pool},
     device::{View, ViewMut},
     layernorm,
-    matmul::{self, Matrix, Start},
+    matmul::{self, Arithmetic, Matrix, Start},
     q8,
 };
 use half::f16;
@@ -24,16 +25,19 @@ use rayon::prelude::*;
 struct Line<'a> {
     name: String,
     work: f64,
-    unit: Unit,
-    /// Whose roof it is held against.
-    level: Level,
+    roof: Roof,
     run: Box<dyn FnMut() + Send + 'a>,
 }
 
+/// What a measurement is held against.
 #[derive(Clone, Copy, PartialEq)]
-enum Unit {
-    Operations,
+enum Roof {
+    /// Reads of memory.
     Bytes,
+    /// Fused multiply-adds of a level.
+    Operations(Level),
+    /// Products of BF16 pairs.
+    Pairs,
 }
 
 fn main() -> ExitCode {
@@ -45,7 +49,7 @@ fn main() -> ExitCode {
 
 fn lab(rounds: usize, only: &str) -> ExitCode {
     let best = level();
-    println!("{} threads, level {best:?}; medians of {rounds} rounds", rayon::current_num_threads());
+    println!("{} threads, level {best:?}; best of {rounds} rounds", rayon::current_num_threads());
     let mut right = true;
     let products = [
         ("c_attn 768 -> 2304", 2048, 768, 2304),
@@ -59,11 +63,11 @@ fn lab(rounds: usize, only: &str) -> ExitCode {
         ("decode 768 -> 50257", 1, 768, 50257),
         ("decode 8 rows 768 -> 3072", 8, 768, 3072),
     ];
-    for (name, n, inputs, outputs) in products.into_iter().filter(|product| product.0.contains(only)) {
+    for (name, n, inputs, outputs) in products {
         // The head keeps its matrix as (vocabulary, width), a layer as (inputs, outputs).
         let layouts: &[bool] = if outputs > 50_000 { &[true] } else { &[false, true] };
         for &transposed in layouts {
-            right &= product(name, (n, inputs, outputs), transposed, best, rounds);
+            right &= product((name, only), (n, inputs, outputs), transposed, best, rounds);
         }
     }
     for level in Level::ALL.into_iter().filter(|&level| level <= best && level.is_there()) {
@@ -92,9 +96,10 @@ fn coded(weights: &[f16], cols: usize) -> (Vec<i8>, Vec<f16>) {
     (codes, scales)
 }
 
-/// One frozen product at all levels, of FP16 and of 8-bit weights; whether all of them are right.
+/// One frozen product at all levels, of FP16 and of 8-bit weights, as far as a line's name has `only` in it; whether all of
+/// them are right.
 fn product(
-    name: &str,
+    (name, only): (&str, &str),
     (n, inputs, outputs): (usize, usize, usize),
     transposed: bool,
     best: Level,
@@ -117,8 +122,16 @@ fn product(
     };
     let levels: Vec<Level> =
         Level::ALL.into_iter().filter(|&level| level <= best && level.is_there()).collect();
-    let versions: Vec<(Level, Matrix, &str)> =
+    let mut versions: Vec<(Level, Matrix, &str)> =
         levels.iter().flat_map(|&at| [(at, halves, ""), (at, codes, ", q8")]).collect();
+    limit_level(best);
+    if bf16() && n > 8 {
+        let pairs = |matrix| Matrix { arithmetic: Arithmetic::Bf16, ..matrix };
+        versions.extend([(best, pairs(halves), ", bf16"), (best, pairs(codes), ", q8, bf16")]);
+    }
+    let layout = if transposed { "x W^T" } else { "x W" };
+    let name = |at: Level, kept: &str| format!("{name} x {n}, {layout}, {at:?}{kept}");
+    versions.retain(|&(at, _, kept)| name(at, kept).contains(only));
     let mut right = true;
     let mut y = vec![0f32; n * outputs];
     for &(at, matrix, kept) in &versions {
@@ -132,12 +145,16 @@ fn product(
             let (row, j) = (cell / outputs, cell % outputs);
             let exact: f64 =
                 (0..inputs).map(|i| f64::from(x[row * inputs + i]) * f64::from(weight(i, j))).sum();
-            // Sums of `inputs` products below 1; NaN is wrong too.
+            // Sums of `inputs` products below 1; two factors rounded to 8 bits are off by 0.0009 (standard deviation).
+            let bound = match matrix.arithmetic {
+                Arithmetic::F32 => 1e-6 * inputs as f64,
+                Arithmetic::Bf16 => 0.005 * (inputs as f64).sqrt(),
+            };
             let error = (f64::from(y[*cell]) - exact).abs();
-            error.is_nan() || error > 1e-6 * inputs as f64
+            error.is_nan() || error > bound
         });
         if let Some(cell) = wrong {
-            println!("{name} {at:?}{kept}: element {cell} is WRONG");
+            println!("{}: element {cell} is WRONG", name(at, kept));
             right = false;
         }
     }
@@ -146,19 +163,21 @@ fn product(
         true => (matrix.data.size() + matrix.scales.map_or(0, |scales| scales.size())) as f64,
         false => 2.0 * (n * inputs * outputs) as f64,
     };
-    let unit = if few { Unit::Bytes } else { Unit::Operations };
-    let layout = if transposed { "x W^T" } else { "x W" };
+    let roof = |at: Level, matrix: &Matrix| match matrix.arithmetic {
+        _ if few => Roof::Bytes,
+        Arithmetic::Bf16 => Roof::Pairs,
+        // Whatever `gemm` makes use of.
+        Arithmetic::F32 => Roof::Operations(if at == Level::Plain { best } else { at }),
+    };
     let mut y: Vec<Vec<f32>> = versions.iter().map(|_| vec![0f32; n * outputs]).collect();
     let call = &call;
     let lines = versions
         .iter()
         .zip(&mut y)
         .map(|(&(at, matrix, kept), y)| Line {
-            name: format!("{name} x {n}, {layout}, {at:?}{kept}"),
+            name: name(at, kept),
             work: work(&matrix),
-            unit,
-            // Whatever `gemm` makes use of.
-            level: if at == Level::Plain { best } else { at },
+            roof: roof(at, &matrix),
             run: Box::new(move || call((at, matrix), y)),
         })
         .collect();
@@ -191,8 +210,7 @@ fn others(only: &str, at: Level, level: Level, rounds: usize) {
     lines.push(Line {
         name: format!("attention forward 4 x 512, {at:?}"),
         work: 2.0 * half,
-        unit: Unit::Operations,
-        level,
+        roof: Roof::Operations(level),
         run: Box::new(|| {
             attention::forward(
                 packed,
@@ -215,8 +233,7 @@ fn others(only: &str, at: Level, level: Level, rounds: usize) {
     lines.push(Line {
         name: format!("attention backward 4 x 512, {at:?}"),
         work: 5.0 * half,
-        unit: Unit::Operations,
-        level,
+        roof: Roof::Operations(level),
         run: Box::new(|| {
             let d_qkv = (&mut d_qkv[..]).into();
             attention::backward(
@@ -232,8 +249,7 @@ fn others(only: &str, at: Level, level: Level, rounds: usize) {
     lines.push(Line {
         name: format!("GELU 2048 x 3072, {at:?}"),
         work: 8.0 * wide.len() as f64,
-        unit: Unit::Bytes,
-        level,
+        roof: Roof::Bytes,
         run: Box::new(|| {
             activation::forward(Activation::GeluTanh, wide.as_slice().into(), (&mut activated[..]).into());
         }),
@@ -241,8 +257,7 @@ fn others(only: &str, at: Level, level: Level, rounds: usize) {
     lines.push(Line {
         name: format!("layer norm 2048 x 768, {at:?}"),
         work: 8.0 * x.len() as f64,
-        unit: Unit::Bytes,
-        level,
+        roof: Roof::Bytes,
         run: Box::new(|| {
             let ones: View = ones.as_slice().into();
             let norm = layernorm::Norm { gain: ones, bias: ones, epsilon: 1e-5 };
@@ -253,16 +268,17 @@ fn others(only: &str, at: Level, level: Level, rounds: usize) {
     time(lines, rounds);
 }
 
-/// Runs all lines and the roofs in turn, and prints their medians.
+/// Runs all lines and the roofs in turn, and prints the best of each.
 fn time(mut lines: Vec<Line>, rounds: usize) {
     let mut seconds = vec![Vec::new(); lines.len()];
-    let mut roofs: Vec<Vec<f64>> = vec![Vec::new(); 1 + Level::ALL.len()];
+    let all = [Roof::Bytes, Roof::Pairs].into_iter().chain(Level::ALL.map(Roof::Operations));
+    let mut roofs: Vec<(Roof, Vec<f64>)> = all
+        .filter(|&roof| lines.iter().any(|line| line.roof == roof))
+        .map(|roof| (roof, Vec::new()))
+        .collect();
     for _ in 0..rounds {
-        roofs[0].push(bytes_roof());
-        for level in Level::ALL {
-            if lines.iter().any(|line| line.level == level) {
-                roofs[level as usize].push(operations_roof(level));
-            }
+        for (roof, rates) in &mut roofs {
+            rates.push(if *roof == Roof::Bytes { bytes_roof() } else { operations_roof(*roof) });
         }
         for (line, seconds) in lines.iter_mut().zip(&mut seconds) {
             (line.run)();
@@ -276,18 +292,11 @@ fn time(mut lines: Vec<Line>, rounds: usize) {
             seconds.push(start.elapsed().as_secs_f64() / f64::from(count));
         }
     }
-    let median = |values: &mut Vec<f64>| {
-        values.sort_by(f64::total_cmp);
-        values[values.len() / 2]
-    };
-    let roofs: Vec<f64> =
-        roofs.iter_mut().map(|roofs| if roofs.is_empty() { 0.0 } else { median(roofs) }).collect();
-    for (line, seconds) in lines.iter().zip(&mut seconds) {
-        let rate = line.work / median(seconds);
-        let (roof, unit) = match line.unit {
-            Unit::Operations => (roofs[line.level as usize], "GFLOP/s"),
-            Unit::Bytes => (roofs[0], "GB/s"),
-        };
+    for (line, seconds) in lines.iter().zip(&seconds) {
+        let rate = line.work / seconds.iter().copied().fold(f64::INFINITY, f64::min);
+        let rates = roofs.iter().find(|(roof, _)| *roof == line.roof).map_or(&[][..], |(_, rates)| rates);
+        let roof = rates.iter().copied().fold(f64::NAN, f64::max);
+        let unit = if line.roof == Roof::Bytes { "GB/s" } else { "GFLOP/s" };
         println!(
             "{:44} {:8.1} {unit:7} {:4.0}% of {:.0}",
             line.name,
@@ -298,20 +307,19 @@ fn time(mut lines: Vec<Line>, rounds: usize) {
     }
 }
 
-/// Multiply-adds a second, times two, of all threads with the instructions of a level: sums that never leave the
-/// registers.
-fn operations_roof(level: Level) -> f64 {
+/// Operations a second of all threads, those of multiply-adds or of products of pairs: sums that never leave the registers.
+fn operations_roof(roof: Roof) -> f64 {
     const STEPS: usize = 1 << 21;
     let threads = rayon::current_num_threads();
     let start = Instant::now();
     let operations: usize =
-        (0..threads).into_par_iter().with_max_len(1).map(|_| 2 * STEPS * chains(level, STEPS)).sum();
+        (0..threads).into_par_iter().with_max_len(1).map(|_| 2 * STEPS * chains(roof, STEPS)).sum();
     operations as f64 / start.elapsed().as_secs_f64()
 }
 
-/// Makes `steps` steps of independent chains of fused multiply-adds, more than two units with a latency of 4 need, and tells
-/// how many sums there are.
-fn chains(level: Level, steps: usize) -> usize {
+/// Makes `steps` steps of independent chains, more than two units with a latency of 4 need, and tells how many multiply-adds
+/// a step has.
+fn chains(roof: Roof, steps: usize) -> usize {
     // Variables, because an array of vectors is kept in memory.
     macro_rules! chains {
         ($steps:expr, $zero:expr, $fma:expr, $lanes:literal: $($sum:ident)*) => {{
@@ -336,11 +344,19 @@ fn chains(level: Level, steps: usize) -> usize {
             let factor = _mm256_set1_ps(black_box(0.5));
             chains!(steps, _mm256_setzero_ps(), |sum| _mm256_fmadd_ps(sum, factor, factor), 8: a b c d e f g h i j k l)
         }
-        match level {
+        #[target_feature(enable = "avx512f,avx512bf16")]
+        fn pairs(steps: usize) -> usize {
+            // SAFETY: both are 64 bytes in which every pattern means something; these are pairs of 0.5.
+            let factor: __m512bh = unsafe { std::mem::transmute(_mm512_set1_epi32(black_box(0x3f00_3f00))) };
+            chains!(steps, _mm512_setzero_ps(), |sum| _mm512_dpbf16_ps(sum, factor, factor), 32: a b c d e f g h i j k l m n o p)
+        }
+        match roof {
             // SAFETY: levels are those that the CPU has.
-            Level::Avx512 => return unsafe { avx512(steps) },
+            Roof::Operations(Level::Avx512) => return unsafe { avx512(steps) },
             // SAFETY: as above.
-            Level::Avx2 => return unsafe { avx2(steps) },
+            Roof::Operations(Level::Avx2) => return unsafe { avx2(steps) },
+            // SAFETY: the CPU has the instructions where it makes products of pairs.
+            Roof::Pairs => return unsafe { pairs(steps) },
             _ => {}
         }
     }
@@ -352,12 +368,12 @@ fn chains(level: Level, steps: usize) -> usize {
             let factor = vdupq_n_f32(black_box(0.5));
             chains!(steps, vdupq_n_f32(0.0), |sum| vfmaq_f32(factor, sum, factor), 4: a b c d e f g h i j k l m n o p)
         }
-        if level == Level::Neon {
+        if roof == Roof::Operations(Level::Neon) {
             // SAFETY: all CPUs of the architecture have it.
             return unsafe { neon(steps) };
         }
     }
-    let _ = level;
+    let _ = roof;
     let factor = black_box(0.5f32);
     chains!(steps, 0f32, |sum: f32| sum.mul_add(factor, factor), 1: a b c d e f g h)
 }

@@ -1,15 +1,18 @@
 //! Trains a LoRA on random tokens in a few lines of library code, and prints its speed.
 //!
-//!     cargo run --release --example throughput -- BASE_DIR ROWS SEQ_LEN STEPS [none|mlp|linear|all] [stream]
+//!     cargo run --release --example throughput -- BASE_DIR ROWS SEQ_LEN STEPS [none|mlp|linear|all] [stream] [bf16]
 //!
-//! What blocks compute again in the backward, and whether the base is streamed. Prints tokens/s of each step.
+//! What blocks compute again in the backward, whether the base is streamed, and products in BF16. Prints tokens/s of each step.
 
 use std::{env, path::Path, sync::Arc, time::Instant};
 
 use engraft::{
     data::{Batch, Row},
     error::{Error, Result},
-    kernels::arena::Arenas,
+    kernels::{
+        arena::Arenas,
+        device::{DType, Device},
+    },
     model::{Base, BaseSource, Policy, Recompute},
     optim::{AdamWOptions, OptimizerKind},
     train::{Trainer, TrainerOptions},
@@ -17,8 +20,9 @@ use engraft::{
 use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, rng};
 
 fn main() -> Result<()> {
-    let usage =
-        || Error::input("usage: throughput BASE_DIR ROWS SEQ_LEN STEPS [none|mlp|linear|all] [stream]");
+    let usage = || {
+        Error::input("usage: throughput BASE_DIR ROWS SEQ_LEN STEPS [none|mlp|linear|all] [stream] [bf16]")
+    };
     let arguments: Vec<String> = env::args().skip(1).collect();
     let [folder, sizes @ ..] = &arguments[..] else { return Err(usage()) };
     let numbers: Vec<usize> = sizes.iter().filter_map(|size| size.parse().ok()).collect();
@@ -33,6 +37,9 @@ fn main() -> Result<()> {
 
     let source = BaseSource::Folder(folder.into());
     let mut base = Base::load(&source, folder, Path::new("target/cache"))?;
+    if given("bf16") {
+        base = base.on(Device::Cpu, DType::BF16)?;
+    }
     if !given("stream") {
         base.weights.settle()?;
     }

@@ -110,7 +110,7 @@ pub fn bf16() -> bool {
 fn best_bf16() -> bool {
     let vendor = std::arch::x86_64::__cpuid(0);
     let amd = [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).concat() == b"AuthenticAMD";
-    amd && is_x86_feature_detected!("avx512bf16")
+    amd && is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512bf16")
 }
 
 #[cfg(not(target_arch = "x86_64"))]

@@ -170,15 +170,10 @@ unsafe fn pack_rows<S: Simd, W: Weights>(s: S, weights: W, place: Place, panel: 
                     let columns = real.next_multiple_of(S::LANES);
                     let to = &mut panel[group * depth + k * columns..][..columns];
                     for (v, to) in to.chunks_exact_mut(S::LANES).enumerate() {
-                        let (column, left) = (outer + group + v * S::LANES, real - v * S::LANES);
+                        let (column, left) = (group + v * S::LANES, real - v * S::LANES);
                         // SAFETY: as above, and as many floats as a vector has.
                         unsafe {
-                            let vector = if left >= S::LANES {
-                                let raw = weights.raw(s, inner + k, column);
-                                W::times(s, raw, &factors, column / BLOCK - outer / BLOCK)
-                            } else {
-                                weights.part(s, inner + k, column, left)
-                            };
+                            let vector = vector(s, weights, (inner + k, &factors), (outer, column), left);
                             s.store(to.as_mut_ptr(), vector);
                         }
                     }
@@ -186,6 +181,30 @@ unsafe fn pack_rows<S: Simd, W: Weights>(s: S, weights: W, place: Place, panel: 
             }
         },
     );
+}
+
+/// LANES weights of a row from `outer + column` on, or the `left` ones of its end and zeros; `outer` is where its factors
+/// begin.
+///
+/// # Safety
+/// The row has these weights.
+#[inline(always)]
+unsafe fn vector<S: Simd, W: Weights>(
+    s: S,
+    weights: W,
+    (row, factors): (usize, &W::Factors),
+    (outer, column): (usize, usize),
+    left: usize,
+) -> S::Floats {
+    let column = outer + column;
+    // SAFETY: the caller's promise.
+    unsafe {
+        if left >= S::LANES {
+            W::times(s, weights.raw(s, row, column), factors, column / BLOCK - outer / BLOCK)
+        } else {
+            weights.part(s, row, column, left)
+        }
+    }
 }
 
 /// The same of the transpose: column `outer + j` of the panel is row `outer + j` of W.

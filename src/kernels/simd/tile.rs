@@ -171,13 +171,16 @@ impl Tile {
                         s,
                         #[inline(always)]
                         |x, w, sum| s.fma(x, w, sum),
+                        #[inline(always)]
+                        |_| {},
                     );
                 }
             },
         );
     }
 
-    /// The whole tile, where `multiply(x, weights, sums)` adds the products of a step.
+    /// The whole tile, where `multiply(x, weights, sums)` adds the products of a step, and `meanwhile(i)` is done
+    /// before steps `4 i .. 4 i + 4`.
     ///
     /// # Safety
     /// As [`Tile::rows`].
@@ -186,13 +189,15 @@ impl Tile {
         &self,
         s: S,
         multiply: impl Fn(S::Floats, S::Floats, S::Floats) -> S::Floats,
+        meanwhile: impl Fn(usize),
     ) {
         let mut sums = [[s.zero(); V]; M];
         self.fetch::<S, M, V>(s);
         // SAFETY: the caller's promise.
         unsafe {
             let mut at = (self.panel, self.x);
-            for _ in 0..self.depth / 4 {
+            for i in 0..self.depth / 4 {
+                meanwhile(i);
                 sums = self.step(s, at, sums, &multiply);
                 sums = self.step(s, self.behind(at, 1), sums, &multiply);
                 sums = self.step(s, self.behind(at, 2), sums, &multiply);
@@ -412,13 +417,15 @@ mod pairs {
 
     impl Tile {
         /// As [`Tile::rows`], where a float of x and of the panel is a pair of BF16 values, the earlier step in its low half:
-        /// a step adds the products of both, in FP32.
+        /// a step adds the products of both, in FP32. Meanwhile two rows of floats, twice as many as there are steps, are
+        /// brought into the second-level cache.
         ///
         /// # Safety
         /// As [`Tile::rows`], and the CPU has AVX-512 BF16.
         #[inline]
-        pub unsafe fn rows_of_pairs(&self, s: Avx512, rows: usize) {
+        pub unsafe fn rows_of_pairs(&self, s: Avx512, rows: usize, next: [*const f32; 2]) {
             type S = Avx512;
+            let s = (s, next);
             // SAFETY: the caller's promise.
             unsafe { sized!(self, s, rows, run_pairs) }
         }
@@ -427,13 +434,23 @@ mod pairs {
         /// As [`Tile::rows_of_pairs`].
         #[inline(never)]
         #[target_feature(enable = "avx512f,avx512bf16")]
-        unsafe fn run_pairs<S: Simd<Floats = __m512>, const M: usize, const V: usize>(&self, s: S) {
+        unsafe fn run_pairs<S: Simd<Floats = __m512>, const M: usize, const V: usize>(
+            &self,
+            (s, next): (S, [*const f32; 2]),
+        ) {
             // SAFETY: the caller's promise.
             unsafe {
                 self.steps::<S, M, V>(
                     s,
                     #[inline(always)]
                     |x, w, sum| _mm512_dpbf16_ps(sum, pairs(x), pairs(w)),
+                    #[inline(always)]
+                    |i| {
+                        for row in next {
+                            // 4 steps are 8 floats of a row.
+                            _mm_prefetch::<_MM_HINT_T1>(row.wrapping_add(8 * i).cast());
+                        }
+                    },
                 );
             }
         }

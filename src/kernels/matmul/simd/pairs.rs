@@ -6,9 +6,10 @@
 
 use std::arch::x86_64::*;
 
-use super::{Place, Start, begin, check, weights::Weights};
+use super::{AHEAD, Place, Start, begin, check, vector, weights::Weights};
 use crate::kernels::{
     cpu::{Shared, with_scratch},
+    q8::BLOCK,
     simd::{
         Simd,
         avx512::Avx512,
@@ -30,8 +31,8 @@ pub const SCRATCH: usize = DEPTH / 2 * (WIDTH + LANES + ROWS);
 /// `y (n, outer) = start + x (n, inner) V`, tasks as in [`super::product`]: the weights as they lie, or turned.
 ///
 /// # Safety
-/// The CPU has AVX-512 F and BF16; the weights are of this shape.
-#[target_feature(enable = "avx512f,avx512bf16")]
+/// The CPU has AVX-512 F, BW and BF16; the weights are of this shape.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 pub unsafe fn product<W: Weights>(
     x: &[f32],
     (n, inner, outer): (usize, usize, usize),
@@ -67,7 +68,9 @@ pub unsafe fn product<W: Weights>(
                         for (i, to) in rounded.chunks_exact_mut(DEPTH / 2).enumerate().take(rows) {
                             round(s, &x[(row + i) * inner + k..][..place.depth], to);
                         }
-                        tiles(s, rounded, (row, rows), (place, panel), outer, start, out);
+                        // Reading it all at once, the rounding would wait for memory: a tenth of a step.
+                        let next = x.as_ptr().wrapping_add((row + ROWS) * inner + k);
+                        tiles(s, (rounded, next, inner), (row, rows), (place, panel), outer, start, out);
                     }
                 }
             }
@@ -75,14 +78,15 @@ pub unsafe fn product<W: Weights>(
     });
 }
 
-/// Rows `row .. row + rows` of y in the columns of a panel.
+/// Rows `row .. row + rows` of y in the columns of a panel. The rows from `next` on, `next_row` apart, are those whose turn is
+/// next.
 ///
 /// # Safety
 /// As [`product`]; `rounded` are these rows of x, and the columns belong to the caller.
-#[target_feature(enable = "avx512f,avx512bf16")]
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 unsafe fn tiles(
     s: Avx512,
-    rounded: &[f32],
+    (rounded, next, next_row): (&[f32], *const f32, usize),
     (row, rows): (usize, usize),
     (place, panel): (Place, &[f32]),
     outer: usize,
@@ -107,71 +111,111 @@ unsafe fn tiles(
             scale: 1.0,
         };
         // SAFETY: the tile lies inside what the caller promised.
-        unsafe { tile.rows_of_pairs(s, rows) }
+        unsafe {
+            tile.rows_of_pairs(
+                s,
+                rows,
+                [0, 1].map(|row| next.wrapping_add((2 * group / COLUMNS + row) * next_row)),
+            )
+        }
     }
 }
 
 /// Two vectors of floats as 32 BF16 values one after another: 16 pairs.
 #[inline]
-#[target_feature(enable = "avx512f,avx512bf16")]
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn paired(low: __m512, high: __m512) -> __m512 {
     // SAFETY: both are 64 bytes in which every pattern means something.
     unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(high, low)) }
 }
 
 /// Rounds a row to pairs; a last one without a partner gets 0.
-#[target_feature(enable = "avx512f,avx512bf16")]
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn round(s: Avx512, row: &[f32], to: &mut [f32]) {
-    for (from, to) in row.chunks(2 * LANES).zip(to.chunks_mut(LANES)) {
-        let (low, high) = from.split_at(LANES.min(from.len()));
-        store(s, to, paired(load_or(s, low, 0.0), load_or(s, high, 0.0)));
+    let mut vectors = row.chunks_exact(2 * LANES);
+    let (whole, rest) = to.split_at_mut(row.len() / 2 / LANES * LANES);
+    for (from, to) in vectors.by_ref().zip(whole.chunks_exact_mut(LANES)) {
+        // SAFETY: both have these elements.
+        unsafe {
+            let from = from.as_ptr();
+            s.store(to.as_mut_ptr(), paired(s.load(from), s.load(from.add(LANES))));
+        }
+    }
+    let left = vectors.remainder();
+    if !left.is_empty() {
+        let (low, high) = left.split_at(LANES.min(left.len()));
+        store(s, &mut rest[..left.len().div_ceil(2)], paired(load_or(s, low, 0.0), load_or(s, high, 0.0)));
     }
 }
 
 /// Rounds `V[inner .., outer ..]` into groups of COLUMNS columns, `(depth / 2, columns)` pairs each.
 ///
 /// # Safety
-/// The CPU has AVX-512 F and BF16; the weights have these rows and columns.
-#[target_feature(enable = "avx512f,avx512bf16")]
+/// The CPU has AVX-512 F, BW and BF16; the weights have these rows and columns.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 unsafe fn pack_rows<W: Weights>(s: Avx512, weights: W, place: Place, panel: &mut [f32]) {
+    const { assert!(WIDTH + BLOCK <= W::STRIP, "one set of factors for a row of a panel") };
     let Place { inner, depth, outer, width } = place;
     let pairs = depth.div_ceil(2);
     assert!(panel.len() >= pairs * width.next_multiple_of(LANES), "room for a panel");
     for pair in 0..pairs {
-        for start in (0..width).step_by(LANES) {
-            let part = |step: usize| {
-                if step < depth {
-                    // SAFETY: the weights have these rows and columns.
-                    unsafe { weights.part(s, inner + step, outer + start, LANES.min(width - start)) }
-                } else {
-                    _mm512_setzero_ps()
+        let row = inner + 2 * pair;
+        for column in (outer..outer + width).step_by(W::LINE) {
+            for row in [row, row + 1] {
+                s.fetch(weights.address(row + AHEAD, column));
+            }
+        }
+        // Of an odd depth the last row has no partner.
+        let both = 2 * pair + 1 < depth;
+        let next = row + usize::from(both);
+        // SAFETY: the weights have these rows and columns.
+        let factors = unsafe { [row, next].map(|row| weights.factors(s, 1.0, row, outer)) };
+        for group in (0..width).step_by(COLUMNS) {
+            let real = COLUMNS.min(width - group);
+            let columns = real.next_multiple_of(LANES);
+            let to = &mut panel[group * pairs + pair * columns..][..columns];
+            for (v, to) in to.chunks_exact_mut(LANES).enumerate() {
+                let (column, left) = (group + v * LANES, real - v * LANES);
+                // SAFETY: as above, and as many floats as a vector has.
+                unsafe {
+                    let low = vector(s, weights, (row, &factors[0]), (outer, column), left);
+                    let high = if both {
+                        vector(s, weights, (next, &factors[1]), (outer, column), left)
+                    } else {
+                        s.zero()
+                    };
+                    s.store(to.as_mut_ptr(), interleaved(low, high));
                 }
-            };
-            let (low, high) = (part(2 * pair), part(2 * pair + 1));
-            let group = start / COLUMNS * COLUMNS;
-            let columns = (width - group).min(COLUMNS).next_multiple_of(LANES);
-            let to = &mut panel[group * pairs + pair * columns + start - group..][..LANES];
-            // SAFETY: a vector of floats.
-            unsafe { _mm512_storeu_ps(to.as_mut_ptr(), interleaved(low, high)) }
+            }
         }
     }
 }
 
 /// Pair i is value i of `low` and value i of `high`, rounded.
 #[inline]
-#[target_feature(enable = "avx512f,avx512bf16")]
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn interleaved(low: __m512, high: __m512) -> __m512 {
-    // SAFETY: both are 32 bytes in which every pattern means something.
-    let bits = |vector: __m512| -> __m256i { unsafe { std::mem::transmute(_mm512_cvtneps_pbh(vector)) } };
-    let (low, high) = (_mm512_cvtepu16_epi32(bits(low)), _mm512_cvtepu16_epi32(bits(high)));
-    _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32::<16>(high)))
+    const ORDER: [u16; 2 * LANES] = {
+        let mut order = [0; 2 * LANES];
+        let mut i = 0;
+        while i < LANES {
+            order[2 * i] = i as u16;
+            order[2 * i + 1] = (LANES + i) as u16;
+            i += 1;
+        }
+        order
+    };
+    // SAFETY: 64 bytes each, in which every pattern means something.
+    let (order, values): (__m512i, __m512i) =
+        unsafe { (std::mem::transmute(ORDER), std::mem::transmute(paired(low, high))) };
+    _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, values))
 }
 
 /// The same of the transpose: column `outer + j` of the panel is row `outer + j` of the weights.
 ///
 /// # Safety
-/// The CPU has AVX-512 F and BF16; the weights have these rows and columns.
-#[target_feature(enable = "avx512f,avx512bf16")]
+/// The CPU has AVX-512 F, BW and BF16; the weights have these rows and columns.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 unsafe fn pack_columns<W: Weights>(s: Avx512, weights: W, place: Place, panel: &mut [f32]) {
     let Place { inner, depth, outer, width } = place;
     let pairs = depth.div_ceil(2);
@@ -181,6 +225,10 @@ unsafe fn pack_columns<W: Weights>(s: Avx512, weights: W, place: Place, panel: &
         let columns = (width - group).min(COLUMNS).next_multiple_of(LANES);
         for step in (0..depth).step_by(2 * LANES) {
             let mut square = [_mm512_setzero_ps(); LANES];
+            for row in 0..LANES.min(width - start) {
+                // The same place in the next LANES rows.
+                s.fetch(weights.address(outer + start + row + LANES, inner + step));
+            }
             for (i, vector) in square.iter_mut().enumerate().take(width - start) {
                 let part = |step: usize| match depth.saturating_sub(step) {
                     0 => _mm512_setzero_ps(),
