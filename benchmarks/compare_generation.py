@@ -84,7 +84,8 @@ def main():
     p.add_argument("--rows", default="1,8,32")
     p.add_argument("--new", type=int, default=128)
     p.add_argument("--adapter", choices=["none", "auto"], default="auto")
-    p.add_argument("--bf16", action="store_true", help="Transformers in BF16 too: slow where the CPU has no BF16")
+    p.add_argument("--bf16", action="store_true",
+                   help="engraft and Transformers in BF16 too: the latter is slow where the CPU has no BF16")
     p.add_argument("--json", type=pathlib.Path, metavar="FILE")
     a = p.parse_args()
 
@@ -96,9 +97,12 @@ def main():
     llama = lambda kind: ["node", HERE / "llama.mjs", files[kind], "--prompt", a.prompt, "--new", a.new, "--threads",
                           os.cpu_count(), "--modules", a.peers]
     hf = [sys.executable, HERE / "generate_peer.py", source, "--prompt", a.prompt, "--rows", a.rows, "--new", a.new]
-    sides = {"engraft": ours}
+    sides, best = {"engraft": ours}, "engraft"
+    if a.bf16:
+        ours, best = [*ours, "--bf16"], "engraft BF16"
+        sides[best] = ours
     if a.adapter == "auto":
-        sides["engraft, LoRA"] = [*ours, "--adapter", adapter(RELEASE / "engraft", source, a.peers)]
+        sides[f"{best}, LoRA"] = [*ours, "--adapter", adapter(RELEASE / "engraft", source, a.peers)]
     sides |= {"llama.cpp F16": llama("f16"), "llama.cpp Q8_0": llama("q8_0"), "Transformers F32": hf}
     if a.bf16:
         sides["Transformers BF16"] = [*hf, "--dtype", "bf16"]
@@ -111,7 +115,7 @@ def main():
             print(f"round {number}: {side}: {rounds[-1][side]}", flush=True)
 
     print(f"\n{platform.machine()}, {os.cpu_count()} CPUs; {a.size}; tokens/s, medians of {a.rounds}; in brackets "
-          f"engraft's speed relative to it")
+          f"{best}'s speed relative to it")
     names = list(rounds[0]["engraft"])
     print(f"{'':20}" + "".join(f"{name:>20}" for name in names))
     for side in sides:
@@ -121,7 +125,7 @@ def main():
                 cells.append("")
                 continue
             speed = statistics.median(r[side][name] for r in rounds)
-            ratio = statistics.median(r["engraft"][name] / r[side][name] for r in rounds)
+            ratio = statistics.median(r[best][name] / r[side][name] for r in rounds)
             cells.append(f"{speed:.1f} ({ratio:.2f} x)")
         print(f"{side:20}" + "".join(f"{cell:>20}" for cell in cells))
     print(f"\nengraft-infer: {seconds:.2f} s from the shell to its end with one token, peak resident set "

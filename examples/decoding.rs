@@ -1,15 +1,17 @@
 //! Times reading prompts and generating tokens with a few lines of library code.
 //!
-//!     cargo run --release --example decoding -- BASE_DIR [--adapter DIR] [--prompt N,..] [--rows N,..] [--new N]
+//!     cargo run --release --example decoding -- BASE_DIR [--adapter DIR] [--prompt N,..] [--rows N,..] [--new N] [--bf16] [--q8]
 //!
 //! Prints a JSON line: tokens/s of reading prompts of these lengths (median of five), and of `--new` tokens made
-//! greedily behind a prompt of 32 by so many samples side by side (all samples together).
+//! greedily behind a prompt of 32 by so many samples side by side (all samples together); with `--bf16` products are in BF16
+//! where that is faster, with `--q8` matrices are kept in 8 bits.
 
 use std::{env, path::Path, sync::Arc, time::Instant};
 
 use engraft::{
     error::{Error, Result},
-    model::{Base, BaseSource, Decoder, Wiring},
+    kernels::device::{DType, Device},
+    model::{Base, BaseDType, BaseSource, Decoder, Wiring},
 };
 use engraft_adapters::{peft, rng};
 use rayon::prelude::*;
@@ -28,7 +30,14 @@ fn main() -> Result<()> {
     };
     let new = numbers("--new", "128").first().copied().unwrap_or(128);
 
-    let base = Arc::new(Base::load(&BaseSource::Folder(folder.into()), folder, Path::new("target/cache"))?);
+    let given = |name: &str| arguments.iter().any(|word| word == name);
+    let dtype = if given("--q8") { BaseDType::Q8 } else { BaseDType::F16 };
+    let mut base =
+        Base::load_as(&BaseSource::Folder(folder.into()), folder, Path::new("target/cache"), dtype)?;
+    if given("--bf16") {
+        base = base.on(Device::Cpu, DType::BF16)?;
+    }
+    let base = Arc::new(base);
     let loaded = option("--adapter")
         .map(|adapter| peft::load(Path::new(&adapter), &base.description(), false))
         .transpose()?;
