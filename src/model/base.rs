@@ -132,9 +132,9 @@ impl Base {
 
     /// The base as generation of `tokens` tokens for each of `rows` samples side by side is fastest with: the matrices of
     /// the blocks, and for many samples the head, copied to where a CPU's kernels read them best, if that is worth the time
-    /// it takes, about that of two tokens of 8 samples. One sample is as fast without; results are the same to the last bit.
+    /// it takes, about that of two tokens of 8 samples. Results are the same to the last bit.
     pub fn for_generation(self: &Arc<Self>, rows: usize, tokens: usize) -> Arc<Self> {
-        if rows.saturating_sub(1).saturating_mul(tokens) < WORTH_SETTLING || !self.device.is_host() {
+        if rows.saturating_mul(tokens) < WORTH_SETTLING || !self.device.is_host() {
             return Arc::clone(self);
         }
         let mut settled = Self::clone(self);
@@ -179,9 +179,10 @@ impl Base {
     }
 }
 
-/// Samples but one times tokens from which on generation is faster with settled blocks: they save an eighth to a fifth
-/// of the time of 4 to 32 samples.
-const WORTH_SETTLING: usize = 128;
+/// Samples times tokens from which on generation is faster with settled blocks. They save an eighth to a fifth of the time of
+/// 4 to 32 samples; of one a quarter on a Zen 4, whose rows of weights lie in as many small pages of the file, and nothing on
+/// a fifth-generation Xeon, where copying them takes as long as five tokens.
+const WORTH_SETTLING: usize = 96;
 
 /// Samples whose logits the transpose of the head in strips makes faster: fewer read its rows as they are, of more the
 /// panels are as fast.

@@ -257,8 +257,9 @@ pub fn nt<S: Simd, W: Weights>(
         let end = rows.min(first + length);
         fill(start, out, 0..n, rows, first, end - first);
         // A stretch of weights stays in the second-level cache for all rows of x, and those of a block in the first.
-        for stretch in (first..end).step_by(STRETCH) {
-            let stretch = stretch..end.min(stretch + STRETCH);
+        let most = if n == 1 { end - first } else { STRETCH };
+        for stretch in (first..end).step_by(most.max(1)) {
+            let stretch = stretch..end.min(stretch + most);
             let mut row = 0;
             while row < n {
                 let x = &x[row * cols..];
@@ -284,6 +285,8 @@ pub fn nt<S: Simd, W: Weights>(
 /// Adds the products of the first R rows of x with rows `stretch` of weights, C at a time, to the elements at
 /// `y(row, weights' row)`; returns R.
 ///
+/// The C rows lie far from each other: a Zen 4 reads four streams at 33 GB/s where it reads one at 20.
+///
 /// # Safety
 /// The weights have these rows, and the elements of y belong to the caller.
 unsafe fn blocks<S: Simd, W: Weights, const C: usize, const R: usize>(
@@ -294,37 +297,38 @@ unsafe fn blocks<S: Simd, W: Weights, const C: usize, const R: usize>(
     stretch: Range<usize>,
     y: impl Fn(usize, usize) -> *mut f32,
 ) -> usize {
-    let whole = stretch.end - stretch.len() % C;
+    let apart = stretch.len() / C;
     // SAFETY: the caller's promise.
     unsafe {
-        for first in (stretch.start..whole).step_by(C) {
-            Block { x, w, first, depth }.add::<S, C, R>(s, |row| y(row, first));
+        for first in stretch.start..stretch.start + apart {
+            Block { x, w, first, apart, depth }.add::<S, C, R>(s, |row| y(row, first));
         }
-        for first in whole..stretch.end {
-            Block { x, w, first, depth }.add::<S, 1, R>(s, |row| y(row, first));
+        for first in stretch.start + C * apart..stretch.end {
+            Block { x, w, first, apart, depth }.add::<S, 1, R>(s, |row| y(row, first));
         }
     }
     R
 }
 
-/// Rows of x `(.., depth)` beside rows of weights `(.., depth)` from `first` on.
+/// Rows of x `(.., depth)` beside every `apart`-th of the rows of weights `(.., depth)` from `first` on.
 #[derive(Clone, Copy)]
 struct Block<'a, W> {
     x: &'a [f32],
     w: W,
     first: usize,
+    apart: usize,
     depth: usize,
 }
 
 impl<W: Weights> Block<'_, W> {
-    /// Adds the products of each of the first R rows of x with each of the first C rows of weights to the C elements
-    /// at `y(row)`.
+    /// Adds the products of each of the first R rows of x with each of the first C rows of weights to C elements, as far
+    /// from each other, from `y(row)` on.
     ///
     /// # Safety
     /// The weights have these rows, and the elements of y belong to the caller.
     #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers: 9 against 19 GB/s")]
     unsafe fn add<S: Simd, const C: usize, const R: usize>(&self, s: S, y: impl Fn(usize) -> *mut f32) {
-        let Self { x: rows, w, first, depth } = *self;
+        let Self { x: rows, w, first, apart, depth } = *self;
         assert!(rows.len() >= R * depth, "rows of a block");
         s.enter(
             #[inline(always)]
@@ -336,7 +340,7 @@ impl<W: Weights> Block<'_, W> {
                     let mut factors = [unsafe { w.factors(s, 1.0, first, strip) }; C];
                     for (c, factors) in factors.iter_mut().enumerate().skip(1) {
                         // SAFETY: as above.
-                        *factors = unsafe { w.factors(s, 1.0, first + c, strip) };
+                        *factors = unsafe { w.factors(s, 1.0, first + c * apart, strip) };
                     }
                     for at in (strip..whole.min(strip.saturating_add(W::STRIP))).step_by(S::LANES) {
                         let block = (at - strip) / BLOCK;
@@ -348,9 +352,10 @@ impl<W: Weights> Block<'_, W> {
                             }
                             for c in 0..C {
                                 if at % W::LINE == 0 {
-                                    s.fetch(w.address(first + ahead::<W>(SIDE) + c, at));
+                                    s.fetch(w.address(first + ahead::<W>(SIDE) + c * apart, at));
                                 }
-                                let weights = W::times(s, w.raw(s, first + c, at), &factors[c], block);
+                                let weights =
+                                    W::times(s, w.raw(s, first + c * apart, at), &factors[c], block);
                                 for r in 0..R {
                                     sums[r][c] = s.fma(x[r], weights, sums[r][c]);
                                 }
@@ -361,7 +366,7 @@ impl<W: Weights> Block<'_, W> {
                 // Not even zeros are added where there is no rest: a vector of them lies outside the last row.
                 for c in 0..if whole < depth { C } else { 0 } {
                     // SAFETY: the weights have these rows.
-                    let weights = unsafe { w.part(s, first + c, whole, depth - whole) };
+                    let weights = unsafe { w.part(s, first + c * apart, whole, depth - whole) };
                     for r in 0..R {
                         let x = load_or(s, &rows[r * depth..][whole..depth], 0.0);
                         sums[r][c] = s.fma(x, weights, sums[r][c]);
@@ -371,7 +376,7 @@ impl<W: Weights> Block<'_, W> {
                 for (r, totals) in totals.iter().enumerate() {
                     for (c, total) in totals.iter().enumerate() {
                         // SAFETY: the caller's promise.
-                        unsafe { *y(r).add(c) += total };
+                        unsafe { *y(r).add(c * apart) += total };
                     }
                 }
             },
