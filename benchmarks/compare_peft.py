@@ -3,12 +3,14 @@
     pip install -r benchmarks/requirements.txt
     cargo build --release
     python benchmarks/compare_peft.py [--size small] [--batch 4] [--seq 512] [--rounds 3] [--compile]
-        [--targets all-linear --rank 16] [--masked 0.67] [--precision bf16]
+        [--targets all-linear --rank 16] [--masked 0.67] [--precision bf16] [--limit]
 
 Both sides train from random FP16 weights in F32 arithmetic with the same data, rank, clip and optimizer. With
 --precision bf16 engraft is given the same option; PEFT's base is BF16 and its step runs under autocast.
 A round runs one side after the other, each in a process of its own; speed is the median step after the
-first, memory the peak resident set of the process.
+first, memory the peak resident set of the process. With --limit a round also times PyTorch's matrix products alone
+(MKL, oneDNN): their rate over the operations of a token, 4 for each weight of a product and those of causal attention, is
+the speed to which engraft's best step is held.
 """
 
 import argparse
@@ -44,7 +46,8 @@ def engraft(a, base, rows, output):
     text, peak = run(command)
     events = [json.loads(line) for line in text.splitlines()]
     steps = [event for event in events if event["event"] == "step"]
-    return {"tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps[1:]), "peak_bytes": peak,
+    speeds = [step["tokens_per_s"] for step in steps[1:]]
+    return {"tokens_per_s": statistics.median(speeds), "best_tokens_per_s": max(speeds), "peak_bytes": peak,
             "losses": [step["loss"] for step in steps]}
 
 
@@ -56,6 +59,14 @@ def peft(a, base, rows, compiled):
     command += ["--compile"] if compiled else []
     command += ["--checkpointing"] if "--recompute" in a.engraft else []
     return json.loads(run(command)[0].splitlines()[-1])
+
+
+def operations(base, seq):
+    """Operations of a token of a training that needs no gradient of the base."""
+    config = json.loads((pathlib.Path(base) / "config.json").read_text(encoding="utf-8"))
+    layers, width, vocab = (config[name] for name in ["n_layer", "n_embd", "vocab_size"])
+    # Two products with each matrix; of attention two forward and five backward, half of (seq, seq) each.
+    return 4 * (12 * layers * width**2 + vocab * width) + 7 * layers * seq * width
 
 
 def main():
@@ -73,6 +84,7 @@ def main():
     p.add_argument("--steps", type=int, default=4)
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--compile", action="store_true", help="torch.compile as a third side")
+    p.add_argument("--limit", action="store_true", help="engraft's share of what matrix products alone allow")
     p.add_argument("engraft", nargs="*", help="further options for engraft, after --")
     a = p.parse_args()
 
@@ -88,6 +100,7 @@ def main():
                 ids = [draw.randrange(50257) for _ in range(a.seq)]
                 masked = int(a.masked * a.seq)
                 file.write(json.dumps({"input_ids": ids, "labels": [-100] * masked + ids[masked:]}) + "\n")
+        limits = []
         sides = {"engraft": [], "peft": []} | ({"peft compiled": []} if a.compile else {})
         for round_ in range(a.rounds):
             for side, results in sides.items():
@@ -96,6 +109,10 @@ def main():
                 results.append(result)
                 print(f"round {round_}: {side}: {result['tokens_per_s']:.0f} tokens/s, "
                       f"{result['peak_bytes'] / 2**30:.2f} GiB", flush=True)
+            if a.limit:
+                rate = 1e9 * float(run([sys.executable, HERE / "matmul_rate.py", "--dtype", a.precision])[0])
+                limits.append(rate / operations(base, a.seq))
+                print(f"round {round_}: limit: {limits[-1]:.0f} tokens/s at {rate / 1e9:.0f} GFLOP/s", flush=True)
     print(f"\n{platform.machine()}, {os.cpu_count()} CPUs; {a.size}, {a.method}, {a.targets}, rank {a.rank}, {a.precision}, "
           f"{a.batch} x {a.seq}, {a.masked:.0%} masked, median of {a.rounds}")
     ours = sides["engraft"]
@@ -106,6 +123,9 @@ def main():
         memories = statistics.median(o["peak_bytes"] / r["peak_bytes"] for o, r in zip(ours, results))
         print(f"{side:14} {speed:7.0f} tokens/s {memory / 2**30:6.2f} GiB   engraft: {speeds:.2f} x its speed, "
               f"{memories:.2f} x its memory; first loss {results[0]['losses'][0]:.5f}")
+    if limits:
+        shares = statistics.median(o["best_tokens_per_s"] / limit for o, limit in zip(ours, limits))
+        print(f"limit          {statistics.median(limits):7.0f} tokens/s              engraft: {shares:.0%} of it in its best step")
 
 
 if __name__ == "__main__":

@@ -205,9 +205,9 @@ fn interleaved(low: __m512, high: __m512) -> __m512 {
         }
         order
     };
-    // SAFETY: 64 bytes each, in which every pattern means something.
-    let (order, values): (__m512i, __m512i) =
-        unsafe { (std::mem::transmute(ORDER), std::mem::transmute(paired(low, high))) };
+    // SAFETY: 2 LANES numbers of 16 bits are a vector.
+    let order = unsafe { _mm512_loadu_si512(ORDER.as_ptr().cast()) };
+    let values = _mm512_castps_si512(paired(low, high));
     _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, values))
 }
 
