@@ -4,8 +4,8 @@
 //!
 //! Every version of a frozen product is compared with sums in f64 first and then timed in turn with the others, so
 //! that a busy machine slows all of them; a line gives the best of ROUNDS [default: 7] in GFLOP/s or GB/s, because other
-//! work on the machine can only slow it, and the share of the roof, the best of the same rounds. NAME leaves only the lines that contain it. Products of
-//! BF16 pairs are there on CPUs where `--precision bf16` makes them.
+//! work on the machine can only slow it, and the share of the roof, the best of the same rounds. NAME leaves only the
+//! lines that contain it. Products of BF16 pairs are there on CPUs where `--precision bf16` makes them.
 
 use std::{env, hint::black_box, process::ExitCode, time::Instant};
 

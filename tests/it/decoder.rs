@@ -238,7 +238,7 @@ fn forked_sequences_do_not_see_each_other() {
 fn a_base_laid_out_for_many_samples_says_the_same() {
     let random = random_base(Sizes { heads: 2, width: 32, inner: 96, ..LONG }, "gelu_new");
     let base = &random.base;
-    assert!(Arc::ptr_eq(base, &base.for_generation(1, 30)), "the copy takes as long as 20 tokens save");
+    assert!(Arc::ptr_eq(base, &base.for_generation(1, 30)), "few tokens are not worth a copy");
     assert!(!Arc::ptr_eq(base, &base.for_generation(1, 300)), "many tokens of one sample are worth a copy");
     let laid_out = base.for_generation(30, 100);
     let ids = row(2, 130, 0, LONG.vocab).ids;

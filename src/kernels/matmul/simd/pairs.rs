@@ -225,9 +225,11 @@ unsafe fn pack_columns<W: Weights>(s: Avx512, weights: W, place: Place, panel: &
         let columns = (width - group).min(COLUMNS).next_multiple_of(LANES);
         for step in (0..depth).step_by(2 * LANES) {
             let mut square = [_mm512_setzero_ps(); LANES];
-            for row in 0..LANES.min(width - start) {
-                // The same place in the next LANES rows.
-                s.fetch(weights.address(outer + start + row + LANES, inner + step));
+            if step.is_multiple_of(W::LINE) {
+                for row in 0..LANES.min(width - start) {
+                    // The same place in the next LANES rows.
+                    s.fetch(weights.address(outer + start + row + LANES, inner + step));
+                }
             }
             for (i, vector) in square.iter_mut().enumerate().take(width - start) {
                 let part = |step: usize| match depth.saturating_sub(step) {
