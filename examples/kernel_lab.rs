@@ -192,13 +192,26 @@ fn others(only: &str, at: Level, level: Level, rounds: usize) {
     let qkv = numbers(3 * n * c);
     let starts = vec![0u32; n];
     let (mut out, mut lse) = (vec![0f32; n * c], vec![0f32; b * h * t]);
-    let shape = Shape { batch: b, queries: t, past: 0, heads: h, width: d, prefix: 0 };
+    let shape =
+        Shape { batch: b, queries: t, past: 0, heads: h, width: d, prefix: 0, arithmetic: Arithmetic::F32 };
     let scale = 0.125;
     let packed = attention::packed(qkv.as_slice().into(), t, c);
     let starts: View = starts.as_slice().into();
+    let mut arithmetics = vec![(Arithmetic::F32, "", Roof::Operations(level))];
+    if bf16() {
+        arithmetics.push((Arithmetic::Bf16, ", bf16", Roof::Pairs));
+    }
     attention::forward(packed, None, starts, scale, shape, (&mut out[..]).into(), (&mut lse[..]).into());
     let (seen_out, seen_lse, dout) = (out.clone(), lse.clone(), numbers(n * c));
-    let mut d_qkv = vec![0f32; 3 * n * c];
+    let seen = Seen {
+        qkv: qkv.as_slice().into(),
+        prefix: None,
+        starts,
+        out: seen_out.as_slice().into(),
+        lse: seen_lse.as_slice().into(),
+    };
+    let mut written: Vec<_> =
+        arithmetics.iter().map(|_| (out.clone(), lse.clone(), vec![0f32; 3 * n * c])).collect();
     let wide = numbers(4 * n * c);
     let mut activated = vec![0f32; 4 * n * c];
     let x = numbers(n * c);
@@ -207,45 +220,28 @@ fn others(only: &str, at: Level, level: Level, rounds: usize) {
     let mut lines = Vec::new();
     // Half of the (t, t) products are needed: 2 forward and 5 backward, of 2 d operations each.
     let half = (b * h * t * t / 2 * 2 * d) as f64;
-    lines.push(Line {
-        name: format!("attention forward 4 x 512, {at:?}"),
-        work: 2.0 * half,
-        roof: Roof::Operations(level),
-        run: Box::new(|| {
-            attention::forward(
-                packed,
-                None,
-                starts,
-                scale,
-                shape,
-                (&mut out[..]).into(),
-                (&mut lse[..]).into(),
-            );
-        }),
-    });
-    let seen = Seen {
-        qkv: qkv.as_slice().into(),
-        prefix: None,
-        starts,
-        out: seen_out.as_slice().into(),
-        lse: seen_lse.as_slice().into(),
-    };
-    lines.push(Line {
-        name: format!("attention backward 4 x 512, {at:?}"),
-        work: 5.0 * half,
-        roof: Roof::Operations(level),
-        run: Box::new(|| {
-            let d_qkv = (&mut d_qkv[..]).into();
-            attention::backward(
-                dout.as_slice().into(),
-                seen,
-                scale,
-                shape,
-                d_qkv,
-                (&mut [][..] as &mut [f32]).into(),
-            );
-        }),
-    });
+    let dout = &dout;
+    for ((arithmetic, kept, roof), (out, lse, d_qkv)) in arithmetics.into_iter().zip(&mut written) {
+        let shape = Shape { arithmetic, ..shape };
+        lines.push(Line {
+            name: format!("attention forward 4 x 512, {at:?}{kept}"),
+            work: 2.0 * half,
+            roof,
+            run: Box::new(move || {
+                let (out, lse) = ((&mut out[..]).into(), (&mut lse[..]).into());
+                attention::forward(packed, None, starts, scale, shape, out, lse);
+            }),
+        });
+        lines.push(Line {
+            name: format!("attention backward 4 x 512, {at:?}{kept}"),
+            work: 5.0 * half,
+            roof,
+            run: Box::new(move || {
+                let (d_qkv, nothing): (ViewMut, &mut [f32]) = ((&mut d_qkv[..]).into(), &mut []);
+                attention::backward(dout.as_slice().into(), seen, scale, shape, d_qkv, nothing.into());
+            }),
+        });
+    }
     lines.push(Line {
         name: format!("GELU 2048 x 3072, {at:?}"),
         work: 8.0 * wide.len() as f64,

@@ -16,7 +16,7 @@ use engraft::{
         embed,
         head_loss::{self, Supervised},
         layernorm,
-        matmul::{self, Matrix, Start},
+        matmul::{self, Arithmetic, Matrix, Start},
     },
 };
 use engraft_adapters::rng;
@@ -265,7 +265,8 @@ fn attentions(on: On, width: usize) -> Result<Outputs> {
     let starts = Buffer::on(on.device, &starts)?;
     let mut outputs = Vec::new();
     for p in [0, 5] {
-        let shape = Shape { batch, queries: t, past: 0, heads, width, prefix: p };
+        let shape =
+            Shape { batch, queries: t, past: 0, heads, width, prefix: p, arithmetic: Arithmetic::F32 };
         let (qkv, dout) = (on.activations(1, batch * t * 3 * c)?, on.activations(2, batch * t * c)?);
         let (pk, pv) = (on.activations(3, p * c)?, on.activations(4, p * c)?);
         let prefix = (p > 0).then(|| Prefix { k: dense_heads(pk.view(), c), v: dense_heads(pv.view(), c) });
@@ -307,7 +308,7 @@ fn decoding(on: On) -> Result<Outputs> {
     let prefix = Some(Prefix { k: dense_heads(pk.view(), c), v: dense_heads(pv.view(), c) });
     let [k, v] = caches.each_ref().map(|cache| Heads { data: cache.view(), row: c, batch: capacity * c });
     let query = Heads { data: q.view(), row: c, batch: c };
-    let shape = Shape { batch, queries: 1, past, heads, width, prefix: p };
+    let shape = Shape { batch, queries: 1, past, heads, width, prefix: p, arithmetic: Arithmetic::F32 };
     let (mut out, mut lse) = (on.room(batch * c)?, on.zeros(F32, batch * heads)?);
     let operands = (query, k, v);
     attention::forward(operands, prefix, starts.view(), 0.4, shape, out.view_mut(), lse.view_mut());

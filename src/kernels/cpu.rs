@@ -97,7 +97,7 @@ static BF16: AtomicU8 = AtomicU8::new(0);
 pub fn bf16() -> bool {
     let known = match BF16.load(Relaxed) {
         0 => {
-            let found = best_bf16();
+            let found = best_bf16() || insisted();
             BF16.store(1 + u8::from(found), Relaxed);
             found
         }
@@ -117,6 +117,14 @@ fn best_bf16() -> bool {
 fn best_bf16() -> bool {
     false
 }
+
+#[cfg(not(test))]
+fn insisted() -> bool {
+    false
+}
+
+#[cfg(test)]
+use tests::insisted;
 
 /// Has [`bf16`] say yes on any CPU with AVX-512, whatever it tells of itself. For tests and measurements.
 ///
@@ -364,6 +372,31 @@ mod tests {
         let wanted = env::var(LEVEL).ok();
         let level = Level::ALL.into_iter().find(|level| wanted == Some(format!("{level:?}")));
         level.unwrap_or(Level::Avx512)
+    }
+
+    const PAIRS: &str = "Bf16";
+
+    /// Whether this run of the tests uses BF16 products, whatever the CPU tells of itself.
+    pub(super) fn insisted() -> bool {
+        env::var(LEVEL).is_ok_and(|wanted| wanted == PAIRS)
+    }
+
+    /// CPUs may execute the instructions without telling of them, or be slow at them; that is no reason not to test
+    /// kernels. One that lacks them ends the process.
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn kernels_of_bf16_are_right_where_they_are_not_used() {
+        use std::os::unix::process::ExitStatusExt;
+        const UNKNOWN_INSTRUCTION: i32 = 4;
+        if env::var_os(LEVEL).is_some() || level() != Level::Avx512 {
+            return;
+        }
+        let mut tests = Command::new(env::current_exe().unwrap());
+        let output = tests.arg("of_bf16_match").env(LEVEL, PAIRS).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        let unknown = output.status.signal() == Some(UNKNOWN_INSTRUCTION);
+        let right = output.status.success() && text.contains("test result: ok. 2 passed");
+        assert!(unknown || right, "{text}");
     }
 
     /// The level is one for the whole process, so the kernels' tests run again in others.

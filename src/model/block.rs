@@ -117,6 +117,7 @@ impl<'a> Block<'a> {
             heads: self.config.heads,
             width: self.config.head_width(),
             prefix: self.prompt.map_or(0, |(_, p)| p),
+            arithmetic: self.weights.c_attn.weight.arithmetic,
         }
     }
 

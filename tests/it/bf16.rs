@@ -1,7 +1,7 @@
-//! `--precision bf16` on a CPU: products against plain loops over rounded factors, and a training beside F32.
+//! `--precision bf16` on a CPU: a training beside F32, and what is said of it. Its kernels have their own tests.
 //!
 //! CPUs may execute the instructions without telling of them, and engraft uses them only where they are fast. So
-//! the tests run in a process of their own that insists on them, and may die of it where there are none.
+//! the training runs in a process of its own that insists on them, and may die of it where there are none.
 
 use std::{env, os::unix::process::ExitStatusExt, path::Path, process::Command, sync::Arc};
 
@@ -11,14 +11,13 @@ use engraft::{
         arena::Arenas,
         cpu::{Level, bf16 as fast_bf16, force_bf16, level},
         device::{DType, Device},
-        matmul::{Arithmetic, Matrix, Start, frozen_nn, frozen_nt},
+        matmul::Arithmetic,
     },
     model::{Base, BaseSource, Policy},
     optim::{AdamWOptions, OptimizerKind},
     train::{Trainer, TrainerOptions},
 };
 use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, rng};
-use half::{bf16, f16};
 
 use crate::cli_support::Sandbox;
 
@@ -36,11 +35,6 @@ fn insist(test: &str) {
     const UNKNOWN_INSTRUCTION: i32 = 4;
     let unknown = output.status.signal() == Some(UNKNOWN_INSTRUCTION);
     assert!(unknown || (output.status.success() && text.contains("1 passed")), "{text}");
-}
-
-#[test]
-fn products_match_plain_loops_over_rounded_factors() {
-    insist("products");
 }
 
 #[test]
@@ -65,54 +59,6 @@ fn a_cpu_without_fast_products_says_that_it_computes_in_f32() {
         sandbox.engraft(&line).succeeds().stderr().contains("computes in f32 on this CPU")
     };
     assert_eq!((told("bf16"), told("f32")), (!fast_bf16(), false));
-}
-
-fn numbers(seed: u64, count: usize) -> Vec<f32> {
-    (0..count as u64).map(|at| rng::uniform(seed, at) * 2.0 - 1.0).collect()
-}
-
-#[test]
-#[ignore = "insists on instructions that the CPU may lack"]
-fn products() {
-    // SAFETY: a CPU without them ends this process, which another one watches.
-    unsafe { force_bf16() };
-    // Beyond the few rows that stay in F32; odd depths, widths that are no vectors, several panels.
-    for (n, rows, cols) in [(25, 1, 1), (33, 17, 401), (40, 800, 270), (27, 1601, 49), (64, 768, 192)] {
-        let weights: Vec<f16> = numbers(1, rows * cols).into_iter().map(f16::from_f32).collect();
-        let matrix =
-            Matrix { arithmetic: Arithmetic::Bf16, ..Matrix::halves(weights.as_slice().into(), rows, cols) };
-        let weight = |i: usize, j: usize| bf16::from_f32(weights[i * cols + j].to_f32()).to_f64();
-        let rounded = |x: &[f32]| -> Vec<f64> { x.iter().map(|&x| bf16::from_f32(x).to_f64()).collect() };
-
-        let (x, residual) = (numbers(2, n * rows), numbers(3, n * cols));
-        let bias: Vec<f16> = numbers(4, cols).into_iter().map(f16::from_f32).collect();
-        let mut y = vec![f32::NAN; n * cols];
-        let start = Start::Residual(residual.as_slice().into(), bias.as_slice().into());
-        frozen_nn(x.as_slice().into(), matrix, start, y.as_mut_slice().into(), n);
-        let x = rounded(&x);
-        near(&y, (cols, rows), |row, j| {
-            let sum: f64 = (0..rows).map(|i| x[row * rows + i] * weight(i, j)).sum();
-            sum + f64::from(residual[row * cols + j]) + bias[j].to_f64()
-        });
-
-        let dy = numbers(5, n * cols);
-        let mut dx = vec![0.5f32; n * rows];
-        frozen_nt(dy.as_slice().into(), matrix, Start::Keep, dx.as_mut_slice().into(), n);
-        let dy = rounded(&dy);
-        near(&dx, (rows, cols), |row, i| {
-            0.5 + (0..cols).map(|j| dy[row * cols + j] * weight(i, j)).sum::<f64>()
-        });
-    }
-}
-
-/// Elements of `y (n, columns)`, sums of `depth` products below 1, against `exact(row, column)` to FP32's rounding:
-/// that of the factors, 2^-9 each, would be far larger.
-fn near(y: &[f32], (columns, depth): (usize, usize), exact: impl Fn(usize, usize) -> f64) {
-    for (at, &y) in y.iter().enumerate().step_by(1 + y.len() / 3000) {
-        let exact = exact(at / columns, at % columns);
-        let error = (f64::from(y) - exact).abs();
-        assert!(error < 2e-6 + 2e-7 * depth as f64, "element {at} is off by {error} of {exact}");
-    }
 }
 
 fn embedded(activations: DType) -> Base {

@@ -7,7 +7,7 @@ use engraft::kernels::{
     activation::{self, Activation},
     attention::{self, Seen, Shape},
     cpu::{Level, limit_level, vectors},
-    matmul::{Matrix, Start, frozen_nn, frozen_nt},
+    matmul::{Arithmetic, Matrix, Start, frozen_nn, frozen_nt},
 };
 use engraft_adapters::rng;
 use half::f16;
@@ -80,7 +80,8 @@ fn ratios() {
     let c = h * d;
     let (qkv, dout, starts) = (numbers(3 * t * c), numbers(t * c), vec![0u32; t]);
     let (mut out, mut lse, mut d_qkv) = (vec![0f32; t * c], vec![0f32; h * t], vec![0f32; 3 * t * c]);
-    let shape = Shape { batch: 1, queries: t, past: 0, heads: h, width: d, prefix: 0 };
+    let shape =
+        Shape { batch: 1, queries: t, past: 0, heads: h, width: d, prefix: 0, arithmetic: Arithmetic::F32 };
     let packed = attention::packed(qkv.as_slice().into(), t, c);
     check("attention forward", &mut || {
         let to = ((&mut out[..]).into(), (&mut lse[..]).into());

@@ -46,7 +46,7 @@ struct RawShape {
 }
 
 fn raw_shape(shape: Shape, scale: f32) -> Argument {
-    let Shape { batch, queries, past, heads, width, prefix } = shape;
+    let Shape { batch, queries, past, heads, width, prefix, .. } = shape;
     let [batch, queries, past, heads, width, prefix] =
         [batch, queries, past, heads, width, prefix].map(|size| i32::try_from(size).unwrap_or(-1));
     Argument::structure(RawShape { batch, queries, past, heads, width, prefix, scale })

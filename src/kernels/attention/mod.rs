@@ -6,7 +6,10 @@
 //! rebuilds the probabilities tile by tile (Dao et al. 2022). Hidden keys are left out by selection,
 //! never by a large negative number.
 
-use super::device::{Device, View, ViewMut};
+use super::{
+    device::{Device, View, ViewMut},
+    matmul::Arithmetic,
+};
 
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -34,7 +37,7 @@ pub struct Heads<'a> {
     pub batch: usize,
 }
 
-/// Sizes of an attention call.
+/// Sizes and arithmetic of an attention call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
     /// Rows b.
@@ -49,6 +52,8 @@ pub struct Shape {
     pub width: usize,
     /// Prefix rows p.
     pub prefix: usize,
+    /// What a CPU computes the products of vectors and weights in; all else is FP32.
+    pub arithmetic: Arithmetic,
 }
 
 /// Keys and values of a prefix, `(p, h, d)` each.

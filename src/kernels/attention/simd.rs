@@ -18,6 +18,8 @@ use crate::kernels::{
 };
 
 mod backward;
+#[cfg(target_arch = "x86_64")]
+mod pairs;
 
 pub use self::backward::backward_head;
 
@@ -31,13 +33,50 @@ pub fn fits<S: Simd>(_: S, width: usize, queries: usize) -> bool {
 
 /// Floats of scratch a task uses for `keys` columns, prefix included, and heads of `width`.
 pub fn scratch(keys: usize, width: usize) -> usize {
-    2 * row(keys) * (width + backward::BLOCK)
+    let most = backward::scratch(row(keys), width);
+    #[cfg(target_arch = "x86_64")]
+    let most = most.max(pairs::scratch(row(keys), width));
+    most
 }
 
 /// Distance between rows of scores, in floats: an odd number of cache lines. A column of them is read too, and with a
 /// power of two between its elements they would all fight for the same places of the first-level cache.
 fn row(columns: usize) -> usize {
     LINE * (columns.div_ceil(LINE) | 1)
+}
+
+/// What a float of a product's factors is: a number, or a pair of BF16 values, see [`pairs`].
+trait Kind: Copy {
+    /// Steps of a product that a float stands for.
+    const STEPS: usize;
+
+    /// Computes `rows` rows of a tile.
+    ///
+    /// # Safety
+    /// As [`Tile::rows`].
+    unsafe fn run(self, tile: &Tile, rows: usize);
+}
+
+/// Floats that are numbers.
+#[derive(Clone, Copy)]
+struct Floats<S>(S);
+
+impl<S: Simd> Kind for Floats<S> {
+    const STEPS: usize = 1;
+
+    #[inline(always)]
+    unsafe fn run(self, tile: &Tile, rows: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { tile.rows(self.0, rows) }
+    }
+}
+
+/// Vectors that weights mix: `depth` of them, `row` apart, for weights from column `at` on.
+struct Stretch<'a> {
+    vectors: &'a [f32],
+    row: usize,
+    at: usize,
+    depth: usize,
 }
 
 /// One head of one row of the batch.
@@ -140,17 +179,18 @@ impl<'a> Task<'a> {
     ///
     /// # Safety
     /// `left` points at the group's vectors, `left_row` apart.
-    unsafe fn products<S: Simd>(
+    unsafe fn products<S: Simd, K: Kind>(
         &self,
-        s: S,
+        (_, kind): (S, K),
         group: &Group,
         (left, left_row): (*const f32, usize),
         panel: &[f32],
         scale: f32,
         scores: &mut [f32],
     ) {
-        let (p, width, columns, row) = (self.shape.prefix, self.shape.width, self.columns(), self.row());
-        assert!(scores.len() >= group.rows * row && panel.len() >= width * row, "room for scores");
+        let (p, depth, columns, row) =
+            (self.shape.prefix, self.shape.width / K::STEPS, self.columns(), self.row());
+        assert!(scores.len() >= group.rows * row && panel.len() >= depth * row, "room for scores");
         let hidden = p..p + group.tokens.start;
         for at in (0..p + group.tokens.end).step_by(S::COLUMNS) {
             if hidden.start <= at && at + S::COLUMNS <= hidden.end {
@@ -162,9 +202,9 @@ impl<'a> Task<'a> {
                 x: left,
                 x_row: left_row,
                 x_step: 1,
-                panel: panel[at * width..].as_ptr(),
+                panel: panel[at * depth..].as_ptr(),
                 panel_row: S::COLUMNS.min(columns - at).next_multiple_of(S::LANES),
-                depth: width,
+                depth,
                 y: scores[at..].as_mut_ptr(),
                 y_row: row,
                 columns: count,
@@ -172,36 +212,52 @@ impl<'a> Task<'a> {
                 scale,
             };
             // SAFETY: the caller's promise, and the sizes checked above.
-            unsafe { tile.rows(s, group.rows) }
+            unsafe { kind.run(&tile, group.rows) }
         }
     }
 
-    /// `y (rows, width) = weights values` over prefix and visible tokens of a group.
+    /// What a group mixes: vectors of the prefix and of visible tokens.
+    fn seen_of<'v>(&self, group: &Group, prefix: Option<Head<'v>>, tokens: Head<'v>) -> [Stretch<'v>; 2] {
+        let (p, Range { start, end }) = (self.shape.prefix, group.tokens.clone());
+        let prefix = prefix.filter(|_| p > 0).unwrap_or(Head { data: &[], row: 0 });
+        [
+            Stretch { vectors: prefix.data, row: prefix.row, at: 0, depth: p },
+            Stretch {
+                vectors: &tokens.data[start * tokens.row..],
+                row: tokens.row,
+                at: p + start,
+                depth: end - start,
+            },
+        ]
+    }
+
+    /// `y (rows, width) = weights vectors` over stretches, the last of which is not empty.
     ///
     /// # Safety
     /// y is the caller's, rows `y_row` apart; `weights` holds the group's rows.
-    unsafe fn mix<S: Simd>(
+    unsafe fn mix<S: Simd, K: Kind>(
         &self,
-        s: S,
+        (_, kind): (S, K),
         group: &Group,
         weights: &[f32],
-        (prefix, tokens): (Option<Head>, Head),
+        stretches: &[Stretch; 2],
         (y, y_row): (*mut f32, usize),
     ) {
-        let (p, row) = (self.shape.prefix, self.row());
-        assert!(weights.len() >= (group.rows - 1) * row + p + group.tokens.end, "weights of a group");
+        let row = self.row();
         for column in (0..self.shape.width).step_by(S::COLUMNS) {
-            let part = |from: Head, at: usize, (token, depth): (usize, usize), begin: Begin| {
-                let vectors = &from.data[token * from.row + column..];
-                let columns = S::COLUMNS.min(self.shape.width - column);
-                assert!(vectors.len() >= (depth - 1) * from.row + columns, "vectors of all tokens");
+            let columns = S::COLUMNS.min(self.shape.width - column);
+            let mut begin = Begin::Zero;
+            for part in stretches.iter().filter(|part| part.depth > 0) {
+                let vectors = &part.vectors[column..];
+                assert!(vectors.len() >= (part.depth - 1) * part.row + columns, "vectors of all tokens");
+                assert!(weights.len() >= (group.rows - 1) * row + part.at + part.depth, "weights of a group");
                 let tile = Tile {
-                    x: weights[at..].as_ptr(),
+                    x: weights[part.at..].as_ptr(),
                     x_row: row,
                     x_step: 1,
                     panel: vectors.as_ptr(),
-                    panel_row: from.row,
-                    depth,
+                    panel_row: part.row,
+                    depth: part.depth,
                     y: y.wrapping_add(column),
                     y_row,
                     columns,
@@ -209,14 +265,9 @@ impl<'a> Task<'a> {
                     scale: 1.0,
                 };
                 // SAFETY: the caller's promise, and the sizes checked above.
-                unsafe { tile.rows(s, group.rows) }
-            };
-            let mut begin = Begin::Zero;
-            if let Some(prefix) = prefix.filter(|_| p > 0) {
-                part(prefix, 0, (0, p), begin);
+                unsafe { kind.run(&tile, group.rows) }
                 begin = Begin::Keep;
             }
-            part(tokens, p + group.tokens.start, (group.tokens.start, group.tokens.len()), begin);
         }
     }
 }
@@ -240,6 +291,13 @@ pub fn forward<S: Simd>(
         // SAFETY: this head of lse belongs to this task.
         let lse = unsafe { lse.range(index * t, t) };
         let to = |query: usize| (out.at((b * t + query) * c + head * width), c);
+        #[cfg(target_arch = "x86_64")]
+        if pairs::fits(&shape) {
+            return with_scratch(pairs::scratch_forward(task.row(), width), |scratch| {
+                // SAFETY: the CPU has the instructions, and this head's columns of out belong to this task.
+                unsafe { pairs::forward_head(&task, scratch, &to, lse) }
+            });
+        }
         with_scratch(task.row() * (width + ROWS), |scratch| {
             s.enter(
                 #[inline(always)]
@@ -269,26 +327,42 @@ unsafe fn forward_head<S: Simd>(
             let group = task.group(first, ROWS.min(task.shape.queries - first));
             let mut factors = [0.0; ROWS];
             task.fetch(s, &group, &[task.q, task.v]);
-            task.products(s, &group, (task.q.from(first), task.q.row), panel, task.scale, scores);
+            task.products(
+                (s, Floats(s)),
+                &group,
+                (task.q.from(first), task.q.row),
+                panel,
+                task.scale,
+                scores,
+            );
             for row in 0..group.rows {
                 let seen = task.seen(first + row);
                 let scores = &mut scores[row * task.row()..][..p + group.tokens.end];
                 hide(scores, (p + group.tokens.start, &seen));
                 (lse[first + row], factors[row]) = powers(s, scores, p, seen);
             }
-            let target = to(first);
-            task.mix(s, &group, scores, (task.prefix.map(|p| p.1), task.v), target);
-            for (row, &factor) in factors.iter().enumerate().take(group.rows) {
-                // SAFETY: a row of the task's output, which nobody else uses.
-                let out = std::slice::from_raw_parts_mut(target.0.add(row * target.1), task.shape.width);
-                replace(
-                    s,
-                    out,
-                    #[inline(always)]
-                    |x| s.mul(x, s.splat(factor)),
-                );
-            }
+            let values = task.seen_of(&group, task.prefix.map(|p| p.1), task.v);
+            task.mix((s, Floats(s)), &group, scores, &values, to(first));
+            normalise(s, to(first), task.shape.width, &factors[..group.rows]);
         }
+    }
+}
+
+/// Multiplies each row of a group's output by its factor.
+///
+/// # Safety
+/// The output is the caller's.
+#[inline(always)]
+unsafe fn normalise<S: Simd>(s: S, (to, to_row): (*mut f32, usize), width: usize, factors: &[f32]) {
+    for (row, &factor) in factors.iter().enumerate() {
+        // SAFETY: the caller's promise.
+        let out = unsafe { std::slice::from_raw_parts_mut(to.add(row * to_row), width) };
+        replace(
+            s,
+            out,
+            #[inline(always)]
+            |x| s.mul(x, s.splat(factor)),
+        );
     }
 }
 

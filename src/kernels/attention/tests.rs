@@ -1,8 +1,10 @@
 //! Central differences of the REFERENCE twin, then the CPU side against it: heads, batch, packed
 //! documents, prefix, a cache, odd sizes and more than one tile.
 
+use half::bf16;
+
 use super::*;
-use crate::kernels::testing::*;
+use crate::kernels::{cpu, testing::*};
 
 #[test]
 fn reference_backward_is_central_differences() {
@@ -23,8 +25,21 @@ fn columns(data: &[f32], row: usize, at: usize, width: usize) -> Vec<f64> {
 }
 
 fn check(batch: usize, t: usize, heads: usize, width: usize, p: usize, starts: &[u32]) {
+    check_in(Arithmetic::F32, (batch, t, heads, width, p), starts);
+}
+
+fn check_in(
+    arithmetic: Arithmetic,
+    (batch, t, heads, width, p): (usize, usize, usize, usize, usize),
+    starts: &[u32],
+) {
     let c = heads * width;
-    let shape = Shape { batch, queries: t, past: 0, heads, width, prefix: p };
+    let shape = Shape { batch, queries: t, past: 0, heads, width, prefix: p, arithmetic };
+    // In BF16 these are exact, and probabilities and gradients of scores are off by 2^-9 of themselves at most.
+    let (numbers, off): (fn(u64, usize) -> Vec<f32>, _) = match arithmetic {
+        Arithmetic::F32 => (numbers, [3e-6, 1e-5, 2e-5]),
+        Arithmetic::Bf16 => (rounded, [4e-3; 3]),
+    };
     let qkv = numbers(1, batch * t * 3 * c);
     let (pk, pv, dout) = (numbers(2, p * c), numbers(3, p * c), numbers(4, batch * t * c));
     let rows = |data| Heads { data, row: c, batch: 0 };
@@ -57,13 +72,13 @@ fn check(batch: usize, t: usize, heads: usize, width: usize, p: usize, starts: &
             let (expected, _) = reference::forward(&q, &k, &v, starts, scale, s);
             let found: Vec<f32> =
                 (0..t).flat_map(|i| out[(b * t + i) * c + at..][..width].to_vec()).collect();
-            assert_close(&found, &expected, 3e-6, "out");
+            assert_close(&found, &expected, off[0], "out");
             let (dq, dk, dv) = reference::backward(&d, &q, &k, &v, starts, scale, s);
             for (part, gradient) in [(0, &dq[..]), (1, &dk[p * width..]), (2, &dv[p * width..])] {
                 let found: Vec<f32> = (0..t)
                     .flat_map(|i| d_qkv[(b * t + i) * 3 * c + part * c + at..][..width].to_vec())
                     .collect();
-                assert_close(&found, gradient, 1e-5, ["dq", "dk", "dv"][part]);
+                assert_close(&found, gradient, off[1], ["dq", "dk", "dv"][part]);
             }
             for (part, gradient) in [(0, &dk), (1, &dv)] {
                 for i in 0..p {
@@ -74,7 +89,7 @@ fn check(batch: usize, t: usize, heads: usize, width: usize, p: usize, starts: &
             }
         }
     }
-    assert_close(&summed, &expected_sum, 2e-5, "prefix gradient");
+    assert_close(&summed, &expected_sum, off[2], "prefix gradient");
 }
 
 #[test]
@@ -87,6 +102,44 @@ fn cpu_matches_reference() {
     let starts: Vec<u32> = (0..42).map(|i| [0, 0, 0, 3, 3, 9, 9, 11][i % 21 / 3]).collect();
     check(2, 21, 2, 16, 5, &starts);
     check(1, 75, 2, 48, 0, &[0; 75]);
+}
+
+/// As [`numbers`], rounded to BF16.
+fn rounded(seed: u64, len: usize) -> Vec<f32> {
+    numbers(seed, len).into_iter().map(|x| bf16::from_f32(x).to_f32()).collect()
+}
+
+/// Whether BF16 changes the output of a small call.
+fn differs() -> bool {
+    let (t, c) = (8, 32);
+    let qkv = numbers(1, t * 3 * c);
+    let run = |arithmetic: Arithmetic| {
+        let shape = Shape { batch: 1, queries: t, past: 0, heads: 1, width: c, prefix: 0, arithmetic };
+        let (mut out, mut lse) = (vec![0f32; t * c], vec![0f32; t]);
+        let to = (out.as_mut_slice().into(), lse.as_mut_slice().into());
+        forward(packed(qkv[..].into(), t, c), None, [0u32; 8][..].into(), 0.3, shape, to.0, to.1);
+        out
+    };
+    run(Arithmetic::F32) != run(Arithmetic::Bf16)
+}
+
+/// Groups and blocks that are not full, odd numbers of queries and keys; pairs of both prefix and tokens, and of hidden and
+/// visible ones.
+#[test]
+fn products_of_bf16_match_reference() {
+    let all = |t: usize| vec![0; t];
+    check_in(Arithmetic::Bf16, (1, 6, 1, 32, 0), &all(6));
+    check_in(Arithmetic::Bf16, (2, 21, 3, 32, 5), &all(42));
+    check_in(Arithmetic::Bf16, (1, 75, 2, 96, 4), &all(75));
+    assert!(differs() == cpu::bf16(), "BF16 was used");
+    let documents: Vec<u32> = (0..151).map(|i| [0, 0, 0, 45, 46, 75, 75, 120][i / 20]).collect();
+    for p in [0, 1, 4, 21] {
+        check_in(Arithmetic::Bf16, (1, 151, 1, 64, p), &documents);
+    }
+    let short: Vec<u32> = (0..60)
+        .map(|i| [0, 1, 2, 2, 2, 5, 6, 6, 6, 6, 6, 6, 6, 12, 12, 12, 12, 17, 17, 17][i % 20])
+        .collect();
+    check_in(Arithmetic::Bf16, (3, 20, 2, 64, 3), &short);
 }
 
 #[test]
@@ -104,7 +157,8 @@ fn cached((t, heads, width, p): (usize, usize, usize, usize), first: usize) {
     let parts = packed(qkv[..].into(), t, c);
     let run = |first: usize| {
         let queries = t - first;
-        let shape = Shape { batch: 1, queries, past: first, heads, width, prefix: p };
+        let shape =
+            Shape { batch: 1, queries, past: first, heads, width, prefix: p, arithmetic: Arithmetic::F32 };
         let (mut out, mut lse) = (vec![0f32; queries * c], vec![0f32; heads * queries]);
         let q = Heads { data: View::from(&qkv[first * 3 * c..]), ..parts.0 };
         let starts = vec![0u32; queries];
@@ -120,7 +174,8 @@ fn cached((t, heads, width, p): (usize, usize, usize, usize), first: usize) {
 fn large_scores_do_not_overflow() {
     let (t, c) = (3, 4);
     let qkv: Vec<f32> = numbers(1, t * 3 * c).iter().map(|x| x * 300.0).collect();
-    let shape = Shape { batch: 1, queries: t, past: 0, heads: 1, width: c, prefix: 0 };
+    let shape =
+        Shape { batch: 1, queries: t, past: 0, heads: 1, width: c, prefix: 0, arithmetic: Arithmetic::F32 };
     let (mut out, mut lse) = (vec![0f32; t * c], vec![0f32; t]);
     let (out_view, lse_view) = (out.as_mut_slice().into(), lse.as_mut_slice().into());
     let starts = [0u32; 3];

@@ -6,6 +6,7 @@ use half::f16;
 
 use super::{matrix::STRIP, *};
 use crate::kernels::{
+    cpu::bf16,
     device::{DType, Frozen},
     q8,
     testing::{assert_close, halves, numbers, with_threads},
@@ -50,6 +51,46 @@ fn frozen_products_match_plain_loops() {
         let product = plain(&dy, &weights, (n, cols, rows), true);
         let expected: Vec<f64> = before.iter().zip(product).map(|(a, b)| a + b).collect();
         assert_close(&dx, &expected, 2e-5, "nt");
+    }
+}
+
+/// Against sums in f64 of rounded factors: rounding them, 2^-9 each, would be far beyond the bound. More rows than the few
+/// that stay in FP32; odd depths, widths that are no vectors, several panels.
+#[test]
+fn products_of_bf16_match_sums_over_rounded_factors() {
+    if !bf16() {
+        return; // they are those of FP32
+    }
+    let rounded = |x: f32| half::bf16::from_f32(x).to_f64();
+    for (n, rows, cols) in [(25, 1, 1), (33, 17, 401), (40, 800, 270), (27, 1601, 49), (64, 768, 192)] {
+        let weights = halves(1, rows * cols);
+        let matrix =
+            Matrix { arithmetic: Arithmetic::Bf16, ..Matrix::halves(weights.as_slice().into(), rows, cols) };
+        let weight = |i: usize, j: usize| rounded(weights[i * cols + j].to_f32());
+        let check = |y: &[f32], (columns, depth): (usize, usize), exact: &dyn Fn(usize, usize) -> f64| {
+            for (at, &y) in y.iter().enumerate().step_by(1 + y.len() / 3000) {
+                let exact = exact(at / columns, at % columns);
+                let error = (f64::from(y) - exact).abs();
+                assert!(error < 2e-6 + 2e-7 * depth as f64, "element {at} is off by {error} of {exact}");
+            }
+        };
+
+        let (bias, residual) = (halves(2, cols), numbers(3, n * cols));
+        let x = numbers(4, n * rows);
+        let mut y = vec![f32::NAN; n * cols];
+        let start = Start::Residual(residual.as_slice().into(), bias.as_slice().into());
+        frozen_nn(x.as_slice().into(), matrix, start, y.as_mut_slice().into(), n);
+        check(&y, (cols, rows), &|row, j| {
+            let sum: f64 = (0..rows).map(|i| rounded(x[row * rows + i]) * weight(i, j)).sum();
+            sum + f64::from(residual[row * cols + j]) + bias[j].to_f64()
+        });
+
+        let dy = numbers(5, n * cols);
+        let mut dx = vec![0.5f32; n * rows];
+        frozen_nt(dy.as_slice().into(), matrix, Start::Keep, dx.as_mut_slice().into(), n);
+        check(&dx, (rows, cols), &|row, i| {
+            0.5 + (0..cols).map(|j| rounded(dy[row * cols + j]) * weight(i, j)).sum::<f64>()
+        });
     }
 }
 

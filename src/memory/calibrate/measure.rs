@@ -18,7 +18,7 @@ use crate::kernels::{
     attention::{self, Seen, Shape},
     device::{View, ViewMut},
     layernorm::{self, Norm},
-    matmul::{self, Matrix, Start},
+    matmul::{self, Arithmetic, Matrix, Start},
 };
 
 /// A measurement is not repeated once this many seconds have gone by, and no product is begun that should
@@ -155,7 +155,7 @@ fn affordable(rows: usize, least: usize, weights: usize, flops: f64) -> usize {
 
 fn attention(sizes: &Sizes) -> Both {
     let (queries, heads, width) = sizes.attention;
-    let shape = Shape { batch: 1, queries, past: 0, heads, width, prefix: 0 };
+    let shape = Shape { batch: 1, queries, past: 0, heads, width, prefix: 0, arithmetic: Arithmetic::F32 };
     let c = heads * width;
     let scale = 1.0 / (width as f32).sqrt();
     let qkv = values(queries * 3 * c);

@@ -1,6 +1,8 @@
 //! The backward of one head: probabilities are made again from scores, a block of groups at a time.
 
-use super::{Group, Task, hide, scratch};
+use std::ops::Range;
+
+use super::{Floats, Group, Kind, Task, hide};
 use crate::kernels::{
     attention::{
         Seen, Shape,
@@ -17,6 +19,11 @@ use crate::kernels::{
 /// Queries of a block.
 pub const BLOCK: usize = 12 * ROWS;
 
+/// Floats of scratch a task uses for rows of scores of `row`.
+pub fn scratch(row: usize, width: usize) -> usize {
+    2 * row * (width + BLOCK)
+}
+
 /// Adds the gradients of one head to where they go.
 pub fn backward_head<S: Simd>(s: S, dout: &[f32], seen: Seen, scale: f32, shape: &Shape, to: &Gradients) {
     let (t, c) = (shape.queries, shape.heads * shape.width);
@@ -26,24 +33,40 @@ pub fn backward_head<S: Simd>(s: S, dout: &[f32], seen: Seen, scale: f32, shape:
     let first = b * t * c + h * shape.width;
     let (dout, out) = (Head::of(dout, first, c), Head::of(seen.out.host(), first, c));
     let lse = &seen.lse.host::<f32>()[(b * shape.heads + h) * t..][..t];
-    with_scratch(scratch(task.columns(), shape.width), |scratch| {
+    let head = Backward { task, dout, out, lse, to };
+    #[cfg(target_arch = "x86_64")]
+    if super::pairs::fits(shape) {
+        return with_scratch(super::pairs::scratch(head.task.row(), shape.width), |scratch| {
+            // SAFETY: the CPU has the instructions, and all gradients of `to` are this task's.
+            unsafe { head.run_pairs(scratch) }
+        });
+    }
+    with_scratch(scratch(head.task.row(), shape.width), |scratch| {
         s.enter(
             #[inline(always)]
-            // SAFETY: all gradients of `to` are this task's.
-            || unsafe { Backward { task, dout, out, lse, to }.run(s, scratch) },
+            // SAFETY: as above.
+            || unsafe { head.run(s, scratch) },
         );
     });
 }
 
 /// The backward of one head.
-struct Backward<'a> {
-    task: Task<'a>,
+pub struct Backward<'a> {
+    pub(super) task: Task<'a>,
     /// Gradient of the output.
-    dout: Head<'a>,
+    pub(super) dout: Head<'a>,
     /// The output.
-    out: Head<'a>,
-    lse: &'a [f32],
-    to: &'a Gradients<'a>,
+    pub(super) out: Head<'a>,
+    pub(super) lse: &'a [f32],
+    pub(super) to: &'a Gradients<'a>,
+}
+
+/// Weights that a block of queries gives to columns, and the vectors it gives, `row` apart: queries, or gradients of the
+/// output.
+pub struct Given<'a> {
+    pub(super) weights: &'a [f32],
+    pub(super) vectors: &'a [f32],
+    pub(super) row: usize,
 }
 
 impl Backward<'_> {
@@ -55,7 +78,8 @@ impl Backward<'_> {
         let (keys, rest) = scratch.split_at_mut(row * task.shape.width);
         let (values, rest) = rest.split_at_mut(row * task.shape.width);
         let (probabilities, d_scores) = rest.split_at_mut(row * BLOCK);
-        // SAFETY: the caller's promise.
+        let kind = (s, Floats(s));
+        // SAFETY: the caller's promise; q and dout hold the rows of all groups.
         unsafe {
             task.turn(s, task.prefix.map(|p| p.0), task.k, keys);
             task.turn(s, task.prefix.map(|p| p.1), task.v, values);
@@ -65,43 +89,45 @@ impl Backward<'_> {
                     let group = task.group(first + at, ROWS.min(block.rows - at));
                     let (p, d) = (&mut probabilities[at * row..], &mut d_scores[at * row..]);
                     task.fetch(s, &group, &[task.q, self.dout, self.out]);
-                    self.scores(s, &group, &block, (keys, values), p, d);
+                    let left = (task.q.from(group.first), task.q.row);
+                    let d_left = (self.dout.from(group.first), self.dout.row);
+                    task.products(kind, &group, left, keys, task.scale, p);
+                    task.products(kind, &group, d_left, values, 1.0, d);
+                    let zeros = task.shape.prefix + block.tokens.start;
+                    self.scores(s, &group, zeros..task.shape.prefix + block.tokens.end, p, d);
                     let target = ((self.to.d_at)(0, group.first), self.to.row);
-                    task.mix(s, &group, d, (task.prefix.map(|p| p.0), task.k), target);
+                    let keys = task.seen_of(&group, task.prefix.map(|p| p.0), task.k);
+                    task.mix(kind, &group, d, &keys, target);
                 }
-                self.add(s, &block, (probabilities, d_scores));
+                let given = [(&*d_scores, task.q), (&*probabilities, self.dout)].map(|(weights, from)| {
+                    Given { weights, vectors: &from.data[first * from.row..], row: from.row }
+                });
+                self.add(kind, &block, given);
             }
         }
     }
 
-    /// Probabilities and `ds = scale p (dp - delta)` of a group, zeros in whatever else of the block's columns.
+    /// From a group's scores and `dp` to probabilities and `ds = scale p (dp - delta)`; zeros in `columns` that a query
+    /// does not see.
     #[inline(always)]
-    fn scores<S: Simd>(
+    pub(super) fn scores<S: Simd>(
         &self,
         s: S,
         group: &Group,
-        block: &Group,
-        (keys, values): (&[f32], &[f32]),
+        columns: Range<usize>,
         probabilities: &mut [f32],
         d_scores: &mut [f32],
     ) {
         let (task, p) = (&self.task, self.task.shape.prefix);
-        let left = (task.q.from(group.first), task.q.row);
-        let d_left = (self.dout.from(group.first), self.dout.row);
-        // SAFETY: q and dout hold the group's rows.
-        unsafe {
-            task.products(s, group, left, keys, task.scale, probabilities);
-            task.products(s, group, d_left, values, 1.0, d_scores);
-        }
         for row in 0..group.rows {
             let query = group.first + row;
             let seen = task.seen(query);
             let delta =
                 dot(s, self.dout.vector(query, task.shape.width), self.out.vector(query, task.shape.width));
-            let columns = row * task.row()..row * task.row() + p + block.tokens.end;
-            let (p_row, d_row) = (&mut probabilities[columns.clone()], &mut d_scores[columns]);
-            hide(p_row, (p + block.tokens.start, &seen));
-            hide(d_row, (p + block.tokens.start, &seen));
+            let all = row * task.row()..row * task.row() + columns.end;
+            let (p_row, d_row) = (&mut probabilities[all.clone()], &mut d_scores[all]);
+            hide(p_row, (columns.start, &seen));
+            hide(d_row, (columns.start, &seen));
             for range in [0..p, seen] {
                 gradient(
                     s,
@@ -113,28 +139,27 @@ impl Backward<'_> {
         }
     }
 
-    /// `dK += ds^T Q`, `dV += P^T do` for all columns that a block sees.
+    /// `dK += ds^T Q`, `dV += P^T do` for all columns that a block sees, from what it gives to keys and to values.
     ///
     /// # Safety
     /// As [`Backward::run`].
-    unsafe fn add<S: Simd>(&self, s: S, block: &Group, (probabilities, d_scores): (&[f32], &[f32])) {
+    pub(super) unsafe fn add<S: Simd, K: Kind>(&self, kind: (S, K), block: &Group, given: [Given; 2]) {
         let (task, p) = (&self.task, self.task.shape.prefix);
         for at in (0..p).step_by(ROWS) {
-            let rows = ROWS.min(p - at);
-            for (part, weights, from) in [(0, d_scores, task.q), (1, probabilities, self.dout)] {
+            for (part, given) in given.iter().enumerate() {
                 let target = ((self.to.prefix_at)(part, at), task.shape.heads * task.shape.width);
                 // SAFETY: the caller's promise.
-                unsafe { self.add_rows(s, (block, 0), (at, rows), weights, from, target) }
+                unsafe { self.add_rows(kind, (block, 0), (at, ROWS.min(p - at)), given, target) }
             }
         }
         for token in block.tokens.clone().step_by(ROWS) {
             let rows = ROWS.min(block.tokens.end - token);
             // Queries before these tokens do not see them.
             let before = token.saturating_sub(task.shape.past + block.first) / ROWS * ROWS;
-            for (part, weights, from) in [(1, d_scores, task.q), (2, probabilities, self.dout)] {
-                let target = ((self.to.d_at)(part, token), self.to.row);
+            for (part, given) in given.iter().enumerate() {
+                let target = ((self.to.d_at)(1 + part, token), self.to.row);
                 // SAFETY: the caller's promise.
-                unsafe { self.add_rows(s, (block, before), (p + token, rows), weights, from, target) }
+                unsafe { self.add_rows(kind, (block, before), (p + token, rows), given, target) }
             }
         }
     }
@@ -144,28 +169,29 @@ impl Backward<'_> {
     ///
     /// # Safety
     /// As [`Backward::run`].
-    unsafe fn add_rows<S: Simd>(
+    unsafe fn add_rows<S: Simd, K: Kind>(
         &self,
-        s: S,
+        (_, kind): (S, K),
         (block, before): (&Group, usize),
         (column, rows): (usize, usize),
-        weights: &[f32],
-        from: Head,
+        given: &Given,
         (y, y_row): (*mut f32, usize),
     ) {
+        const { assert!(ROWS.is_multiple_of(K::STEPS), "whole steps before a group") };
         let (row, width) = (self.task.row(), self.task.shape.width);
-        assert!(weights.len() >= block.rows * row && column + rows <= row, "weights of a block");
+        let (before, steps) = (before / K::STEPS, block.rows.div_ceil(K::STEPS));
+        assert!(given.weights.len() >= steps * row && column + rows <= row, "weights of a block");
         for start in (0..width).step_by(S::COLUMNS) {
             let columns = S::COLUMNS.min(width - start);
-            let vectors = &from.data[(block.first + before) * from.row + start..];
-            assert!(vectors.len() >= (block.rows - before - 1) * from.row + columns, "vectors of a block");
+            let vectors = &given.vectors[before * given.row + start..];
+            assert!(vectors.len() >= (steps - before - 1) * given.row + columns, "vectors of a block");
             let tile = Tile {
-                x: weights[before * row + column..].as_ptr(),
+                x: given.weights[before * row + column..].as_ptr(),
                 x_row: 1,
                 x_step: row,
                 panel: vectors.as_ptr(),
-                panel_row: from.row,
-                depth: block.rows - before,
+                panel_row: given.row,
+                depth: steps - before,
                 y: y.wrapping_add(start),
                 y_row,
                 columns,
@@ -173,7 +199,7 @@ impl Backward<'_> {
                 scale: 1.0,
             };
             // SAFETY: the caller's promise, and the sizes checked above.
-            unsafe { tile.rows(s, rows) }
+            unsafe { kind.run(&tile, rows) }
         }
     }
 }

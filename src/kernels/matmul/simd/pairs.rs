@@ -13,7 +13,7 @@ use crate::kernels::{
     simd::{
         Simd,
         avx512::Avx512,
-        load_or, store,
+        pairs::{interleaved, paired, round},
         tile::{ROWS, Tile},
     },
     tasks::{bands, each, parts},
@@ -121,33 +121,6 @@ unsafe fn tiles(
     }
 }
 
-/// Two vectors of floats as 32 BF16 values one after another: 16 pairs.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-fn paired(low: __m512, high: __m512) -> __m512 {
-    // SAFETY: both are 64 bytes in which every pattern means something.
-    unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(high, low)) }
-}
-
-/// Rounds a row to pairs; a last one without a partner gets 0.
-#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-fn round(s: Avx512, row: &[f32], to: &mut [f32]) {
-    let mut vectors = row.chunks_exact(2 * LANES);
-    let (whole, rest) = to.split_at_mut(row.len() / 2 / LANES * LANES);
-    for (from, to) in vectors.by_ref().zip(whole.chunks_exact_mut(LANES)) {
-        // SAFETY: both have these elements.
-        unsafe {
-            let from = from.as_ptr();
-            s.store(to.as_mut_ptr(), paired(s.load(from), s.load(from.add(LANES))));
-        }
-    }
-    let left = vectors.remainder();
-    if !left.is_empty() {
-        let (low, high) = left.split_at(LANES.min(left.len()));
-        store(s, &mut rest[..left.len().div_ceil(2)], paired(load_or(s, low, 0.0), load_or(s, high, 0.0)));
-    }
-}
-
 /// Rounds `V[inner .., outer ..]` into groups of COLUMNS columns, `(depth / 2, columns)` pairs each.
 ///
 /// # Safety
@@ -189,26 +162,6 @@ unsafe fn pack_rows<W: Weights>(s: Avx512, weights: W, place: Place, panel: &mut
             }
         }
     }
-}
-
-/// Pair i is value i of `low` and value i of `high`, rounded.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-fn interleaved(low: __m512, high: __m512) -> __m512 {
-    const ORDER: [u16; 2 * LANES] = {
-        let mut order = [0; 2 * LANES];
-        let mut i = 0;
-        while i < LANES {
-            order[2 * i] = i as u16;
-            order[2 * i + 1] = (LANES + i) as u16;
-            i += 1;
-        }
-        order
-    };
-    // SAFETY: 2 LANES numbers of 16 bits are a vector.
-    let order = unsafe { _mm512_loadu_si512(ORDER.as_ptr().cast()) };
-    let values = _mm512_castps_si512(paired(low, high));
-    _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, values))
 }
 
 /// The same of the transpose: column `outer + j` of the panel is row `outer + j` of the weights.
