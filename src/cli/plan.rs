@@ -11,14 +11,14 @@ use super::{
     layers,
     open::{self, Compute},
     resolve, table, train,
-    values::{BaseDtype, DeviceName},
+    values::{BaseDtype, DeviceName, Precision},
     write_json, write_note, write_out,
 };
 use crate::{
     data::{DataOptions, Dataset, Split, Tokenizer},
     embedded,
     error::Result,
-    kernels::device::Device,
+    kernels::{device::Device, matmul::Arithmetic},
     memory::plan::Target,
     model::{BaseDType, Config, base::check_weights, sizes, weights},
     train::{self as run, AdapterOptions, DataSource, Draft, RunOptions},
@@ -33,16 +33,21 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     let environment = Environment::read()?;
     let cache = environment.cache().ok().map(Path::to_owned);
     // A plan needs no device: it is made for the one that was named, or for what is here.
-    let target = match args.device {
-        Some(DeviceName::Cuda(_)) => Target::Cuda,
-        Some(DeviceName::Cpu) => run::cpu(),
-        Some(DeviceName::Auto) | None => here(),
+    open::threads(args.threads)?;
+    let cpu = match args.device {
+        Some(DeviceName::Cuda(_)) => false,
+        Some(DeviceName::Cpu) => true,
+        Some(DeviceName::Auto) | None => Device::best().is_host(),
+    };
+    let target = match (cpu, args.precision) {
+        (false, _) => Target::Cuda,
+        (true, Some(Precision::Bf16)) => run::cpu(Arithmetic::Bf16),
+        (true, _) => run::cpu(Arithmetic::F32),
     };
     let base_dtype = args.base_dtype.map_or(BaseDType::F16, BaseDtype::kept);
     // Before anything else is said.
     check_weights(target != Target::Cuda, base_dtype)?;
     let options = resolve::run_options(&args, Compute::CPU.machine(), cache)?;
-    open::threads(args.threads)?;
     let base = open_sizes(&args, &environment)?;
     let set = adapter(&options, &base)?;
     let prefix = set.prefix.as_ref().map_or(0, |prefix| prefix.length);
@@ -68,12 +73,6 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     } else {
         write_out(&table::whole(&choice))
     }
-}
-
-/// What `--device auto` computes on.
-fn here() -> Target {
-    let device = Device::best();
-    if device.is_host() { run::cpu() } else { Target::Cuda }
 }
 
 /// Sizes of a base, with its tokenizer where there is one.

@@ -2,7 +2,10 @@
 
 use std::{
     cell::RefCell,
-    sync::atomic::{AtomicU8, Ordering::Relaxed},
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU8, Ordering::Relaxed},
+    },
 };
 
 use half::{f16, slice::HalfFloatSliceExt};
@@ -207,24 +210,39 @@ thread_local! {
     static SCRATCH: RefCell<Vec<Vec<Line>>> = const { RefCell::new(Vec::new()) };
 }
 
+static SHARED: Mutex<Vec<Vec<Line>>> = Mutex::new(Vec::new());
+
 /// Lends `len` floats of per-thread memory with arbitrary content, the first on a cache line; nests.
 ///
 /// A few MB a thread that stay for the life of the process; the sizes follow from the tile constants
 /// of the ops, not from the model.
 pub fn with_scratch<R>(len: usize, body: impl FnOnce(&mut [f32]) -> R) -> R {
     let mut memory = SCRATCH.with(|pool| pool.borrow_mut().pop()).unwrap_or_default();
+    let result = body(grown(&mut memory, len));
+    SCRATCH.with(|pool| pool.borrow_mut().push(memory));
+    result
+}
+
+/// The same of the process's memory, for what the tasks of an op share.
+pub fn with_shared_scratch<R>(len: usize, body: impl FnOnce(&mut [f32]) -> R) -> R {
+    // Not held meanwhile: a thread that waits for its tasks may take up another op.
+    let mut memory = SHARED.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default();
+    let result = body(grown(&mut memory, len));
+    SHARED.lock().unwrap_or_else(PoisonError::into_inner).push(memory);
+    result
+}
+
+/// `len` floats of memory that is made anew where it is smaller.
+fn grown(memory: &mut Vec<Line>, len: usize) -> &mut [f32] {
     let lines = len.div_ceil(LINE);
     if memory.len() < lines {
         // Exactly as much as planned, and never the old and the new memory together.
-        memory = Vec::new();
+        *memory = Vec::new();
         memory.reserve_exact(lines);
         memory.resize(lines, Line([0.0; LINE]));
     }
     // SAFETY: lines are LINE floats each, without anything between them.
-    let floats = unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast::<f32>(), len) };
-    let result = body(floats);
-    SCRATCH.with(|pool| pool.borrow_mut().push(memory));
-    result
+    unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast::<f32>(), len) }
 }
 
 /// Widens FP16 to FP32, exactly, so that every CPU gives the same bits.

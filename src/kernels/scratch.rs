@@ -1,7 +1,10 @@
 //! How much memory the CPU sides of the ops take beside their buffers: tiles in per-thread scratch, and
 //! what `gemm` packs its operands into. A memory plan counts it; a test holds it against the allocator.
 
-use super::{adapted_linear, attention, cpu, matmul};
+use super::{
+    adapted_linear, attention, cpu,
+    matmul::{self, Arithmetic},
+};
 
 /// What scratch depends on.
 #[derive(Debug, Clone, Copy)]
@@ -22,8 +25,8 @@ pub struct Needs {
     pub dropout: bool,
 }
 
-/// Bytes for a pool of `threads`.
-pub fn bytes(needs: Needs, threads: usize) -> usize {
+/// Bytes for a pool of `threads`, with what its tasks share in `arithmetic`.
+pub fn bytes(needs: Needs, threads: usize, arithmetic: Arithmetic) -> usize {
     let widest = needs.inner.max(3 * needs.width);
     let ops = [
         matmul::scratch(needs.rows),
@@ -32,5 +35,6 @@ pub fn bytes(needs: Needs, threads: usize) -> usize {
     ];
     let tiles = ops.iter().map(|op| op.0).max().unwrap_or(0);
     let packed = ops.iter().map(|op| op.1).max().unwrap_or(0);
-    threads * (4 * (tiles.next_multiple_of(cpu::LINE) + packed) + cpu::slab())
+    let shared = 4 * matmul::shared(needs.rows, arithmetic).next_multiple_of(cpu::LINE);
+    threads * (4 * (tiles.next_multiple_of(cpu::LINE) + packed) + cpu::slab()) + shared
 }

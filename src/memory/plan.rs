@@ -15,6 +15,7 @@ use crate::{
     kernels::{
         arena::{Place, TableRow},
         device::DType,
+        matmul::Arithmetic,
         scratch,
     },
     model::{BaseDType, Config, Policy},
@@ -29,6 +30,8 @@ pub enum Target {
     Cpu {
         /// Threads of the pool.
         threads: usize,
+        /// What frozen products and attention are computed in.
+        arithmetic: Arithmetic,
     },
     /// A CUDA device, whose memory is planned; what stays on the host is listed beside it.
     Cuda,
@@ -422,9 +425,9 @@ fn around(job: &Job, setting: Setting) -> Vec<Row> {
         },
     ];
     match job.target {
-        Target::Cpu { threads } => {
+        Target::Cpu { threads, arithmetic } => {
             let needs = trainer_options(job, setting).needs(job.config, job.set);
-            let bytes = scratch::bytes(needs, threads) as u64;
+            let bytes = scratch::bytes(needs, threads, arithmetic) as u64;
             rows.push(Row {
                 resident: from_the_first_pass(bytes),
                 ..plain("scratch", "tiles and packing of all threads", bytes, home, "op")

@@ -6,7 +6,7 @@ use engraft_adapters::{AdapterSpec, LoraSpec, PrefixSpec};
 
 use super::{calibrate::Rates, choose::*, plan::*, *};
 use crate::{
-    kernels::{arena::Place, device::DType},
+    kernels::{arena::Place, device::DType, matmul::Arithmetic},
     model::{BaseDType, Config, Policy, Recompute},
     optim::OptimizerKind,
 };
@@ -31,7 +31,7 @@ fn job<'a>(config: &'a Config, set: &'a AdapterSet, batch: usize) -> Job<'a> {
         set,
         batch,
         seq_len: 1024,
-        target: Target::Cpu { threads: 2 },
+        target: Target::Cpu { threads: 2, arithmetic: Arithmetic::F32 },
         program: 50 << 20,
         rows_on_heap: 0,
         streamable: true,

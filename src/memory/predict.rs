@@ -147,7 +147,7 @@ fn head(job: &Job, n: usize, rows: usize, rates: &Rates) -> f64 {
 /// that compute.
 fn moved(job: &Job, setting: Setting, n: usize, rates: &Rates) -> f64 {
     let threads = match job.target {
-        Target::Cpu { threads } => threads.max(1) as f64,
+        Target::Cpu { threads, .. } => threads.max(1) as f64,
         Target::Cuda => 1.0,
     };
     let parts = BaseBytes::of(job.config, job.base_dtype);

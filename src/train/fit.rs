@@ -17,6 +17,7 @@ use crate::{
     kernels::{
         arena::{Arenas, Place},
         device::DType,
+        matmul::Arithmetic,
     },
     memory::{
         budget::{self, Limit},
@@ -44,7 +45,7 @@ pub(super) fn job<'a>(options: &RunOptions, base: &'a Base, prepared: &'a Prepar
         set: &prepared.set,
         batch: options.batch,
         seq_len: prepared.longest(),
-        target: if base.device.is_host() { cpu() } else { Target::Cuda },
+        target: if base.device.is_host() { cpu(base.weights.wte.arithmetic) } else { Target::Cuda },
         program: budget::program(),
         rows_on_heap: if held { 0 } else { rows_on_heap },
         streamable: base.source != BaseSource::Embedded && base.device.is_host(),
@@ -74,9 +75,9 @@ fn check_wish(wish: Wish, target: Target) -> Result<()> {
     }
 }
 
-/// The pool of this process.
-pub fn cpu() -> Target {
-    Target::Cpu { threads: rayon::current_num_threads() }
+/// The pool of this process, computing in `arithmetic`.
+pub fn cpu(arithmetic: Arithmetic) -> Target {
+    Target::Cpu { threads: rayon::current_num_threads(), arithmetic }
 }
 
 /// A run that is only planned: no weights, perhaps no data.

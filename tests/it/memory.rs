@@ -1,6 +1,7 @@
 //! The memory engine by its program: plans without weights, refusals, what is planned against what is
 //! counted, everything together against nothing at all.
 
+use engraft::kernels::cpu::bf16 as fast_bf16;
 use serde_json::Value;
 
 use crate::cli_support::{Finished, SMALL, Sandbox, names};
@@ -28,6 +29,23 @@ fn a_plan_needs_neither_weights_nor_network_nor_device() {
     let text = sandbox.engraft("plan --base openai-community/gpt2-medium --memory 2GiB").succeeds().stdout();
     assert!(text.contains("peak ") && text.contains("of 2.00GiB") && text.contains("--recompute"), "{text}");
     assert!(!names(sandbox.path("").as_path()).contains(&"runs".to_owned()), "planning leaves no run");
+}
+
+#[test]
+fn a_plan_is_for_the_threads_and_the_precision_that_were_asked_for() {
+    let sandbox = Sandbox::new();
+    let scratch = |more: &str| -> u64 {
+        let line = format!("plan --base gpt2 --seq-len 128 --batch 4 --micro-batch 4 --device cpu --json {more}");
+        let plan = only(&sandbox.engraft(&line).succeeds(), "plan");
+        let rows = plan["rows"].as_array().unwrap().iter().filter(|row| row["role"] == "scratch");
+        rows.map(|row| row["bytes"].as_u64().unwrap()).sum()
+    };
+    let one = scratch("--threads 1");
+    assert!(one > 0);
+    assert_eq!(scratch("--threads 3"), 3 * one);
+    // Of each token as many inputs as a panel is deep, of two bytes.
+    let rounded = if fast_bf16() { 4 * 128 * 768 * 2 } else { 0 };
+    assert_eq!(scratch("--threads 1 --precision bf16"), one + rounded);
 }
 
 #[test]

@@ -27,6 +27,11 @@ pub fn scratch(n: usize) -> (usize, usize) {
     cpu::scratch(n)
 }
 
+/// Floats of scratch that the tasks of a product of `n` rows share on a CPU.
+pub fn shared(n: usize, arithmetic: Arithmetic) -> usize {
+    if arithmetic == Arithmetic::Bf16 && super::cpu::bf16() { simd::shared(n) } else { 0 }
+}
+
 /// What stands in the output before a product is added to it.
 #[derive(Clone, Copy)]
 pub enum Start<'a> {

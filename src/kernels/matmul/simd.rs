@@ -28,6 +28,15 @@ mod pairs;
 mod strips;
 mod weights;
 
+#[cfg(target_arch = "x86_64")]
+pub use self::pairs::shared;
+
+/// There are no products of pairs.
+#[cfg(not(target_arch = "x86_64"))]
+pub fn shared(_: usize) -> usize {
+    0
+}
+
 /// Rows of weights that are fetched ahead of their widening: each begins in a page of its own, which the CPU does
 /// not foresee.
 const AHEAD: usize = 6;

@@ -1,14 +1,14 @@
 //! AVX-512 BF16 side of the frozen products: both factors are rounded to BF16, pairs of products are added up in FP32.
 //!
 //! Steps go in pairs: a float of a panel, and of the rows of x beside it, is two BF16 values one after another along
-//! the depth. x is rounded ROWS rows at a time. Sums are in FP32, in the order of [`super::product`] by pairs;
+//! the depth. Sums are in FP32, in the order of [`super::product`] by pairs;
 //! numbers below 2^-126 count as 0.
 
-use std::arch::x86_64::*;
+use std::{arch::x86_64::*, ops::Range};
 
 use super::{AHEAD, Place, Start, begin, check, vector, weights::Weights};
 use crate::kernels::{
-    cpu::{Shared, with_scratch},
+    cpu::{Shared, with_scratch, with_shared_scratch},
     q8::BLOCK,
     simd::{
         Simd,
@@ -27,6 +27,16 @@ const LANES: usize = Avx512::LANES;
 const COLUMNS: usize = Avx512::COLUMNS;
 /// Floats of scratch a task uses: the panel and rounded rows of x.
 pub const SCRATCH: usize = DEPTH / 2 * (WIDTH + LANES + ROWS);
+/// Panels beside one another from which on x is rounded before them all, once for all tasks. Of fewer, each rounds
+/// its rows, ROWS at a time while it waits for nothing: a pass of its own would wait for memory.
+const SHARING: usize = 8;
+/// Rows of x that a task rounds then.
+const ROUNDED: usize = 64;
+
+/// Floats that the tasks of a product of `n` rows share.
+pub fn shared(n: usize) -> usize {
+    n * DEPTH / 2
+}
 
 /// `y (n, outer) = start + x (n, inner) V`, tasks as in [`super::product`]: the weights as they lie, or turned.
 ///
@@ -47,46 +57,73 @@ pub unsafe fn product<W: Weights>(
     let out = Shared::new(y);
     let (tasks, width) = parts(outer, WIDTH);
     let (bands, height) = bands(tasks, n, ROWS);
-    each(tasks * bands, |task| {
-        let (first, from) = (task / bands * width, task % bands * height);
-        let (width, to) = (width.min(outer - first), n.min(from + height));
-        with_scratch(SCRATCH, |scratch| {
-            let (rounded, panel) = scratch.split_at_mut(DEPTH / 2 * ROWS);
-            for k in (0..inner.max(1)).step_by(DEPTH) {
-                let place = Place { inner: k, depth: DEPTH.min(inner - k), outer: first, width };
-                let start = if k == 0 { start } else { Start::Keep };
-                // SAFETY: the caller found the instructions; these rows of the columns of y belong to this task, and
-                // the lengths of x, y and start were checked.
-                unsafe {
-                    if turned {
-                        pack_columns(s, weights, place, panel);
-                    } else {
-                        pack_rows(s, weights, place, panel);
-                    }
-                    for row in (from..to).step_by(ROWS) {
-                        let rows = ROWS.min(to - row);
-                        for (i, to) in rounded.chunks_exact_mut(DEPTH / 2).enumerate().take(rows) {
-                            round(s, &x[(row + i) * inner + k..][..place.depth], to);
-                        }
-                        // Reading it all at once, the rounding would wait for memory: a tenth of a step.
-                        let next = x.as_ptr().wrapping_add((row + ROWS) * inner + k);
-                        tiles(s, (rounded, next, inner), (row, rows), (place, panel), outer, start, out);
-                    }
-                }
+    let sharing = tasks >= SHARING;
+    with_shared_scratch(if sharing { shared(n) } else { 0 }, |all| {
+        for k in (0..inner.max(1)).step_by(DEPTH) {
+            let depth = DEPTH.min(inner - k);
+            if sharing {
+                round_all(s, x, (n, inner), k..k + depth, all);
             }
-        });
+            let all = &*all;
+            each(tasks * bands, |task| {
+                let (first, from) = (task / bands * width, task % bands * height);
+                let (width, to) = (width.min(outer - first), n.min(from + height));
+                let place = Place { inner: k, depth, outer: first, width };
+                let start = if k == 0 { start } else { Start::Keep };
+                with_scratch(SCRATCH, |scratch| {
+                    let (own, panel) = scratch.split_at_mut(DEPTH / 2 * ROWS);
+                    // SAFETY: the caller found the instructions; these rows of the columns of y belong to this task, and
+                    // the lengths of x, y and start were checked.
+                    unsafe {
+                        if turned {
+                            pack_columns(s, weights, place, panel);
+                        } else {
+                            pack_rows(s, weights, place, panel);
+                        }
+                        for row in (from..to).step_by(ROWS) {
+                            let rows = ROWS.min(to - row);
+                            let (rounded, next) = if sharing {
+                                let rounded = &all[row * DEPTH / 2..];
+                                (rounded, (rounded.as_ptr().wrapping_add(ROWS * DEPTH / 2), DEPTH / 2))
+                            } else {
+                                for (i, to) in own.chunks_exact_mut(DEPTH / 2).enumerate().take(rows) {
+                                    round(s, &x[(row + i) * inner + k..][..depth], to);
+                                }
+                                // Reading it all at once, the rounding would wait for memory: a tenth of a step.
+                                (&*own, (x.as_ptr().wrapping_add((row + ROWS) * inner + k), inner))
+                            };
+                            tiles(s, (rounded, next), (row, rows), (place, panel), outer, start, out);
+                        }
+                    }
+                });
+            });
+        }
     });
 }
 
-/// Rows `row .. row + rows` of y in the columns of a panel. The rows from `next` on, `next_row` apart, are those whose turn is
-/// next.
+/// Rounds columns of `x (n, inner)`, rows DEPTH / 2 pairs apart.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+fn round_all(s: Avx512, x: &[f32], (n, inner): (usize, usize), columns: Range<usize>, to: &mut [f32]) {
+    let to = Shared::new(to);
+    each(n.div_ceil(ROUNDED), |task| {
+        for row in task * ROUNDED..n.min((task + 1) * ROUNDED) {
+            // SAFETY: this row belongs to this task; the CPU has the instructions.
+            unsafe {
+                round(s, &x[row * inner..][columns.clone()], to.range(row * DEPTH / 2, DEPTH / 2));
+            }
+        }
+    });
+}
+
+/// Rows `row .. row + rows` of y in the columns of a panel. Rows from the first of `next` on, so far apart, are those whose
+/// turn is next.
 ///
 /// # Safety
 /// As [`product`]; `rounded` are these rows of x, and the columns belong to the caller.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 unsafe fn tiles(
     s: Avx512,
-    (rounded, next, next_row): (&[f32], *const f32, usize),
+    (rounded, (next, next_row)): (&[f32], (*const f32, usize)),
     (row, rows): (usize, usize),
     (place, panel): (Place, &[f32]),
     outer: usize,
