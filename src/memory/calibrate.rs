@@ -1,8 +1,9 @@
 //! How fast this machine is, measured with the real kernels: what predictions of time multiply with.
 //!
 //! Measuring takes about a second and 70 MiB of memory, and then a temporary file of 64 MiB. The result is
-//! kept as `calibration.json` in the cache and measured anew for another CPU, number of threads, vector
-//! level or build of the program, and after a run that was much faster than they said.
+//! kept as `calibration.json` in the cache, for BF16 where it is fast as `calibration-bf16.json`, and measured anew for
+//! another CPU, number of threads, vector level or build of the program, and after a run that was much faster than they
+//! said.
 
 use std::{fs, path::Path, time::UNIX_EPOCH};
 
@@ -10,11 +11,25 @@ use engraft_adapters::atomic;
 use serde::{Deserialize, Serialize};
 
 use self::measure::Sizes;
-use crate::kernels::cpu::{dispatch_level, on_pool};
+use crate::kernels::{
+    cpu::{bf16, dispatch_level, on_pool},
+    matmul::Arithmetic,
+};
 
 mod measure;
 
-const FILE: &str = "calibration.json";
+/// The cached file of an arithmetic.
+fn file(arithmetic: Arithmetic) -> &'static str {
+    match effective(arithmetic) {
+        Arithmetic::F32 => "calibration.json",
+        Arithmetic::Bf16 => "calibration-bf16.json",
+    }
+}
+
+/// What this CPU computes in when it is asked for.
+fn effective(arithmetic: Arithmetic) -> Arithmetic {
+    if bf16() { arithmetic } else { Arithmetic::F32 }
+}
 
 /// Speeds of this machine.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -177,38 +192,40 @@ impl Rates {
         reading: 2e10,
     };
 
-    /// The rates in the cache if they are this machine's, or else newly measured ones, which are then cached.
+    /// The rates of an arithmetic in the cache if they are this machine's, or else newly measured ones, which are then
+    /// cached.
     ///
     /// A cache that is damaged, cannot be written or is not there is no error: rates are measured again.
-    pub fn load_or_measure(cache: Option<&Path>) -> Rates {
-        Self::load_or(cache, &Key::here(), || Self::measure(cache))
+    pub fn load_or_measure(cache: Option<&Path>, arithmetic: Arithmetic) -> Rates {
+        let path = cache.map(|cache| cache.join(file(arithmetic)));
+        Self::load_or(path.as_deref(), &Key::here(), || Self::measure(cache, arithmetic))
     }
 
     /// The rates in the cache, if they are this machine's.
-    pub fn cached(cache: Option<&Path>) -> Option<Rates> {
-        load(&cache?.join(FILE), &Key::here())
+    pub fn cached(cache: Option<&Path>, arithmetic: Arithmetic) -> Option<Rates> {
+        load(&cache?.join(file(arithmetic)), &Key::here())
     }
 
     /// Removes the cached rates, where they have turned out not to be this machine's: it was busy with other work when
     /// they were measured. The next plan measures again.
-    pub fn forget(cache: Option<&Path>) {
+    pub fn forget(cache: Option<&Path>, arithmetic: Arithmetic) {
         if let Some(cache) = cache {
-            let _ = fs::remove_file(cache.join(FILE));
+            let _ = fs::remove_file(cache.join(file(arithmetic)));
         }
     }
 
     /// Measures, whatever is cached; `folder` is where a temporary file may be made.
-    pub fn measure(folder: Option<&Path>) -> Rates {
-        on_pool(|| measure::all(&Sizes::REAL, folder))
+    pub fn measure(folder: Option<&Path>, arithmetic: Arithmetic) -> Rates {
+        on_pool(|| measure::all(&Sizes::REAL, folder, arithmetic))
     }
 
-    fn load_or(cache: Option<&Path>, key: &Key, measure: impl FnOnce() -> Rates) -> Rates {
-        let Some(cache) = cache else { return measure() };
-        if let Some(rates) = load(&cache.join(FILE), key) {
+    fn load_or(path: Option<&Path>, key: &Key, measure: impl FnOnce() -> Rates) -> Rates {
+        let Some(path) = path else { return measure() };
+        if let Some(rates) = load(path, key) {
             return rates;
         }
         let rates = measure();
-        store(cache, Stored { key: key.clone(), rates });
+        store(path, Stored { key: key.clone(), rates });
         rates
     }
 
@@ -239,9 +256,10 @@ fn load(path: &Path, key: &Key) -> Option<Rates> {
 }
 
 /// Tries to keep the rates: without, the next run measures again.
-fn store(cache: &Path, stored: Stored) {
-    if let (Ok(()), Ok(text)) = (fs::create_dir_all(cache), serde_json::to_vec_pretty(&stored)) {
-        let _ = atomic::write(&cache.join(FILE), &text);
+fn store(path: &Path, stored: Stored) {
+    let folder = path.parent().map_or(Ok(()), fs::create_dir_all);
+    if let (Ok(()), Ok(text)) = (folder, serde_json::to_vec_pretty(&stored)) {
+        let _ = atomic::write(path, &text);
     }
 }
 

@@ -97,8 +97,8 @@ impl Base {
         })
     }
 
-    /// The same base on `device`, computing in `activations`. On a CPU BF16 is the arithmetic of the products with frozen
-    /// matrices ([`Arithmetic::Bf16`]); activations stay FP32.
+    /// The same base on `device`, computing in `activations`. On a CPU BF16 is the arithmetic of attention and of the products
+    /// with frozen matrices ([`Arithmetic::Bf16`]); activations stay FP32.
     ///
     /// # Errors
     /// [`Error::Input`] for activations that the device does not compute in or weights that it does not take, and as

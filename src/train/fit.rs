@@ -125,7 +125,9 @@ pub fn draft(options: &RunOptions, draft: Draft) -> Result<Choice> {
         Target::Cpu { .. } => budget::bytes(options.memory, program),
     };
     match draft.target {
-        Target::Cpu { .. } => choose(&job, wish, budget, &Rates::load_or_measure(options.cache.as_deref())),
+        Target::Cpu { arithmetic, .. } => {
+            choose(&job, wish, budget, &Rates::load_or_measure(options.cache.as_deref(), arithmetic))
+        }
         Target::Cuda => choose(&job, wish, budget, &Rates::NOMINAL_GPU).map(unmeasured),
     }
 }
@@ -138,17 +140,17 @@ fn unmeasured(mut choice: Choice) -> Choice {
 
 /// The choice by the speeds of this machine, which are measured only where they decide anything.
 fn by_speed(cache: Option<&Path>, job: &Job, wish: Wish, budget: Option<u64>) -> Result<Choice> {
-    if job.target == Target::Cuda {
+    let Target::Cpu { arithmetic, .. } = job.target else {
         return choose(job, wish, budget, &Rates::NOMINAL_GPU).map(unmeasured);
-    }
-    if let Some(rates) = Rates::cached(cache) {
+    };
+    if let Some(rates) = Rates::cached(cache, arithmetic) {
         return choose(job, wish, budget, &rates);
     }
     let choice = choose(job, wish, budget, &Rates::NOMINAL)?;
     if choice.trades_nothing(wish) {
         return Ok(unmeasured(choice));
     }
-    choose(job, wish, budget, &Rates::load_or_measure(cache))
+    choose(job, wish, budget, &Rates::load_or_measure(cache, arithmetic))
 }
 
 /// What is fixed: by options, and what results depend on by the save that the run goes on from.

@@ -221,7 +221,7 @@ impl Run<'_> {
         self.write_adapter(trainer)?;
         self.evaluate(trainer, reporter)?;
         if self.is_faster_than_planned(fastest) {
-            Rates::forget(self.options.cache.as_deref());
+            Rates::forget(self.options.cache.as_deref(), self.base.weights.wte.arithmetic);
         }
         self.finish(trainer, per_second(tokens, seconds), reporter)
     }

@@ -35,7 +35,8 @@ fn a_plan_needs_neither_weights_nor_network_nor_device() {
 fn a_plan_is_for_the_threads_and_the_precision_that_were_asked_for() {
     let sandbox = Sandbox::new();
     let scratch = |more: &str| -> u64 {
-        let line = format!("plan --base gpt2 --seq-len 128 --batch 4 --micro-batch 4 --device cpu --json {more}");
+        let line =
+            format!("plan --base gpt2 --seq-len 128 --batch 4 --micro-batch 4 --device cpu --json {more}");
         let plan = only(&sandbox.engraft(&line).succeeds(), "plan");
         let rows = plan["rows"].as_array().unwrap().iter().filter(|row| row["role"] == "scratch");
         rows.map(|row| row["bytes"].as_u64().unwrap()).sum()

@@ -154,20 +154,26 @@ impl<'a> Task<'a> {
         prefix + self.starts[query] as usize..prefix + past + query + 1
     }
 
+    /// The vector of a column: prefix, then tokens.
+    #[inline(always)]
+    fn vector<'v>(&self, prefix: Option<Head<'v>>, tokens: Head<'v>, column: usize) -> &'v [f32] {
+        let (p, width) = (self.shape.prefix, self.shape.width);
+        match prefix {
+            Some(prefix) if column < p => prefix.vector(column, width),
+            _ => tokens.vector(column - p, width),
+        }
+    }
+
     /// Turns the vectors of prefix and tokens into a panel `(width, columns)`.
     #[inline(always)]
     fn turn<S: Simd>(&self, s: S, prefix: Option<Head>, tokens: Head, panel: &mut [f32]) {
-        let (p, width) = (self.shape.prefix, self.shape.width);
         pack_turned(
             s,
             panel,
-            (width, self.columns()),
+            (self.shape.width, self.columns()),
             #[inline(always)]
             |column, step, steps| {
-                let vector = match prefix {
-                    Some(prefix) if column < p => prefix.vector(column, width),
-                    _ => tokens.vector(column - p, width),
-                };
+                let vector = self.vector(prefix, tokens, column);
                 // Vectors of one head lie far apart; no CPU sees them coming.
                 s.fetch(vector.as_ptr().wrapping_add(AHEAD * tokens.row + step));
                 load_or(s, &vector[step..][..steps], 0.0)

@@ -44,7 +44,7 @@ pub enum Layout {
 /// Columns of a strip: a cache line of FP16.
 pub const STRIP: usize = 32;
 
-/// How a CPU computes products with a frozen matrix.
+/// How a CPU computes products with a frozen matrix, and attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Arithmetic {
     /// Weights are widened, all else is FP32.

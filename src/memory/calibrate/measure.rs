@@ -93,13 +93,13 @@ fn view_mut(values: &mut [f32]) -> ViewMut<'_> {
     values.into()
 }
 
-pub fn all(sizes: &Sizes, folder: Option<&Path>) -> Rates {
-    let (product_forward, product_backward, head) = products(sizes);
+pub fn all(sizes: &Sizes, folder: Option<&Path>, arithmetic: Arithmetic) -> Rates {
+    let (product_forward, product_backward, head) = products(sizes, arithmetic);
     let (layernorm, activation) = pointwise(sizes);
     Rates {
         product_forward,
         product_backward,
-        attention: attention(sizes),
+        attention: attention(sizes, arithmetic),
         head,
         layernorm,
         activation,
@@ -111,14 +111,17 @@ pub fn all(sizes: &Sizes, folder: Option<&Path>) -> Rates {
 type FrozenProduct = fn(View, Matrix, Start, ViewMut, usize);
 
 /// Forward, backward and head share their operands: 64 MiB at the real sizes.
-fn products(sizes: &Sizes) -> (Product, Product, f64) {
+fn products(sizes: &Sizes, arithmetic: Arithmetic) -> (Product, Product, f64) {
     let (inputs, outputs) = sizes.layer;
     let (head_rows, vocabulary) = sizes.head;
     let weights = halves((inputs * outputs).max(vocabulary * inputs));
     let x = values(sizes.rows.1 * inputs.max(outputs));
     let mut y = values((sizes.rows.1 * inputs.max(outputs)).max(head_rows * vocabulary));
-    let layer = Matrix::halves(View::from(&weights[..inputs * outputs]), inputs, outputs);
-    let head = Matrix::halves(View::from(&weights[..vocabulary * inputs]), vocabulary, inputs);
+    let matrix = |rows: usize, cols: usize| {
+        let halves = Matrix::halves(View::from(&weights[..rows * cols]), rows, cols);
+        Matrix { arithmetic, ..halves }
+    };
+    let (layer, head) = (matrix(inputs, outputs), matrix(vocabulary, inputs));
 
     let mut call = |forward: bool, w: Matrix, rows: usize| {
         let (product, across): (FrozenProduct, _) = if forward {
@@ -153,9 +156,9 @@ fn affordable(rows: usize, least: usize, weights: usize, flops: f64) -> usize {
     rows
 }
 
-fn attention(sizes: &Sizes) -> Both {
+fn attention(sizes: &Sizes, arithmetic: Arithmetic) -> Both {
     let (queries, heads, width) = sizes.attention;
-    let shape = Shape { batch: 1, queries, past: 0, heads, width, prefix: 0, arithmetic: Arithmetic::F32 };
+    let shape = Shape { batch: 1, queries, past: 0, heads, width, prefix: 0, arithmetic };
     let c = heads * width;
     let scale = 1.0 / (width as f32).sqrt();
     let qkv = values(queries * 3 * c);

@@ -37,7 +37,7 @@ fn measured_rates_are_positive_and_finite() {
     let folder = tempfile::tempdir().unwrap();
     let missing = folder.path().join("missing");
     for place in [None, Some(folder.path()), Some(&*missing)] {
-        let rates = measure::all(&TINY, place);
+        let rates = measure::all(&TINY, place, Arithmetic::Bf16);
         assert!(rates.are_usable(), "{rates:?}");
         assert_eq!((rates.product_forward.few.rows, rates.product_forward.many.rows), (8, 32));
     }
@@ -49,7 +49,7 @@ fn measured_rates_are_positive_and_finite() {
 #[test]
 fn rates_come_back_from_the_cache_exactly() {
     let folder = tempfile::tempdir().unwrap();
-    let cache = folder.path().join("deep/cache");
+    let cache = folder.path().join("deep/cache/rates");
     assert_eq!(Rates::load_or(Some(&cache), &key(), known), known());
     let never = || -> Rates { panic!("measured although cached") };
     assert_eq!(Rates::load_or(Some(&cache), &key(), never), known());
@@ -58,6 +58,7 @@ fn rates_come_back_from_the_cache_exactly() {
 #[test]
 fn a_foreign_or_damaged_cache_is_measured_anew_and_replaced() {
     let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("rates");
     let other = || Rates { head: 99.0, ..known() };
     let foreign = [
         Key { cpu: "Y".into(), ..key() },
@@ -66,21 +67,22 @@ fn a_foreign_or_damaged_cache_is_measured_anew_and_replaced() {
         Key { program: "2".into(), ..key() },
     ];
     for foreign in foreign {
-        Rates::load_or(Some(folder.path()), &foreign, known);
-        assert_eq!(Rates::load_or(Some(folder.path()), &key(), other), other(), "{foreign:?}");
-        assert_eq!(load(&folder.path().join(FILE), &key()), Some(other()));
+        Rates::load_or(Some(&path), &foreign, known);
+        assert_eq!(Rates::load_or(Some(&path), &key(), other), other(), "{foreign:?}");
+        assert_eq!(load(&path, &key()), Some(other()));
     }
-    let stored = fs::read_to_string(folder.path().join(FILE)).unwrap();
+    let stored = fs::read_to_string(&path).unwrap();
     for damaged in ["", "{}", &stored[..stored.len() / 2], &stored.replace("99.0", "-1.0")] {
-        fs::write(folder.path().join(FILE), damaged).unwrap();
-        assert_eq!(Rates::load_or(Some(folder.path()), &key(), known), known(), "{damaged}");
+        fs::write(&path, damaged).unwrap();
+        assert_eq!(Rates::load_or(Some(&path), &key(), known), known(), "{damaged}");
     }
 }
 
 #[test]
 fn a_cache_that_cannot_be_written_is_no_error() {
+    let folder = tempfile::tempdir().unwrap();
+    assert_eq!(Rates::load_or(Some(folder.path()), &key(), known), known());
     let file = tempfile::NamedTempFile::new().unwrap();
-    assert_eq!(Rates::load_or(Some(file.path()), &key(), known), known());
     assert_eq!(Rates::load_or(Some(&file.path().join("below")), &key(), known), known());
     assert_eq!(Rates::load_or(None, &key(), known), known());
 }
@@ -119,10 +121,15 @@ fn cpus_have_names() {
 #[test]
 fn forgotten_rates_are_measured_again() {
     let folder = tempfile::tempdir().unwrap();
-    let other = || Rates { head: 99.0, ..known() };
-    Rates::load_or(Some(folder.path()), &key(), known);
-    assert_eq!(Rates::load_or(Some(folder.path()), &key(), other), known());
-    Rates::forget(Some(folder.path()));
-    Rates::forget(None);
-    assert_eq!(Rates::load_or(Some(folder.path()), &key(), other), other());
+    let in_f32 = folder.path().join(file(Arithmetic::F32));
+    let in_bf16 = folder.path().join(file(Arithmetic::Bf16));
+    assert_eq!(in_f32 != in_bf16, bf16(), "each arithmetic has its own");
+    for path in [&in_f32, &in_bf16] {
+        store(path, Stored { key: Key::here(), rates: known() });
+    }
+    assert_eq!(Rates::cached(Some(folder.path()), Arithmetic::Bf16), Some(known()));
+    Rates::forget(Some(folder.path()), Arithmetic::Bf16);
+    Rates::forget(None, Arithmetic::F32);
+    assert_eq!(Rates::cached(Some(folder.path()), Arithmetic::Bf16), None);
+    assert_eq!(Rates::cached(Some(folder.path()), Arithmetic::F32), bf16().then(known));
 }

@@ -71,16 +71,6 @@ impl Kind for Pairs {
 }
 
 impl Task<'_> {
-    /// The vector of a column: prefix, then tokens.
-    #[inline(always)]
-    fn vector<'v>(&self, prefix: Option<Head<'v>>, tokens: Head<'v>, column: usize) -> &'v [f32] {
-        let (p, width) = (self.shape.prefix, self.shape.width);
-        match prefix {
-            Some(prefix) if column < p => prefix.vector(column, width),
-            _ => tokens.vector(column - p, width),
-        }
-    }
-
     /// Turns the vectors of prefix and tokens into a panel `(width / 2, columns)` of pairs.
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
     fn turn_pairs(&self, s: Avx512, prefix: Option<Head>, tokens: Head, panel: &mut [f32]) {
