@@ -1,10 +1,12 @@
 //! Times reading prompts and generating tokens with a few lines of library code.
 //!
-//!     cargo run --release --example decoding -- BASE_DIR [--adapter DIR] [--prompt N,..] [--rows N,..] [--new N] [--bf16] [--q8]
+//!     cargo run --release --example decoding -- BASE_DIR [--adapter DIR] [--prompt N,..] [--rows N,..] [--new N] [--bf16] [--q8] \
+//!         [--beside]
 //!
 //! Prints a JSON line: tokens/s of reading prompts of these lengths (median of five), and of `--new` tokens made
 //! greedily behind a prompt of 32 by so many samples side by side (all samples together); with `--bf16` products are in BF16
-//! where that is faster, with `--q8` matrices are kept in 8 bits.
+//! where that is faster, with `--q8` matrices are kept in 8 bits. With `--beside` the same samples are made without the adapter too, a token of each in turn, and
+//! `cost` is how much longer the median token takes with it: other work on the machine slows both.
 
 use std::{env, path::Path, sync::Arc, time::Instant};
 
@@ -44,14 +46,16 @@ fn main() -> Result<()> {
     let sets: Vec<_> = loaded.iter().map(|loaded| (&loaded.set, 1.0)).collect();
     let wiring = Wiring::new(&sets, base.config.layers)?;
     let values = loaded.as_ref().map(|loaded| loaded.values.clone()).unwrap_or_default();
-    let decoder = |base: &Arc<Base>, rows: usize, capacity: usize| {
-        Decoder::new(Arc::clone(base), wiring.clone(), values.clone(), rows, capacity)
+    let bare = Wiring::new(&[], base.config.layers)?;
+    let decoder = |base: &Arc<Base>, adapted: bool, rows: usize, capacity: usize| {
+        let (wiring, values) = if adapted { (&wiring, values.clone()) } else { (&bare, Vec::new()) };
+        Decoder::new(Arc::clone(base), wiring.clone(), values, rows, capacity)
     };
 
     let mut lines = Vec::new();
     for prompt in numbers("--prompt", "512") {
         let ids = ids(prompt, base.config.vocab);
-        let mut decoder = decoder(&base, 1, prompt)?;
+        let mut decoder = decoder(&base, true, 1, prompt)?;
         let mut seconds = Vec::new();
         for _ in 0..6 {
             decoder.rewind(0);
@@ -65,21 +69,54 @@ fn main() -> Result<()> {
         lines.push(format!("\"prompt {prompt}\": {:.1}", prompt as f64 / seconds[seconds.len() / 2]));
     }
     for rows in numbers("--rows", "1") {
-        let mut decoder = decoder(&base.for_generation(rows, new), rows, PROMPT + new + 1)?;
-        let vocab = base.config.vocab;
-        let first = likeliest(decoder.feed(&ids(PROMPT, vocab))?);
-        decoder.fork(rows);
-        // Samples that begin with tokens of their own.
-        let mut last: Vec<u32> = (0..rows).map(|row| (first + row as u32) % vocab as u32).collect();
-        let start = Instant::now();
+        let base = base.for_generation(rows, new);
+        let samples = |adapted: bool| -> Result<Samples> {
+            let mut decoder = decoder(&base, adapted, rows, PROMPT + new + 1)?;
+            let vocab = base.config.vocab;
+            let first = likeliest(decoder.feed(&ids(PROMPT, vocab))?);
+            decoder.fork(rows);
+            // Samples that begin with tokens of their own.
+            let last = (0..rows).map(|row| (first + row as u32) % vocab as u32).collect();
+            Ok(Samples { decoder, last, seconds: Vec::new() })
+        };
+        let (mut with, mut without) =
+            (samples(true)?, given("--beside").then(|| samples(false)).transpose()?);
         for _ in 0..new {
-            last = decoder.feed_each(&last)?.par_chunks_exact(vocab).map(likeliest).collect();
+            with.step(base.config.vocab)?;
+            if let Some(without) = &mut without {
+                without.step(base.config.vocab)?;
+            }
         }
-        let speed = (rows * new) as f64 / start.elapsed().as_secs_f64();
+        let speed = (rows * new) as f64 / with.seconds.iter().sum::<f64>();
         lines.push(format!("\"rows {rows}\": {speed:.1}"));
+        if let Some(without) = without {
+            let cost = 100.0 * (with.median() / without.median() - 1.0);
+            lines.push(format!("\"cost {rows}\": \"{cost:.1}%\""));
+        }
     }
     println!("{{{}}}", lines.join(", "));
     Ok(())
+}
+
+/// Samples side by side.
+struct Samples {
+    decoder: Decoder,
+    last: Vec<u32>,
+    seconds: Vec<f64>,
+}
+
+impl Samples {
+    fn step(&mut self, vocab: usize) -> Result<()> {
+        let start = Instant::now();
+        self.last = self.decoder.feed_each(&self.last)?.par_chunks_exact(vocab).map(likeliest).collect();
+        self.seconds.push(start.elapsed().as_secs_f64());
+        Ok(())
+    }
+
+    fn median(mut self) -> f64 {
+        self.seconds.sort_by(f64::total_cmp);
+        self.seconds[self.seconds.len() / 2]
+    }
 }
 
 fn ids(count: usize, vocab: usize) -> Vec<u32> {
