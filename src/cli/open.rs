@@ -85,6 +85,13 @@ impl Compute {
     }
 }
 
+/// Says what `--precision bf16` is on a CPU that gains nothing by it.
+pub fn hint_at_f32() {
+    if !bf16() {
+        write_note("hint: --precision bf16 computes in f32 on this CPU, which has no fast BF16 products");
+    }
+}
+
 /// Finds and loads the base that `args` name, and brings it to what computes; with `stream` a device gets blocks when
 /// they are needed.
 ///
@@ -94,8 +101,8 @@ pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute, stream
     let dtype = args.base_dtype.map_or(BaseDType::F16, BaseDtype::kept);
     // Before anything is downloaded or converted.
     check_weights(compute.device.is_host(), dtype)?;
-    if compute.device.is_host() && compute.activations == DType::BF16 && !bf16() {
-        write_note("hint: --precision bf16 computes in f32 on this CPU, which has no fast BF16 products");
+    if compute.device.is_host() && compute.activations == DType::BF16 {
+        hint_at_f32();
     }
     let source = match &args.base {
         None => BaseSource::Embedded,

@@ -32,8 +32,8 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     let args = train::joined(typed)?;
     let environment = Environment::read()?;
     let cache = environment.cache().ok().map(Path::to_owned);
-    // A plan needs no device: it is made for the one that was named, or for what is here.
     open::threads(args.threads)?;
+    // A plan needs no device: it is made for the one that was named, or for what is here.
     let cpu = match args.device {
         Some(DeviceName::Cuda(_)) => false,
         Some(DeviceName::Cpu) => true,
@@ -41,7 +41,10 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     };
     let target = match (cpu, args.precision) {
         (false, _) => Target::Cuda,
-        (true, Some(Precision::Bf16)) => run::cpu(Arithmetic::Bf16),
+        (true, Some(Precision::Bf16)) => {
+            open::hint_at_f32();
+            run::cpu(Arithmetic::Bf16)
+        }
         (true, _) => run::cpu(Arithmetic::F32),
     };
     let base_dtype = args.base_dtype.map_or(BaseDType::F16, BaseDtype::kept);

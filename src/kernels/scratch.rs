@@ -1,5 +1,5 @@
-//! How much memory the CPU sides of the ops take beside their buffers: tiles in per-thread scratch, and
-//! what `gemm` packs its operands into. A memory plan counts it; a test holds it against the allocator.
+//! How much memory the CPU sides of the ops take beside their buffers: tiles in per-thread scratch, what tasks share, and
+//! what `gemm` packs its operands into. A memory plan counts it; runs count what they take and hold it against the plan.
 
 use super::{
     adapted_linear, attention, cpu,

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use self::measure::Sizes;
 use crate::kernels::{
-    cpu::{bf16, dispatch_level, on_pool},
+    cpu::{bf16, dispatch_level, on_pool, release_shared_scratch},
     matmul::Arithmetic,
 };
 
@@ -38,6 +38,8 @@ pub struct Rates {
     pub product_forward: Product,
     /// `matmul::frozen_nt`: backward of a linear layer.
     pub product_backward: Product,
+    /// Thin products of a delta, in FLOP/s.
+    pub thin: f64,
     /// Attention, in FLOP/s as [`attention_flops`] counts them.
     pub attention: Both,
     /// Logits, `frozen_nt` with a vocabulary of columns, in FLOP/s (2 a weight and row).
@@ -166,6 +168,7 @@ impl Rates {
             few: Point { rows: 128, flops: 1.1e11 },
             many: Point { rows: 1024, flops: 1.5e11 },
         },
+        thin: 4.5e10,
         attention: Both { forward: 4e10, backward: 5e10 },
         head: 1.25e11,
         layernorm: Both { forward: 5e9, backward: 5e9 },
@@ -184,6 +187,7 @@ impl Rates {
             few: Point { rows: 128, flops: 5e13 },
             many: Point { rows: 4096, flops: 3e14 },
         },
+        thin: 9e13,
         attention: Both { forward: 1.5e14, backward: 1.5e14 },
         head: 3e14,
         layernorm: Both { forward: 2e12, backward: 2e12 },
@@ -216,7 +220,10 @@ impl Rates {
 
     /// Measures, whatever is cached; `folder` is where a temporary file may be made.
     pub fn measure(folder: Option<&Path>, arithmetic: Arithmetic) -> Rates {
-        on_pool(|| measure::all(&Sizes::REAL, folder, arithmetic))
+        let rates = on_pool(|| measure::all(&Sizes::REAL, folder, arithmetic));
+        // For more rows than the run may have, and in no plan.
+        release_shared_scratch();
+        rates
     }
 
     fn load_or(path: Option<&Path>, key: &Key, measure: impl FnOnce() -> Rates) -> Rates {
@@ -233,6 +240,7 @@ impl Rates {
         let Self {
             product_forward,
             product_backward,
+            thin,
             attention,
             head,
             layernorm,
@@ -244,7 +252,7 @@ impl Rates {
         let products = [product_forward, product_backward];
         let pairs = [attention, layernorm, activation].into_iter().flat_map(both);
         let points = products.into_iter().flat_map(|product| [product.few.flops, product.many.flops]);
-        let mut all = pairs.chain(points).chain([head, adamw, reading]);
+        let mut all = pairs.chain(points).chain([thin, head, adamw, reading]);
         all.all(|rate| rate.is_finite() && rate > 0.0)
             && products.iter().all(|product| 0 < product.few.rows && product.few.rows < product.many.rows)
     }

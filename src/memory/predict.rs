@@ -10,8 +10,6 @@ use super::{
 };
 use crate::{kernels::arena::Place, model::Keep, optim::OptimizerKind};
 
-/// Thin products of a delta reach about this part of the speed of a frozen one.
-const THIN: f64 = 0.3;
 /// An update of 8-bit states takes this many times that of FP32 ones (docs/BENCHMARKS.md).
 const EIGHT_BIT: f64 = 1.35;
 /// Writing a page of a file through a mapping costs about this many times reading it.
@@ -129,7 +127,7 @@ fn deltas(job: &Job, n: usize, rates: &Rates) -> f64 {
         .iter()
         .map(|lora| lora.rank * (inputs.get(lora.site).copied().unwrap_or(0) + lora.columns.len()))
         .sum();
-    6.0 * (values * n) as f64 / (THIN * rates.product_forward.many.flops)
+    6.0 * (values * n) as f64 / rates.thin
 }
 
 /// Head and loss, forward and backward, in chunks: the head is widened twice for each.

@@ -103,7 +103,7 @@ fn train(activations: DType) -> Vec<f64> {
 #[ignore = "insists on instructions that the CPU may lack"]
 fn losses() {
     let exact = train(DType::F32);
-    // SAFETY: as above.
+    // SAFETY: a CPU without the instructions ends this process, which another one watches.
     unsafe { force_bf16() };
     let rounded = train(DType::BF16);
     assert!(exact[19] < 0.8 * exact[0], "it learns: {exact:?}");

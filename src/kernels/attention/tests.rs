@@ -69,10 +69,21 @@ fn check_in(
             let s = reference::Shape { queries: t, past: 0, prefix: p, width };
             let starts = &starts[b * t..][..t];
             let scale = f64::from(0.3f32);
-            let (expected, _) = reference::forward(&q, &k, &v, starts, scale, s);
+            let (expected, probabilities) = reference::forward(&q, &k, &v, starts, scale, s);
             let found: Vec<f32> =
                 (0..t).flat_map(|i| out[(b * t + i) * c + at..][..width].to_vec()).collect();
             assert_close(&found, &expected, off[0], "out");
+            // ln sum exp(s) = s_j - ln p_j for every visible j: the likeliest.
+            let sums: Vec<f64> = probabilities
+                .chunks(p + t)
+                .enumerate()
+                .map(|(i, p)| {
+                    let (j, &most) = p.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).unwrap();
+                    let score: f64 = (0..width).map(|e| q[i * width + e] * k[j * width + e]).sum();
+                    scale * score - most.ln()
+                })
+                .collect();
+            assert_close(&lse[(b * heads + h) * t..][..t], &sums, 3e-6, "lse");
             let (dq, dk, dv) = reference::backward(&d, &q, &k, &v, starts, scale, s);
             for (part, gradient) in [(0, &dq[..]), (1, &dk[p * width..]), (2, &dv[p * width..])] {
                 let found: Vec<f32> = (0..t)
@@ -131,6 +142,7 @@ fn products_of_bf16_match_reference() {
     check_in(Arithmetic::Bf16, (1, 6, 1, 32, 0), &all(6));
     check_in(Arithmetic::Bf16, (2, 21, 3, 32, 5), &all(42));
     check_in(Arithmetic::Bf16, (1, 75, 2, 96, 4), &all(75));
+    check_in(Arithmetic::Bf16, (1, 13, 1, 256, 2), &all(13));
     assert!(differs() == cpu::bf16(), "BF16 was used");
     let documents: Vec<u32> = (0..151).map(|i| [0, 0, 0, 45, 46, 75, 75, 120][i / 20]).collect();
     for p in [0, 1, 4, 21] {
@@ -144,11 +156,18 @@ fn products_of_bf16_match_reference() {
 
 #[test]
 fn a_cache_gives_the_same_rows() {
-    cached((9, 2, 4, 3), 5);
-    cached((25, 2, 16, 3), 13);
+    cached(Arithmetic::F32, (9, 2, 4, 3), 5);
+    cached(Arithmetic::F32, (25, 2, 16, 3), 13);
 }
 
-fn cached((t, heads, width, p): (usize, usize, usize, usize), first: usize) {
+/// The same values are rounded, and so the same pairs added.
+#[test]
+fn a_cache_gives_the_same_rows_of_bf16() {
+    cached(Arithmetic::Bf16, (25, 2, 32, 3), 13);
+    cached(Arithmetic::Bf16, (100, 1, 64, 4), 80);
+}
+
+fn cached(arithmetic: Arithmetic, (t, heads, width, p): (usize, usize, usize, usize), first: usize) {
     let c = heads * width;
     let qkv = numbers(1, t * 3 * c);
     let prefix_rows = numbers(2, p * 2 * c);
@@ -157,8 +176,7 @@ fn cached((t, heads, width, p): (usize, usize, usize, usize), first: usize) {
     let parts = packed(qkv[..].into(), t, c);
     let run = |first: usize| {
         let queries = t - first;
-        let shape =
-            Shape { batch: 1, queries, past: first, heads, width, prefix: p, arithmetic: Arithmetic::F32 };
+        let shape = Shape { batch: 1, queries, past: first, heads, width, prefix: p, arithmetic };
         let (mut out, mut lse) = (vec![0f32; queries * c], vec![0f32; heads * queries]);
         let q = Heads { data: View::from(&qkv[first * 3 * c..]), ..parts.0 };
         let starts = vec![0u32; queries];

@@ -62,7 +62,10 @@ fn products_of_bf16_match_sums_over_rounded_factors() {
         return; // they are those of FP32
     }
     let rounded = |x: f32| half::bf16::from_f32(x).to_f64();
-    for (n, rows, cols) in [(25, 1, 1), (33, 17, 401), (40, 800, 270), (27, 1601, 49), (64, 768, 192)] {
+    // The last has panels enough to share rounded rows, in several stretches.
+    for (n, rows, cols) in
+        [(25, 1, 1), (33, 17, 401), (40, 800, 270), (27, 1601, 49), (64, 768, 192), (130, 1601, 1700)]
+    {
         let weights = halves(1, rows * cols);
         let matrix =
             Matrix { arithmetic: Arithmetic::Bf16, ..Matrix::halves(weights.as_slice().into(), rows, cols) };
@@ -97,11 +100,22 @@ fn products_of_bf16_match_sums_over_rounded_factors() {
 /// More threads than panels cut the rows too.
 #[test]
 fn the_number_of_threads_changes_no_bit() {
-    for (n, rows, cols) in [(37, 900, 530), (300, 800, 270), (131, 401, 64), (520, 33, 700)] {
+    on_any_threads(Arithmetic::F32);
+}
+
+#[test]
+fn the_number_of_threads_changes_no_bit_of_bf16() {
+    on_any_threads(Arithmetic::Bf16);
+}
+
+fn on_any_threads(arithmetic: Arithmetic) {
+    for (n, rows, cols) in [(37, 900, 530), (300, 800, 270), (131, 401, 64), (520, 33, 700), (67, 801, 1540)]
+    {
         let weights = halves(1, rows * cols);
         let coded = Coded::of(&numbers(11, rows * cols), cols);
         let x = numbers(12, n * rows.max(cols));
         for matrix in [Matrix::halves(weights[..].into(), rows, cols), coded.matrix()] {
+            let matrix = Matrix { arithmetic, ..matrix };
             let one = with_threads(1, || both(&x, matrix, n));
             for threads in [2, 3, 16] {
                 assert!(with_threads(threads, || both(&x, matrix, n)) == one, "{n} rows, {threads} threads");

@@ -15,6 +15,7 @@ use super::{Both, Point, Product, Rates, attention_flops};
 use crate::kernels::{
     activation::{self, Activation},
     adamw::{self, Update},
+    adapted_linear::{self, Delta, Dropout},
     attention::{self, Seen, Shape},
     device::{View, ViewMut},
     layernorm::{self, Norm},
@@ -99,6 +100,7 @@ pub fn all(sizes: &Sizes, folder: Option<&Path>, arithmetic: Arithmetic) -> Rate
     Rates {
         product_forward,
         product_backward,
+        thin: thin(sizes),
         attention: attention(sizes, arithmetic),
         head,
         layernorm,
@@ -154,6 +156,26 @@ fn affordable(rows: usize, least: usize, weights: usize, flops: f64) -> usize {
         rows /= 2;
     }
     rows
+}
+
+/// `x A^T` of a delta, in FLOP/s.
+fn thin(sizes: &Sizes) -> f64 {
+    const RANK: usize = 16;
+    let (n, inputs) = (sizes.rows.1, sizes.layer.0);
+    let (x, a, mut low) = (values(n * inputs), values(RANK * inputs), values(n * RANK));
+    let delta = Delta { a: 0, b: 0, rank: RANK, columns: 0..0, scale: 1.0, turned: false };
+    let time = seconds(|| {
+        adapted_linear::low(
+            view(&x),
+            inputs,
+            std::slice::from_ref(&delta),
+            view(&a),
+            Dropout::NONE,
+            view_mut(&mut low),
+            n,
+        );
+    });
+    2.0 * (n * inputs * RANK) as f64 / time
 }
 
 fn attention(sizes: &Sizes, arithmetic: Arithmetic) -> Both {

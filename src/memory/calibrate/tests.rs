@@ -23,6 +23,7 @@ fn known() -> Rates {
     Rates {
         product_forward: product,
         product_backward: Product { few: point(1, 0.1 + 0.2), ..product },
+        thin: 2e9,
         attention: both,
         head: 3.0,
         layernorm: both,
@@ -44,6 +45,7 @@ fn measured_rates_are_positive_and_finite() {
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
     assert!(!Rates { adamw: f64::NAN, ..known() }.are_usable());
     assert!(!Rates { head: 0.0, ..known() }.are_usable());
+    assert!(!Rates { thin: -1.0, ..known() }.are_usable());
 }
 
 #[test]
