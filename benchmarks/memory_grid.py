@@ -1,7 +1,7 @@
 """Planned against measured memory over a grid of settings; exit code 1 where they differ.
 
     cargo build --release
-    python benchmarks/memory_grid.py [--size small] [--all] [--json FILE]
+    python benchmarks/memory_grid.py [--size small] [--precision bf16] [--all] [--json FILE]
 
 Each setting trains two steps of 4 rows. `counted` is what the process counts of its heap and arenas at their
 peak, which the plan must bound and meet within 3%. `resident` is the peak resident set of the process as
@@ -76,10 +76,11 @@ def main():
     common.add_options(p)
     p.add_argument("--size", default="small")
     p.add_argument("--seq", type=int, default=256)
+    p.add_argument("--precision", choices=["f32", "bf16"], default="f32")
     p.add_argument("--all", action="store_true", help="all 108 settings")
     a = p.parse_args()
 
-    print(f"{a.size}, {BATCH} x {a.seq}; MiB")
+    print(f"{a.size}, {BATCH} x {a.seq}, {a.precision}; MiB")
     print(f"{'method':10} {'recompute':9} {'stream':6} {'optimizer':9} {'micro':5} | {'plan':>8} {'counted':>8} "
           f"{'ratio':>6} | {'plan':>8} {'resident':>8} {'ratio':>6} | peak in", flush=True)
     results, wrong = [], 0
@@ -87,7 +88,7 @@ def main():
         folder = pathlib.Path(folder)
         base = common.base(a.bases, a.size)
         rows = common.write_rows(folder / "rows.jsonl", BATCH * STEPS, a.seq)
-        job = common.job(base, rows, BATCH, a.seq, STEPS)
+        job = [*common.job(base, rows, BATCH, a.seq, STEPS), "--precision", a.precision]
         for number, setting in enumerate(settings(a.all)):
             result = run(a, job, setting, folder / f"run{number}")
             results.append({"setting": setting} | result)
