@@ -41,16 +41,16 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     };
     let target = match (cpu, args.precision) {
         (false, _) => Target::Cuda,
-        (true, Some(Precision::Bf16)) => {
-            open::hint_at_f32();
-            run::cpu(Arithmetic::Bf16)
-        }
+        (true, Some(Precision::Bf16)) => run::cpu(Arithmetic::Bf16),
         (true, _) => run::cpu(Arithmetic::F32),
     };
     let base_dtype = args.base_dtype.map_or(BaseDType::F16, BaseDtype::kept);
     // Before anything else is said.
     check_weights(target != Target::Cuda, base_dtype)?;
     let options = resolve::run_options(&args, Compute::CPU.machine(), cache)?;
+    if cpu && args.precision == Some(Precision::Bf16) {
+        open::hint_at_f32();
+    }
     let base = open_sizes(&args, &environment)?;
     let set = adapter(&options, &base)?;
     let prefix = set.prefix.as_ref().map_or(0, |prefix| prefix.length);

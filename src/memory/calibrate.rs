@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use self::measure::Sizes;
 use crate::kernels::{
-    cpu::{bf16, dispatch_level, on_pool, release_shared_scratch},
+    cpu::{dispatch_level, on_pool, release_shared_scratch},
     matmul::Arithmetic,
 };
 
@@ -20,15 +20,7 @@ mod measure;
 
 /// The cached file of an arithmetic.
 fn file(arithmetic: Arithmetic) -> &'static str {
-    match effective(arithmetic) {
-        Arithmetic::F32 => "calibration.json",
-        Arithmetic::Bf16 => "calibration-bf16.json",
-    }
-}
-
-/// What this CPU computes in when it is asked for.
-fn effective(arithmetic: Arithmetic) -> Arithmetic {
-    if bf16() { arithmetic } else { Arithmetic::F32 }
+    if arithmetic.in_pairs() { "calibration-bf16.json" } else { "calibration.json" }
 }
 
 /// Speeds of this machine.

@@ -158,6 +158,12 @@ pub fn files_below(folder: &Path) -> Vec<(PathBuf, Vec<u8>)> {
     found
 }
 
+/// Bytes of all rows of a role in a plan.
+pub fn planned_for(plan: &Value, role: &str) -> u64 {
+    let rows = plan["rows"].as_array().unwrap().iter().filter(|row| row["role"] == role);
+    rows.map(|row| row["bytes"].as_u64().unwrap()).sum()
+}
+
 /// The names in `folder`, sorted.
 pub fn names(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).unwrap();

@@ -4,7 +4,7 @@
 use engraft::kernels::cpu::bf16 as fast_bf16;
 use serde_json::Value;
 
-use crate::cli_support::{Finished, SMALL, Sandbox, names};
+use crate::cli_support::{Finished, SMALL, Sandbox, names, planned_for};
 
 fn only(finished: &Finished, kind: &str) -> Value {
     finished.events_of(kind).remove(0)
@@ -18,8 +18,7 @@ fn a_plan_needs_neither_weights_nor_network_nor_device() {
     let peak = plan["peak_bytes"].as_u64().unwrap();
     assert!(peak > 3 << 30 && peak <= 12 << 30, "{peak}");
     let rows = plan["rows"].as_array().unwrap();
-    let base: u64 =
-        rows.iter().filter(|row| row["role"] == "base").map(|row| row["bytes"].as_u64().unwrap()).sum();
+    let base = planned_for(&plan, "base");
     // On a device a tensor begins at a multiple of 256 bytes: 128 more for each vector of 1600 or 4800 elements (seven a
     // block and the last norm's two) and for the embedding of 50257 x 1600.
     assert_eq!(base, 2 * 1_557_611_200 + 128 * (7 * 48 + 2 + 1));
@@ -37,9 +36,7 @@ fn a_plan_is_for_the_threads_and_the_precision_that_were_asked_for() {
     let scratch = |more: &str| -> u64 {
         let line =
             format!("plan --base gpt2 --seq-len 128 --batch 4 --micro-batch 4 --device cpu --json {more}");
-        let plan = only(&sandbox.engraft(&line).succeeds(), "plan");
-        let rows = plan["rows"].as_array().unwrap().iter().filter(|row| row["role"] == "scratch");
-        rows.map(|row| row["bytes"].as_u64().unwrap()).sum()
+        planned_for(&only(&sandbox.engraft(&line).succeeds(), "plan"), "scratch")
     };
     let one = scratch("--threads 1");
     assert!(one > 0);

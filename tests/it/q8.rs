@@ -21,7 +21,7 @@ use tempfile::TempDir;
 
 use crate::{
     base_files::{files, folder, golden, values, write_config},
-    cli_support::{Sandbox, files_below},
+    cli_support::{Sandbox, files_below, planned_for},
     setup::{Case, RandomBase, Sizes, TrainerState, batch, bits, cases, random_base, row, state, within},
 };
 
@@ -311,9 +311,7 @@ fn plans_know_the_smaller_base_and_devices_refuse_it() {
     let base = |dtype: &str| -> u64 {
         let line =
             format!("plan --base gpt2 --seq-len 128 --memory 8GiB --json --device cpu --base-dtype {dtype}");
-        let plan = sandbox.engraft(&line).succeeds().events().remove(0);
-        let rows = plan["rows"].as_array().unwrap().iter().filter(|row| row["role"] == "base");
-        rows.map(|row| row["bytes"].as_u64().unwrap()).sum()
+        planned_for(&sandbox.engraft(&line).succeeds().events()[0], "base")
     };
     // 124,439,808 parameters; 8.5 bits each but for the positions, norms and biases.
     let small = 124_439_808 - 1024 * 768;

@@ -47,6 +47,8 @@ fn row(columns: usize) -> usize {
 
 /// What a float of a product's factors is: a number, or a pair of BF16 values, see [`pairs`].
 trait Kind: Copy {
+    /// What tiles are made in.
+    type S: Simd;
     /// Steps of a product that a float stands for.
     const STEPS: usize;
 
@@ -62,6 +64,7 @@ trait Kind: Copy {
 struct Floats<S>(S);
 
 impl<S: Simd> Kind for Floats<S> {
+    type S = S;
     const STEPS: usize = 1;
 
     #[inline(always)]
@@ -185,9 +188,9 @@ impl<'a> Task<'a> {
     ///
     /// # Safety
     /// `left` points at the group's vectors, `left_row` apart.
-    unsafe fn products<S: Simd, K: Kind>(
+    unsafe fn products<K: Kind>(
         &self,
-        (_, kind): (S, K),
+        kind: K,
         group: &Group,
         (left, left_row): (*const f32, usize),
         panel: &[f32],
@@ -198,18 +201,18 @@ impl<'a> Task<'a> {
             (self.shape.prefix, self.shape.width / K::STEPS, self.columns(), self.row());
         assert!(scores.len() >= group.rows * row && panel.len() >= depth * row, "room for scores");
         let hidden = p..p + group.tokens.start;
-        for at in (0..p + group.tokens.end).step_by(S::COLUMNS) {
-            if hidden.start <= at && at + S::COLUMNS <= hidden.end {
+        for at in (0..p + group.tokens.end).step_by(K::S::COLUMNS) {
+            if hidden.start <= at && at + K::S::COLUMNS <= hidden.end {
                 continue;
             }
             // Whole vectors, as rows of scores and of the panel are; nobody reads what is behind the last token.
-            let count = S::COLUMNS.min((p + group.tokens.end - at).next_multiple_of(S::LANES));
+            let count = K::S::COLUMNS.min((p + group.tokens.end - at).next_multiple_of(K::S::LANES));
             let tile = Tile {
                 x: left,
                 x_row: left_row,
                 x_step: 1,
                 panel: panel[at * depth..].as_ptr(),
-                panel_row: S::COLUMNS.min(columns - at).next_multiple_of(S::LANES),
+                panel_row: K::S::COLUMNS.min(columns - at).next_multiple_of(K::S::LANES),
                 depth,
                 y: scores[at..].as_mut_ptr(),
                 y_row: row,
@@ -241,17 +244,17 @@ impl<'a> Task<'a> {
     ///
     /// # Safety
     /// y is the caller's, rows `y_row` apart; `weights` holds the group's rows.
-    unsafe fn mix<S: Simd, K: Kind>(
+    unsafe fn mix<K: Kind>(
         &self,
-        (_, kind): (S, K),
+        kind: K,
         group: &Group,
         weights: &[f32],
         stretches: &[Stretch; 2],
         (y, y_row): (*mut f32, usize),
     ) {
         let row = self.row();
-        for column in (0..self.shape.width).step_by(S::COLUMNS) {
-            let columns = S::COLUMNS.min(self.shape.width - column);
+        for column in (0..self.shape.width).step_by(K::S::COLUMNS) {
+            let columns = K::S::COLUMNS.min(self.shape.width - column);
             let mut begin = Begin::Zero;
             for part in stretches.iter().filter(|part| part.depth > 0) {
                 let vectors = &part.vectors[column..];
@@ -333,14 +336,7 @@ unsafe fn forward_head<S: Simd>(
             let group = task.group(first, ROWS.min(task.shape.queries - first));
             let mut factors = [0.0; ROWS];
             task.fetch(s, &group, &[task.q, task.v]);
-            task.products(
-                (s, Floats(s)),
-                &group,
-                (task.q.from(first), task.q.row),
-                panel,
-                task.scale,
-                scores,
-            );
+            task.products(Floats(s), &group, (task.q.from(first), task.q.row), panel, task.scale, scores);
             for row in 0..group.rows {
                 let seen = task.seen(first + row);
                 let scores = &mut scores[row * task.row()..][..p + group.tokens.end];
@@ -348,7 +344,7 @@ unsafe fn forward_head<S: Simd>(
                 (lse[first + row], factors[row]) = powers(s, scores, p, seen);
             }
             let values = task.seen_of(&group, task.prefix.map(|p| p.1), task.v);
-            task.mix((s, Floats(s)), &group, scores, &values, to(first));
+            task.mix(Floats(s), &group, scores, &values, to(first));
             normalise(s, to(first), task.shape.width, &factors[..group.rows]);
         }
     }

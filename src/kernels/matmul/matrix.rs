@@ -5,7 +5,7 @@ use half::f16;
 use crate::{
     error::Result,
     kernels::{
-        cpu::{vectors, widen},
+        cpu::{bf16, vectors, widen},
         device::{DType, Frozen, View},
         frozen::Order,
         pages::Region,
@@ -54,6 +54,13 @@ pub enum Arithmetic {
     /// ([`bf16`](crate::kernels::cpu::bf16)) and there are enough rows for it to matter; as [`Arithmetic::F32`]
     /// elsewhere.
     Bf16,
+}
+
+impl Arithmetic {
+    /// Whether products are made of pairs of BF16 values on this CPU.
+    pub fn in_pairs(self) -> bool {
+        self == Self::Bf16 && bf16()
+    }
 }
 
 impl<'a> Matrix<'a> {

@@ -29,7 +29,7 @@ pub fn scratch(n: usize) -> (usize, usize) {
 
 /// Floats of scratch that the tasks of a product of `n` rows share on a CPU.
 pub fn shared(n: usize, arithmetic: Arithmetic) -> usize {
-    if arithmetic == Arithmetic::Bf16 && super::cpu::bf16() { simd::shared(n) } else { 0 }
+    if arithmetic.in_pairs() { simd::shared(n) } else { 0 }
 }
 
 /// What stands in the output before a product is added to it.

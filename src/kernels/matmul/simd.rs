@@ -10,9 +10,9 @@ use std::ops::Range;
 use half::f16;
 
 use self::weights::{Codes, Halves, Weights};
-use super::{Arithmetic, Elements, Matrix, Start};
+use super::{Elements, Matrix, Start};
 use crate::kernels::{
-    cpu::{Shared, bf16, with_scratch},
+    cpu::{Shared, with_scratch},
     q8::BLOCK,
     simd::{
         Simd,
@@ -64,15 +64,13 @@ struct Place {
 /// `y (n, cols) = start + x (n, rows) W`, or turned `y (n, rows) = start + x (n, cols) W^T`.
 pub fn frozen<S: Simd>(s: S, x: &[f32], (w, turned): (Matrix, bool), start: Start, y: &mut [f32], n: usize) {
     let shape = (n, w.rows, w.cols);
-    let pairs = w.arithmetic == Arithmetic::Bf16;
+    let pairs = w.arithmetic.in_pairs();
     match w.host() {
         Elements::Halves(halves) => {
             form(s, x, (Halves::<false>(halves, w.cols), turned), shape, pairs, start, y);
         }
         // Where rows would be rounded to BF16, those in strips are too.
-        Elements::Strips(halves, rows)
-            if !turned && n <= if pairs && bf16() { few::ROWS } else { strips::ROWS } =>
-        {
+        Elements::Strips(halves, rows) if !turned && n <= if pairs { few::ROWS } else { strips::ROWS } => {
             strips::nn(s, x, (halves, rows), (n, w.cols), start, y);
         }
         Elements::Strips(halves, rows) => {
@@ -102,7 +100,7 @@ fn form<S: Simd, W: Weights>(
         return few::nn(s, x, w, (n, rows, cols), start, y);
     }
     #[cfg(target_arch = "x86_64")]
-    if pairs && bf16() {
+    if pairs {
         // SAFETY: the CPU has the instructions.
         return unsafe { pairs::product(x, (n, inner, outer), start, y, (w, turned)) };
     }

@@ -125,7 +125,7 @@ fn forgotten_rates_are_measured_again() {
     let folder = tempfile::tempdir().unwrap();
     let in_f32 = folder.path().join(file(Arithmetic::F32));
     let in_bf16 = folder.path().join(file(Arithmetic::Bf16));
-    assert_eq!(in_f32 != in_bf16, bf16(), "each arithmetic has its own");
+    assert_eq!(in_f32 != in_bf16, Arithmetic::Bf16.in_pairs(), "each arithmetic has its own");
     for path in [&in_f32, &in_bf16] {
         store(path, Stored { key: Key::here(), rates: known() });
     }
@@ -133,5 +133,5 @@ fn forgotten_rates_are_measured_again() {
     Rates::forget(Some(folder.path()), Arithmetic::Bf16);
     Rates::forget(None, Arithmetic::F32);
     assert_eq!(Rates::cached(Some(folder.path()), Arithmetic::Bf16), None);
-    assert_eq!(Rates::cached(Some(folder.path()), Arithmetic::F32), bf16().then(known));
+    assert_eq!(Rates::cached(Some(folder.path()), Arithmetic::F32), Arithmetic::Bf16.in_pairs().then(known));
 }

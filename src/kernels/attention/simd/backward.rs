@@ -78,7 +78,7 @@ impl Backward<'_> {
         let (keys, rest) = scratch.split_at_mut(row * task.shape.width);
         let (values, rest) = rest.split_at_mut(row * task.shape.width);
         let (probabilities, d_scores) = rest.split_at_mut(row * BLOCK);
-        let kind = (s, Floats(s));
+        let kind = Floats(s);
         // SAFETY: the caller's promise; q and dout hold the rows of all groups.
         unsafe {
             task.turn(s, task.prefix.map(|p| p.0), task.k, keys);
@@ -143,7 +143,7 @@ impl Backward<'_> {
     ///
     /// # Safety
     /// As [`Backward::run`].
-    pub(super) unsafe fn add<S: Simd, K: Kind>(&self, kind: (S, K), block: &Group, given: [Given; 2]) {
+    pub(super) unsafe fn add<K: Kind>(&self, kind: K, block: &Group, given: [Given; 2]) {
         let (task, p) = (&self.task, self.task.shape.prefix);
         for at in (0..p).step_by(ROWS) {
             for (part, given) in given.iter().enumerate() {
@@ -169,9 +169,9 @@ impl Backward<'_> {
     ///
     /// # Safety
     /// As [`Backward::run`].
-    unsafe fn add_rows<S: Simd, K: Kind>(
+    unsafe fn add_rows<K: Kind>(
         &self,
-        (_, kind): (S, K),
+        kind: K,
         (block, before): (&Group, usize),
         (column, rows): (usize, usize),
         given: &Given,
@@ -181,8 +181,8 @@ impl Backward<'_> {
         let (row, width) = (self.task.row(), self.task.shape.width);
         let (before, steps) = (before / K::STEPS, block.rows.div_ceil(K::STEPS));
         assert!(given.weights.len() >= steps * row && column + rows <= row, "weights of a block");
-        for start in (0..width).step_by(S::COLUMNS) {
-            let columns = S::COLUMNS.min(width - start);
+        for start in (0..width).step_by(K::S::COLUMNS) {
+            let columns = K::S::COLUMNS.min(width - start);
             let vectors = &given.vectors[before * given.row + start..];
             assert!(vectors.len() >= (steps - before - 1) * given.row + columns, "vectors of a block");
             let tile = Tile {

@@ -14,8 +14,6 @@ use super::{
 };
 use crate::kernels::{
     attention::Shape,
-    cpu::bf16,
-    matmul::Arithmetic,
     simd::{
         Simd,
         avx512::Avx512,
@@ -28,12 +26,12 @@ const LANES: usize = Avx512::LANES;
 
 /// Whether to compute in pairs: asked for, fast on this CPU, and heads are whole vectors of pairs.
 pub fn fits(shape: &Shape) -> bool {
-    shape.arithmetic == Arithmetic::Bf16 && shape.width.is_multiple_of(2 * LANES) && bf16()
+    shape.arithmetic.in_pairs() && shape.width.is_multiple_of(2 * LANES)
 }
 
 /// Floats of scratch a forward uses for rows of scores of `row`.
 pub fn scratch_forward(row: usize, width: usize) -> usize {
-    row * width + ROWS * (row + width / 2)
+    parts_forward(row, width).iter().sum()
 }
 
 /// Floats of scratch a backward, and a forward, uses for rows of scores of `row`.
@@ -55,11 +53,17 @@ fn parts(row: usize, width: usize) -> [usize; 11] {
     [panel, panel, panel, scores, scores, vectors, vectors, group, group, rounded, rounded]
 }
 
+/// The same of a forward: keys turned, pairs of values, a group's rounded queries and scores.
+fn parts_forward(row: usize, width: usize) -> [usize; 4] {
+    [row * width / 2, row * width / 2, width * ROWS / 2, row * ROWS]
+}
+
 /// Floats that are pairs.
 #[derive(Clone, Copy)]
 struct Pairs(Avx512);
 
 impl Kind for Pairs {
+    type S = Avx512;
     const STEPS: usize = 2;
 
     #[inline(always)]
@@ -157,11 +161,9 @@ pub unsafe fn forward_head(
 ) {
     // SAFETY: the caller's promise.
     let s = unsafe { Avx512::new() };
-    let kind = (s, Pairs(s));
+    let kind = Pairs(s);
     let (width, row, p) = (task.shape.width, task.row(), task.shape.prefix);
-    let (keys, rest) = scratch.split_at_mut(row * width / 2);
-    let (values, rest) = rest.split_at_mut(row * width / 2);
-    let (queries, scores) = rest.split_at_mut(ROWS * width / 2);
+    let [keys, values, queries, scores] = cut(scratch, parts_forward(row, width));
     task.turn_pairs(s, task.prefix.map(|p| p.0), task.k, keys);
     task.couple(s, task.prefix.map(|p| p.1), task.v, values);
     for first in (0..task.shape.queries).step_by(ROWS) {
@@ -195,7 +197,7 @@ impl Backward<'_> {
     pub unsafe fn run_pairs(&self, scratch: &mut [f32]) {
         // SAFETY: the caller's promise.
         let s = unsafe { Avx512::new() };
-        let kind = (s, Pairs(s));
+        let kind = Pairs(s);
         let task = &self.task;
         let (width, row, p) = (task.shape.width, task.row(), task.shape.prefix);
         let [keys, values, key_pairs, probabilities, d_scores, q_pairs, d_pairs, scores, d_rows, q, d] =
