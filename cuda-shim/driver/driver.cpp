@@ -153,6 +153,9 @@ Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t size, Handle st
 Result cuMemcpyDtoHAsync_v2(void *to, Address from, size_t size, Handle stream) {
   return give(stream, [=] { memcpy(to, reinterpret_cast<void *>(from), size); });
 }
+Result cuMemcpyAsync(Address to, Address from, size_t size, Handle stream) {
+  return give(stream, [=] { memcpy(reinterpret_cast<void *>(to), reinterpret_cast<void *>(from), size); });
+}
 
 Result cuModuleLoadData(Handle *module, const void *) { return *module = objects + 1, 0; }
 

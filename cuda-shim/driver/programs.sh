@@ -5,7 +5,7 @@
 #     cargo build --release --features cuda
 #     cuda-shim/driver/programs.sh target/shim target/release
 #
-# Trains on a tiny base of tests/golden (streamed too), evaluates, generates, and runs out of device memory.
+# Trains on a tiny base of tests/golden (streamed and offloaded too), evaluates, generates, and runs out of device memory.
 set -euo pipefail
 [ $# -eq 2 ] || { echo "usage: $0 SHIM BIN" >&2; exit 2; }
 shim=$(cd "$1" && pwd)
@@ -46,6 +46,8 @@ for precision in f32 f16; do
     close "train $precision" "$(number loss on-cpu.log)" "$(number loss $precision.log)" $bound
     cuda "${train[@]}" --output $precision-streamed --stream-base on >$precision-streamed.log
     same "train $precision, streamed" $precision/adapter $precision-streamed/adapter
+    cuda "${train[@]}" --output $precision-away --stream-base on --offload-inputs --offload-optimizer >$precision-away.log
+    same "train $precision, streamed, offloaded" $precision/adapter $precision-away/adapter
     cuda "${eval[@]}" --adapter on-cpu/adapter >eval.log
     close "eval $precision" "$(number loss eval-cpu.log)" "$(number loss eval.log)" $bound
     cuda "${generate[@]}" --adapter on-cpu/adapter >generate.log

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use engraft::{
     error::{Error, Result},
     kernels::{
+        arena::Place,
         device::{DType, Device},
         device_scratch::FIXED,
     },
@@ -46,6 +47,8 @@ pub fn check(device: Device, types: &[DType], size: Size) -> Result<Vec<Line>> {
         let recipe = Recipe::of(Kind::Both, size);
         let policy = Policy { stream: true, ..recipe.policy };
         lines.extend(training(&base, before, Recipe { policy, ..recipe })?);
+        let policy = Policy { inputs: Place::Host, moments: Place::Host, ..policy };
+        lines.extend(training(&base, before, Recipe { policy, ..recipe })?);
     }
     lines.extend(too_little(device, types, size)?);
     Ok(lines)
@@ -69,7 +72,8 @@ fn beyond(what: &str, activations: DType, held: usize, planned: usize) -> Line {
 fn training(base: &Arc<Base>, before: usize, recipe: Recipe) -> Result<Vec<Line>> {
     let (device, activations) = (base.device, base.activations);
     let streamed = if recipe.policy.stream { ", streamed" } else { "" };
-    let name = format!("memory, {}, {}{streamed}", recipe.kind.name(), recipe.optimizer.name());
+    let away = if recipe.policy.inputs.is_away() { ", offloaded" } else { "" };
+    let name = format!("memory, {}, {}{streamed}{away}", recipe.kind.name(), recipe.optimizer.name());
     let without_scratch = held(device) - scratch(device);
     let scratch_before = scratch(device);
     let mut prepared = recipe.prepare(base)?;

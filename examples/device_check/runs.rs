@@ -5,7 +5,10 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use engraft::{
     error::Result,
-    kernels::device::{DType, Device},
+    kernels::{
+        arena::Place,
+        device::{DType, Device},
+    },
     model::{Base, Decoder, Policy, Recompute, Wiring},
     optim::OptimizerKind,
     train::{
@@ -140,6 +143,24 @@ fn same_bits(base: &Arc<Base>, size: Size) -> Result<Vec<Line>> {
         lines.push(Line::new(name, base.activations, different(&kept, &found), 0.0));
     }
     let streamed = streamed(size, base.device, base.activations)?;
+    let away = Policy { inputs: Place::Host, moments: Place::Host, ..recipe.policy };
+    for (what, policy) in [
+        ("inputs", Policy { moments: Place::Memory, ..away }),
+        ("optimizer", Policy { inputs: Place::Memory, ..away }),
+        ("inputs, recompute all", Policy { moments: Place::Memory, recompute: Recompute::All, ..away }),
+    ] {
+        for optimizer in [OptimizerKind::AdamW, OptimizerKind::AdamW8bit] {
+            let recipe = Recipe { optimizer, ..recipe };
+            let kept = recipe.run(base)?;
+            let found = Recipe { policy, ..recipe }.run(base)?;
+            let name = format!("offloaded {what}, {}: other bits", optimizer.name());
+            lines.push(Line::new(name, base.activations, different(&kept, &found), 0.0));
+        }
+    }
+    let policy = Policy { stream: true, recompute: Recompute::All, ..away };
+    let found = Recipe { policy, ..recipe }.run(&streamed)?;
+    let name = "streamed base, all offloaded, recompute all: other bits";
+    lines.push(Line::new(name, base.activations, different(&kept, &found), 0.0));
     let policy = Policy { stream: true, ..recipe.policy };
     let found = Recipe { policy, ..recipe }.run(&streamed)?;
     lines.push(Line::new("streamed base: other bits", base.activations, different(&kept, &found), 0.0));

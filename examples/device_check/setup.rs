@@ -212,7 +212,8 @@ impl Recipe {
     pub fn prepare(&self, base: &Arc<Base>) -> Result<Prepared> {
         let set = self.set(base)?;
         let options = self.options(base.activations);
-        let table = Trainer::plan(&base.config, &set, options)?.iter().map(TableRow::bytes).sum();
+        let table = Trainer::plan(&base.config, &set, options)?;
+        let table = table.iter().filter(|row| !row.place.is_away()).map(TableRow::bytes).sum();
         let scratch = options.device_scratch(&base.config, &set);
         let values = start(&set);
         let arenas = Arenas::real(Some(std::env::temp_dir())).on(base.device);
@@ -241,7 +242,7 @@ pub struct Prepared {
     pub trainer: Trainer,
     /// The rows of every step.
     pub batches: Vec<Batch>,
-    /// Planned bytes of all buffers.
+    /// Planned bytes of all buffers in the device's memory.
     pub table: usize,
     /// Planned bytes of scratch.
     pub scratch: usize,

@@ -12,7 +12,6 @@ use super::{
 };
 use crate::{
     error::{Error, Result},
-    kernels::arena::Place,
     memory::{budget::Limit, choose::Wish, machine},
     optim::{AdamWOptions, OptimizerKind, schedule::Schedule},
     train::{self, AdapterOptions, DataSource, Kinds, Length, Machine, PrefixStart, RunOptions},
@@ -130,16 +129,13 @@ fn fixed_rows(option: &str, rows: Option<RowsName>) -> Result<Option<usize>> {
 
 /// What of the memory plan is fixed.
 fn wish(args: &TrainArgs, micro_batch: Option<usize>) -> Result<Wish> {
-    let place = |switch: Option<Switch>| {
-        switch.and_then(Switch::fixed).map(|on| if on { Place::Disk } else { Place::Memory })
-    };
     Ok(Wish {
         micro_batch,
         recompute: args.recompute.and_then(|recompute| recompute.0),
         head_rows: fixed_rows("head-rows", args.head_rows)?,
         stream: args.stream_base.and_then(Switch::fixed),
-        inputs: place(args.offload_inputs),
-        moments: place(args.offload_optimizer),
+        inputs: args.offload_inputs.and_then(Switch::fixed),
+        moments: args.offload_optimizer.and_then(Switch::fixed),
         optimizer: match args.optimizer {
             Some(Optimizer::Adamw8bit) => Some(OptimizerKind::AdamW8bit),
             Some(Optimizer::Adamw) => Some(OptimizerKind::AdamW),

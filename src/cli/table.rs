@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::{
-    kernels::{arena::Place, device::DType},
+    kernels::device::DType,
     memory::{
         choose::{Alternative, Choice, Predicted, size},
         moment::Moment,
@@ -162,8 +162,8 @@ fn policy(plan: &Plan) -> Value {
         "recompute": policy.recompute.to_string(),
         "head_rows": policy.head_rows,
         "stream_base": policy.stream,
-        "offload_inputs": policy.inputs == Place::Disk,
-        "offload_optimizer": policy.moments == Place::Disk,
+        "offload_inputs": policy.inputs.is_away(),
+        "offload_optimizer": policy.moments.is_away(),
         "optimizer": setting.optimizer.name(),
         "activations": type_name(policy.activations),
     })

@@ -15,7 +15,7 @@ use std::{
 };
 
 #[cfg(feature = "cuda")]
-use super::cuda::memory::Memory;
+use super::cuda::memory::{Memory, Pinned};
 use super::device::{Buffer, DType, Device};
 use crate::error::{Error, Result};
 
@@ -27,6 +27,16 @@ pub enum Place {
     Memory,
     /// A nameless file on disk, whose pages are in memory only while they are used.
     Disk,
+    /// Memory of the host that a device with memory of its own reads and writes by itself; on a host the same as
+    /// [`Place::Memory`].
+    Host,
+}
+
+impl Place {
+    /// Whether what is here was moved out of the memory that is planned.
+    pub fn is_away(self) -> bool {
+        self != Self::Memory
+    }
 }
 
 /// Zeroed memory that one arena's buffers are cut from.
@@ -36,6 +46,9 @@ pub enum Chunk {
     /// Of a device.
     #[cfg(feature = "cuda")]
     Cuda(Memory),
+    /// Of the host, at addresses that a device uses as its own.
+    #[cfg(feature = "cuda")]
+    Pinned(Pinned),
 }
 
 /// Memory of the host, or of a file.
@@ -53,7 +66,7 @@ pub fn mapped() -> usize {
 
 impl Drop for HostPages {
     fn drop(&mut self) {
-        if self.place == Place::Memory {
+        if self.place != Place::Disk {
             MAPPED.fetch_sub(self.pages.len(), Relaxed);
         }
     }
@@ -61,7 +74,7 @@ impl Drop for HostPages {
 
 impl HostPages {
     fn new(pages: memmap2::MmapMut, place: Place) -> Self {
-        if place == Place::Memory {
+        if place != Place::Disk {
             MAPPED.fetch_add(pages.len(), Relaxed);
         }
         Self { pages, place }
@@ -75,7 +88,7 @@ impl Chunk {
         match self {
             Self::Host(host) => &host.pages,
             #[cfg(feature = "cuda")]
-            Self::Cuda(_) => &[],
+            Self::Cuda(_) | Self::Pinned(_) => &[],
         }
     }
 
@@ -84,7 +97,7 @@ impl Chunk {
         match self {
             Self::Host(host) => (host.place == Place::Disk).then_some(&host.pages),
             #[cfg(feature = "cuda")]
-            Self::Cuda(_) => None,
+            Self::Cuda(_) | Self::Pinned(_) => None,
         }
     }
 
@@ -94,6 +107,8 @@ impl Chunk {
             Self::Host(_) => Device::Cpu,
             #[cfg(feature = "cuda")]
             Self::Cuda(memory) => Device::Cuda(memory.gpu()),
+            #[cfg(feature = "cuda")]
+            Self::Pinned(pinned) => Device::Cuda(pinned.gpu()),
         }
     }
 
@@ -102,6 +117,8 @@ impl Chunk {
             Self::Host(host) => host.pages.len(),
             #[cfg(feature = "cuda")]
             Self::Cuda(memory) => memory.len(),
+            #[cfg(feature = "cuda")]
+            Self::Pinned(pinned) => pinned.len(),
         }
     }
 
@@ -111,6 +128,8 @@ impl Chunk {
             Self::Host(host) => host.pages.as_ptr().wrapping_add(start).cast_mut(),
             #[cfg(feature = "cuda")]
             Self::Cuda(memory) => std::ptr::without_provenance_mut(memory.address() as usize + start),
+            #[cfg(feature = "cuda")]
+            Self::Pinned(pinned) => pinned.head().wrapping_add(start),
         }
     }
 }
@@ -168,11 +187,13 @@ impl Arena {
             (Place::Disk, Some(folder), Device::Cpu) => {
                 Chunk::Host(HostPages::new(in_file(role, bytes.max(1), folder)?, place))
             }
-            (Place::Memory, _, Device::Cpu) => {
+            (Place::Memory | Place::Host, _, Device::Cpu) => {
                 Chunk::Host(HostPages::new(in_memory(role, bytes.max(1))?, place))
             }
             #[cfg(feature = "cuda")]
             (Place::Memory, _, Device::Cuda(gpu)) => Chunk::Cuda(Memory::zeroed(gpu, bytes, role)?),
+            #[cfg(feature = "cuda")]
+            (Place::Host, _, Device::Cuda(gpu)) => Chunk::Pinned(Pinned::zeroed(gpu, bytes, role)?),
             (Place::Disk, ..) => {
                 return Err(Error::failed(format!("{role} has no folder to be kept in; please report this")));
             }
@@ -192,7 +213,7 @@ impl Arena {
     pub fn take(&mut self, name: impl Into<String>, dtype: DType, shape: &[usize]) -> Result<Buffer> {
         let len = shape.iter().product::<usize>();
         let start = match self.place {
-            Place::Memory => self.used,
+            Place::Memory | Place::Host => self.used,
             Place::Disk => self.used.next_multiple_of(PAGE),
         };
         let end = start + (len * dtype.size()).next_multiple_of(ALIGN);

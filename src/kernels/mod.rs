@@ -21,6 +21,7 @@ pub mod frozen;
 pub mod head_loss;
 pub mod layernorm;
 pub mod matmul;
+pub mod mover;
 pub mod pages;
 #[cfg(any(feature = "cuda", test))]
 pub mod product;

@@ -23,10 +23,10 @@ pub struct Wish {
     pub head_rows: Option<usize>,
     /// Whether the base is streamed.
     pub stream: Option<bool>,
-    /// Where inputs of blocks wait.
-    pub inputs: Option<Place>,
-    /// Where moments are.
-    pub moments: Option<Place>,
+    /// Whether inputs of blocks wait elsewhere.
+    pub inputs: Option<bool>,
+    /// Whether moments are elsewhere.
+    pub moments: Option<bool>,
     /// How moments are kept.
     pub optimizer: Option<OptimizerKind>,
     /// Type of activations; F32 on a CPU and F16 on a CUDA device where nothing is fixed.
@@ -50,8 +50,8 @@ impl Choice {
         let Setting { policy, optimizer, .. } = self.chosen.plan.setting;
         policy.recompute == wish.recompute.unwrap_or_default()
             && policy.stream == wish.stream.unwrap_or_default()
-            && policy.inputs == wish.inputs.unwrap_or_default()
-            && policy.moments == wish.moments.unwrap_or_default()
+            && policy.inputs.is_away() == wish.inputs.unwrap_or_default()
+            && policy.moments.is_away() == wish.moments.unwrap_or_default()
             && optimizer == wish.optimizer.unwrap_or_default()
     }
 }
@@ -91,9 +91,9 @@ pub struct Choice {
     pub alternatives: Vec<Alternative>,
 }
 
-/// Time that reading, writing and waiting cost beyond what is predicted, as a part of a step: between
-/// nearly equal settings the one that needs no disk wins.
-const DISK_RISK: f64 = 0.02;
+/// Time that moving bytes and waiting for them costs beyond what is predicted, as a part of a step: between
+/// nearly equal settings the one that moves none wins.
+const MOVING_RISK: f64 = 0.02;
 /// Settings whose predicted times differ by less are equally fast, and the smaller one is taken.
 const AS_FAST: f64 = 1.01;
 /// Chunks of the head to choose from.
@@ -158,11 +158,11 @@ fn same_everywhere(job: &Job, settings: &[(Setting, f64)], best: Plan, budget: O
 
 fn risky(setting: Setting) -> f64 {
     let Policy { stream, inputs, moments, .. } = setting.policy;
-    let disks = [stream, inputs == Place::Disk, moments == Place::Disk];
+    let moving = [stream, inputs.is_away(), moments.is_away()];
     let eight_bit = setting.optimizer == OptimizerKind::AdamW8bit;
     // 8-bit states change the result a little: only where nothing else of the kind fits.
     let last = if eight_bit { 1e3 } else { 1.0 };
-    last * (1.0 + DISK_RISK * disks.into_iter().filter(|disk| *disk).count() as f64)
+    last * (1.0 + MOVING_RISK * moving.into_iter().filter(|moves| *moves).count() as f64)
 }
 
 /// Every setting that `wish` leaves.
@@ -177,8 +177,7 @@ fn candidates(job: &Job, wish: Wish) -> Vec<Setting> {
         None if possible => vec![false, true],
         None => vec![false],
     };
-    let on_disk = |fixed: Option<Place>| either(fixed.map(|place| place == Place::Disk), !cuda);
-    let place = |disk: bool| if disk { Place::Disk } else { Place::Memory };
+    let place = |away: bool| if away { job.target.away() } else { Place::Memory };
     let optimizers = wish
         .optimizer
         .map_or_else(|| vec![OptimizerKind::AdamW, OptimizerKind::AdamW8bit], |kind| vec![kind]);
@@ -187,8 +186,8 @@ fn candidates(job: &Job, wish: Wish) -> Vec<Setting> {
         for &recompute in &recompute {
             for &head_rows in &chunks {
                 for stream in either(wish.stream, job.streamable && !cuda) {
-                    for inputs in on_disk(wish.inputs).into_iter().map(place) {
-                        for moments in on_disk(wish.moments).into_iter().map(place) {
+                    for inputs in either(wish.inputs, true).into_iter().map(place) {
+                        for moments in either(wish.moments, true).into_iter().map(place) {
                             for &optimizer in &optimizers {
                                 let policy =
                                     Policy { recompute, head_rows, stream, inputs, moments, activations };
@@ -250,14 +249,14 @@ fn alternatives(
 /// The option in which `other` differs, if it is one.
 fn only_difference(now: Setting, other: Setting) -> Option<String> {
     let (a, b) = (now.policy, other.policy);
-    let place = |place: Place| if place == Place::Disk { "on" } else { "off" };
+    let on = |flag: bool| if flag { "on" } else { "off" };
     let differences = [
         (now.micro_batch != other.micro_batch).then(|| format!("micro-batch {}", other.micro_batch)),
         (a.recompute != b.recompute).then(|| format!("recompute {}", b.recompute)),
         (a.head_rows != b.head_rows).then(|| format!("head-rows {}", b.head_rows)),
-        (a.stream != b.stream).then(|| format!("stream-base {}", if b.stream { "on" } else { "off" })),
-        (a.inputs != b.inputs).then(|| format!("offload-inputs {}", place(b.inputs))),
-        (a.moments != b.moments).then(|| format!("offload-optimizer {}", place(b.moments))),
+        (a.stream != b.stream).then(|| format!("stream-base {}", on(b.stream))),
+        (a.inputs != b.inputs).then(|| format!("offload-inputs {}", on(b.inputs.is_away()))),
+        (a.moments != b.moments).then(|| format!("offload-optimizer {}", on(b.moments.is_away()))),
         (now.optimizer != other.optimizer).then(|| format!("optimizer {}", other.optimizer.name())),
     ];
     let mut found = differences.into_iter().flatten();

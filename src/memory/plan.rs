@@ -37,6 +37,16 @@ pub enum Target {
     Cuda,
 }
 
+impl Target {
+    /// Where what is moved out of its memory goes.
+    pub fn away(self) -> Place {
+        match self {
+            Self::Cpu { .. } => Place::Disk,
+            Self::Cuda => Place::Host,
+        }
+    }
+}
+
 /// What is to be done, whatever the machine.
 #[derive(Debug, Clone, Copy)]
 pub struct Job<'a> {
@@ -82,8 +92,8 @@ impl fmt::Display for Setting {
              --offload-optimizer {} --optimizer {}",
             self.micro_batch,
             on(stream),
-            on(inputs == Place::Disk),
-            on(moments == Place::Disk),
+            on(inputs.is_away()),
+            on(moments.is_away()),
             self.optimizer.name()
         )
     }
@@ -322,14 +332,14 @@ fn grouped(buffers: &[TableRow], job: &Job, setting: Setting) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
     for buffer in buffers.iter().filter(|buffer| buffer.bytes() > 0) {
         let name = without_numbers(&buffer.name);
-        let row = match rows.iter_mut().find(|row| row.is_like(buffer, &name)) {
+        let home = match (buffer.place, job.target) {
+            (Place::Disk, _) => Home::Disk,
+            (Place::Memory, Target::Cuda) => Home::Device,
+            (Place::Host, _) | (Place::Memory, Target::Cpu { .. }) => Home::Host,
+        };
+        let row = match rows.iter_mut().find(|row| row.is_like(buffer, &name, home)) {
             Some(row) => row,
             None => {
-                let home = match (buffer.place, job.target) {
-                    (Place::Disk, _) => Home::Disk,
-                    (Place::Memory, Target::Cuda) => Home::Device,
-                    (Place::Memory, Target::Cpu { .. }) => Home::Host,
-                };
                 rows.push(Row {
                     dtype: Some(buffer.dtype),
                     shape: buffer.shape.clone(),
@@ -356,6 +366,8 @@ fn grouped(buffers: &[TableRow], job: &Job, setting: Setting) -> Vec<Row> {
                 let pass = [Moment::Forward, Moment::Head, Moment::Backward, Moment::Evaluation];
                 by_moment(|moment| if pass.contains(&moment) { most } else { 0 })
             }
+            // Of the host, whose memory a device's plan lists and does not count.
+            (Home::Host, _) if job.target == Target::Cuda => [0; MOMENTS],
             _ => from_the_first_pass(row.bytes),
         };
     }
@@ -363,12 +375,12 @@ fn grouped(buffers: &[TableRow], job: &Job, setting: Setting) -> Vec<Row> {
 }
 
 impl Row {
-    fn is_like(&self, buffer: &TableRow, name: &str) -> bool {
+    fn is_like(&self, buffer: &TableRow, name: &str, home: Home) -> bool {
         self.role == buffer.role
             && self.name == name
             && self.dtype == Some(buffer.dtype)
             && self.shape == buffer.shape
-            && (self.home == Home::Disk) == (buffer.place == Place::Disk)
+            && self.home == home
     }
 }
 
@@ -385,7 +397,7 @@ fn lifetime(role: &str, name: &str) -> &'static str {
         ("trainables" | "moments", _) => "run",
         ("prefix", _) => "step",
         ("saved inputs" | "saved activations", name) if name.starts_with("shared") => "block",
-        ("saved inputs" | "saved activations", _) => "forward to backward",
+        ("saved inputs" | "offloaded inputs" | "saved activations", _) => "forward to backward",
         ("workspace", "gathered" | "losses" | "stats_f") => "head",
         ("workspace", name) if name.ends_with("logits") => "block, head",
         ("workspace", _) => "block",

@@ -182,6 +182,39 @@ fn a_streamed_base_takes_two_blocks_of_a_device() {
 }
 
 #[test]
+fn what_a_device_offloads_is_listed_and_not_counted() {
+    let config = xl();
+    let set = set(&config, "c_attn");
+    let job = Job { target: Target::Cuda, ..job(&config, &set, 8) };
+    let policy = Policy { recompute: Recompute::All, activations: DType::F16, ..Policy::default() };
+    let planned = |policy| plan(&job, setting(policy)).unwrap();
+    let kept = planned(policy);
+    let inputs = planned(Policy { inputs: Place::Host, ..policy });
+    // 49 inputs and outputs of 1024 tokens where three take turns; the last three need no copy.
+    let one = 1024 * 1600 * 2;
+    assert_eq!(kept.peak().1 - inputs.peak().1, 46 * one);
+    let copies = inputs.rows.iter().find(|row| row.role == "offloaded inputs").unwrap();
+    assert_eq!((copies.count, copies.bytes, copies.home), (46, 46 * one, Home::Host));
+    assert_eq!(copies.most_resident(), 0);
+    let moments = planned(Policy { moments: Place::Host, ..policy });
+    assert_eq!(kept.peak().1 - moments.peak().1, 8 * set.layout.len as u64);
+    let wish = Wish { stream: Some(true), ..Wish::default() };
+    let least = |wish| {
+        let error = choose(&job, wish, Some(400 << 20), &Rates::NOMINAL_GPU).unwrap_err().to_string();
+        error
+            .split("--memory ")
+            .nth(2)
+            .and_then(|rest| rest.split("MiB").next())
+            .unwrap()
+            .parse::<u64>()
+            .unwrap()
+    };
+    let without = least(Wish { inputs: Some(false), moments: Some(false), ..wish });
+    // 46 inputs of 3.1 MiB, and moments of 2.3 M trainables.
+    assert!(least(wish) + 143 + 4 < without, "{} and {without} MiB", least(wish));
+}
+
+#[test]
 fn a_tensor_of_a_device_begins_at_a_multiple_of_256_bytes() {
     let text = r#"{"model_type":"gpt2","n_layer":2,"n_embd":24,"n_head":3,"n_positions":40,"vocab_size":61}"#;
     let config = Config::from_json(text, Path::new("odd")).unwrap();

@@ -31,10 +31,13 @@ fn micro_batch(job: &Job, setting: Setting, rates: &Rates) -> f64 {
     total += (config.layers - lowest) as f64 * block.backward();
     total +=
         (lowest..config.layers).map(|layer| block.again(setting.policy.recompute.keeps(layer))).sum::<f64>();
-    total
-        + deltas(job, n, rates)
-        + head(job, n, setting.policy.head_rows, rates)
-        + moved(job, setting, n, rates)
+    total += deltas(job, n, rates) + head(job, n, setting.policy.head_rows, rates);
+    let moved = moved(job, setting, n, rates);
+    match job.target {
+        Target::Cpu { .. } => total + moved,
+        // Copies go on beside the kernels.
+        Target::Cuda => total.max(moved),
+    }
 }
 
 /// The lowest layer with anything trainable.
@@ -141,8 +144,8 @@ fn head(job: &Job, n: usize, rows: usize, rates: &Rates) -> f64 {
     chunks * both + softmax
 }
 
-/// Bytes of the base and of inputs that come and go; the thread that moves them takes its time from those
-/// that compute.
+/// Seconds for bytes of the base and of inputs that come and go; on a CPU the thread that moves them takes its time from
+/// those that compute.
 fn moved(job: &Job, setting: Setting, n: usize, rates: &Rates) -> f64 {
     let threads = match job.target {
         Target::Cpu { threads, .. } => threads.max(1) as f64,
@@ -150,8 +153,10 @@ fn moved(job: &Job, setting: Setting, n: usize, rates: &Rates) -> f64 {
     };
     let parts = BaseBytes::of(job.config, job.base_dtype);
     let streamed = if setting.policy.stream { 2 * parts.blocks + parts.embeddings + parts.head } else { 0 };
+    let each = (job.config.layers * n * job.config.width * setting.policy.activations.size()) as f64;
     let inputs = match setting.policy.inputs {
-        Place::Disk => (job.config.layers * n * job.config.width * 4) as f64 * (1.0 + WRITING),
+        Place::Disk => each * (1.0 + WRITING),
+        Place::Host => 2.0 * each,
         Place::Memory => 0.0,
     };
     (streamed as f64 + inputs) / (threads * rates.reading)
@@ -166,6 +171,8 @@ fn update(job: &Job, setting: Setting, rates: &Rates) -> f64 {
     };
     let moved = match setting.policy.moments {
         Place::Disk => len * bytes * (1.0 + WRITING) / rates.reading,
+        // Read and written at the same time, each in its direction.
+        Place::Host => len * bytes / rates.reading,
         Place::Memory => 0.0,
     };
     len * work / rates.adamw + moved

@@ -1,10 +1,15 @@
 //! All memory of a [`Stack`](super::Stack): cut here, once to count and once to hold.
+//!
+//! Inputs of blocks that must last until the backward are buffers of their own; or, where they wait in the host's memory
+//! ([`Place::Host`]), three buffers of the device that they take in turn: the forward writes one, reads another, and
+//! the third is on its way out; the backward reads one while the next comes in.
 
 use crate::{
     error::Result,
     kernels::{
         arena::{Arenas, Place},
         device::Buffer,
+        mover::Mover,
         pages::Region,
     },
 };
@@ -19,8 +24,23 @@ use super::{
 /// The layer whose memory serves all layers of a pass that keeps nothing, where layers share none.
 pub const ANY: usize = 0;
 
+/// Buffers that inputs take in turn where they wait in the host's memory.
+pub const TURNS: usize = 3;
+
+/// Inputs of blocks in the host's memory.
+struct Waiting {
+    // First, so that it is dropped first: it ends when copies have.
+    mover: Mover,
+    /// Copies of the inputs from the first lasting one on; of the last ones, which nothing overwrites, there are none.
+    copies: Vec<Buffer>,
+    /// Which layer's input each of the buffers on the device holds.
+    holds: [Option<usize>; TURNS],
+}
+
 /// Buffers of a stack.
 pub struct Held {
+    /// Where inputs wait, if not in `residual`.
+    waiting: Option<Waiting>,
     /// Inputs of the blocks and output of the last, `(n, c)`.
     residual: Vec<Buffer>,
     /// First layer whose input must last until the backward; those below take turns with two buffers.
@@ -51,14 +71,29 @@ impl Held {
     ) -> Result<Self> {
         let (layers, width) = (sizes.config.layers, sizes.config.width);
         let lasting = if training { wiring.lowest().min(layers) } else { layers + 1 };
-        let residual = arenas.build("saved inputs", policy.inputs, |arena| {
+        let shape = [sizes.limits.cells(), width];
+        let waits = policy.inputs == Place::Host;
+        let last = if waits { layers.min(lasting + TURNS - 1) } else { layers };
+        let place = if waits { Place::Memory } else { policy.inputs };
+        let residual = arenas.build("saved inputs", place, |arena| {
             let in_turn = lasting.min(2);
             (0..in_turn)
                 .map(|index| format!("in turn {index}"))
-                .chain((lasting..=layers).map(|layer| format!("residual {layer}")))
-                .map(|name| arena.take(name, sizes.activations, &[sizes.limits.cells(), width]))
+                .chain((lasting..=last).map(|layer| format!("residual {layer}")))
+                .map(|name| arena.take(name, sizes.activations, &shape))
                 .collect::<Result<Vec<_>>>()
         })?;
+        let copies = arenas.build("offloaded inputs", Place::Host, |arena| {
+            (lasting + TURNS..=layers)
+                .filter(|_| waits)
+                .map(|above| arena.take(format!("residual {}", above - TURNS), sizes.activations, &shape))
+                .collect::<Result<Vec<_>>>()
+        })?;
+        let waiting = if waits {
+            Some(Waiting { mover: Mover::new(arenas.device(), TURNS)?, copies, holds: [None; TURNS] })
+        } else {
+            None
+        };
         let ranks = |layer: usize| std::array::from_fn(|site| wiring.ranks(layer, site));
         let keeps = |layer: usize| {
             let trained = training && layer >= lasting;
@@ -89,7 +124,7 @@ impl Held {
             let back = training.then(|| BackwardWork::cut(arena, sizes, wiring)).transpose()?;
             Ok((work, head, back))
         })?;
-        Ok(Self { residual, lasting, layers: kept, shared, work, head, back })
+        Ok(Self { waiting, residual, lasting, layers: kept, shared, work, head, back })
     }
 
     /// The memory of block `layer`, to be given back with [`Held::give_back`].
@@ -121,7 +156,49 @@ impl Held {
 
     /// Where the input of block `layer` is; `layer = layers` stands for the output of the last.
     fn place(&self, layer: usize) -> usize {
-        if layer >= self.lasting { layer - self.lasting + self.lasting.min(2) } else { layer % 2 }
+        if layer < self.lasting {
+            return layer % 2;
+        }
+        let behind = layer - self.lasting;
+        self.lasting.min(2) + if self.waiting.is_some() { behind % TURNS } else { behind }
+    }
+
+    /// Which of the buffers taken in turn that of the input of `layer` is; `None` where nothing waits.
+    fn turn(&self, layer: usize) -> Option<usize> {
+        let waits = self.waiting.is_some() && layer >= self.lasting;
+        waits.then(|| (layer - self.lasting) % TURNS)
+    }
+
+    /// The input of `layer` is about to be written.
+    fn claim(&mut self, layer: usize) {
+        if let (Some(turn), Some(waiting)) = (self.turn(layer), &mut self.waiting) {
+            waiting.mover.wait(turn);
+            waiting.holds[turn] = Some(layer);
+        }
+    }
+
+    /// The forward is done with the first `len` elements of the input of `layer`, which wait for the backward: where
+    /// another input will take their buffer, in the host's memory.
+    pub fn send(&mut self, layer: usize, len: usize) {
+        let (place, Some(turn)) = (self.place(layer), self.turn(layer)) else { return };
+        let Some(waiting) = &mut self.waiting else { return };
+        if let Some(copy) = waiting.copies.get_mut(layer - self.lasting) {
+            let (from, to) = (self.residual[place].view(), copy.view_mut());
+            waiting.mover.copy(turn, from.slice(0, len), to.slice(0, len));
+        }
+    }
+
+    /// The backward comes to `layer` soon and will need the first `len` elements of its input.
+    pub fn fetch(&mut self, layer: usize, len: usize) {
+        let (place, Some(turn)) = (self.place(layer), self.turn(layer)) else { return };
+        let Some(waiting) = self.waiting.as_mut().filter(|waiting| waiting.holds[turn] != Some(layer)) else {
+            return;
+        };
+        if let Some(copy) = waiting.copies.get(layer - self.lasting) {
+            let (from, to) = (copy.view(), self.residual[place].view_mut());
+            waiting.mover.copy(turn, from.slice(0, len), to.slice(0, len));
+            waiting.holds[turn] = Some(layer);
+        }
     }
 
     /// Input of block `layer`.
@@ -131,12 +208,14 @@ impl Held {
 
     /// Input of block `layer`, to write.
     pub fn input_mut(&mut self, layer: usize) -> &mut Buffer {
+        self.claim(layer);
         let place = self.place(layer);
         &mut self.residual[place]
     }
 
     /// Input and output of block `layer` and the workspace of a forward.
     pub fn step(&mut self, layer: usize) -> (&Buffer, &mut Buffer, &mut Work) {
+        self.claim(layer + 1);
         let (read, write) = (self.place(layer), self.place(layer + 1));
         let (x, y) = two(&mut self.residual, read, write);
         (x, y, &mut self.work)
@@ -145,6 +224,9 @@ impl Held {
     /// Input of block `layer` and the workspace of both directions.
     pub fn back(&mut self, layer: usize) -> Option<(&Buffer, &mut Work, &mut BackwardWork)> {
         let place = self.place(layer);
+        if let (Some(turn), Some(waiting)) = (self.turn(layer), &mut self.waiting) {
+            waiting.mover.wait(turn);
+        }
         Some((&self.residual[place], &mut self.work, self.back.as_mut()?))
     }
 

@@ -232,6 +232,7 @@ impl Stack {
             let saved = block.forward(rows!(x, n, c), buffers, work, None, rows!(mut y, n, c));
             // What the layer owns keeps its content until the backward comes by.
             self.held.give_back(layer, saved.discard(), owned);
+            self.held.send(layer, n * c);
         }
         Ok(Kept)
     }
@@ -254,6 +255,9 @@ impl Stack {
                 fetch: below.and_then(|below| self.held.pages(below)),
             };
             self.flow.enter(&base.weights, Stage::Block(layer), below.map(Stage::Block), input);
+            if let Some(below) = below {
+                self.held.fetch(below, n * c);
+            }
             let block =
                 block((&base, &self.flow), &self.wiring, &self.inputs, trained, layer, batch, dropout);
             let (buffers, owned) = self.held.block(layer)?;

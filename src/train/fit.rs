@@ -14,11 +14,7 @@ use super::{
 use crate::{
     data::Dataset,
     error::{Error, Result},
-    kernels::{
-        arena::{Arenas, Place},
-        device::DType,
-        matmul::Arithmetic,
-    },
+    kernels::{arena::Arenas, device::DType, matmul::Arithmetic},
     memory::{
         budget::{self, Limit},
         calibrate::Rates,
@@ -52,26 +48,14 @@ pub(super) fn job<'a>(options: &RunOptions, base: &'a Base, prepared: &'a Prepar
     }
 }
 
-/// Refuses what a device cannot do.
+/// Refuses what a target cannot do.
 ///
 /// # Errors
 /// [`Error::Input`] with the option.
 fn check_wish(wish: Wish, target: Target) -> Result<()> {
-    if target != Target::Cuda {
-        return match wish.activations {
-            Some(DType::F16) => Err(no_f16()),
-            _ => Ok(()),
-        };
-    }
-    let asked = [
-        ("offload-inputs", wish.inputs == Some(Place::Disk)),
-        ("offload-optimizer", wish.moments == Some(Place::Disk)),
-    ];
-    match asked.into_iter().find(|(_, asked)| *asked) {
-        None => Ok(()),
-        Some((option, _)) => Err(Error::input(format!(
-            "--{option} on: a CUDA device keeps these in its own memory; leave it out, or give --device cpu"
-        ))),
+    match (target, wish.activations) {
+        (Target::Cpu { .. }, Some(DType::F16)) => Err(no_f16()),
+        _ => Ok(()),
     }
 }
 

@@ -103,8 +103,8 @@ fn same(found: &Outcome, expected: &Outcome, what: &str) {
     assert_eq!(found.2, expected.2, "state of {what}");
 }
 
-/// Weights that come and go, and inputs of blocks and moments that wait in a file, alone and together
-/// with recompute; also where the lowest blocks are not adapted.
+/// Weights that come and go, and inputs of blocks and moments that wait in a file, or in buffers that they leave and come
+/// back to, alone and together with recompute; also where the lowest blocks are not adapted.
 #[test]
 fn streaming_and_offloading_change_no_bit() {
     let base = golden("tiny");
@@ -122,11 +122,43 @@ fn streaming_and_offloading_change_no_bit() {
                 (false, Place::Disk, Place::Memory),
                 (false, Place::Memory, Place::Disk),
                 (true, Place::Disk, Place::Disk),
+                (true, Place::Host, Place::Host),
             ] {
                 let policy = Policy { recompute, stream, inputs, moments, ..Policy::default() };
                 let what = format!("{}, {policy:?}", case.name);
                 same(&run(&base, &case, options(policy)), &plain, &what);
             }
+        }
+    }
+}
+
+/// Seven blocks whose inputs take three buffers in turn; with the lowest ones not adapted, and an evaluation between steps,
+/// which goes through the same buffers.
+#[test]
+fn inputs_that_take_turns_come_back() {
+    let sizes = Sizes { layers: 7, heads: 2, width: 16, inner: 40, positions: 20, vocab: 50 };
+    let random = random_base(sizes, "gelu_new");
+    let rows: Vec<Row> = [(1, 11), (2, 9), (3, 4)].map(|(seed, len)| row(seed, len, 2, sizes.vocab)).to_vec();
+    // The last micro-batch is smaller than the others.
+    let batches = cut(&rows, 2);
+    for layers in [None, Some(vec![2, 5]), Some(vec![4]), Some(vec![5]), Some(vec![6])] {
+        let lora = LoraSpec { layers: layers.clone(), ..lora("all-linear", 0.2) };
+        let case = case("some layers", &random.base, Some(lora), None);
+        let trained = |inputs, recompute| {
+            let options = TrainerOptions {
+                rows: 2,
+                seq_len: 11,
+                ..options(Policy { inputs, recompute, ..Policy::default() })
+            };
+            let mut trainer = trainer(&random.base, &case, options);
+            trainer.step(&batches, 1e-2).unwrap();
+            let loss = trainer.evaluate(&mut batches.clone().into_iter()).unwrap().loss;
+            trainer.step(&batches, 1e-2).unwrap();
+            (loss.to_bits(), bits(&trainer.gradient()), state(&trainer))
+        };
+        for recompute in [Recompute::None, Recompute::All] {
+            let kept = trained(Place::Memory, recompute);
+            assert!(kept == trained(Place::Host, recompute), "layers {layers:?}, recompute {recompute}");
         }
     }
 }

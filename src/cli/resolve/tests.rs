@@ -127,8 +127,8 @@ fn what_is_fixed_reaches_the_plan() {
         recompute: Some(Recompute::Linear),
         head_rows: Some(7),
         stream: Some(true),
-        inputs: Some(Place::Memory),
-        moments: Some(Place::Disk),
+        inputs: Some(false),
+        moments: Some(true),
         optimizer: Some(OptimizerKind::AdamW8bit),
         activations: None,
     };

@@ -110,6 +110,8 @@ pub struct Pinned {
 
 // SAFETY: plain memory with one owner.
 unsafe impl Send for Pinned {}
+// SAFETY: as above; it is written through what owns it.
+unsafe impl Sync for Pinned {}
 
 impl Pinned {
     /// `len` bytes with arbitrary content.
@@ -124,6 +126,26 @@ impl Pinned {
         // SAFETY: written before it is read, as its users promise.
         let head = unsafe { result::malloc_host(len.max(1), 0) }.map_err(refused)?;
         Ok(Self { gpu, head: head.cast(), len })
+    }
+
+    /// `len` zeros for `what`, which kernels may use where they lie: a device that shares the host's addresses has
+    /// such pages at the same ones (CUDA C++ programming guide, unified virtual addressing).
+    ///
+    /// # Errors
+    /// As [`Pinned::new`].
+    pub fn zeroed(gpu: &'static Gpu, len: usize, what: &str) -> Result<Self> {
+        let remedy = "leave the offloading out, or use fewer or shorter rows at a time";
+        let pinned = Self::new(gpu, len).map_err(|_| {
+            Error::memory(format!("{len} bytes of pinned memory for {what} cannot be had; {remedy}"))
+        })?;
+        // SAFETY: the pages are ours and that many.
+        unsafe { pinned.head.write_bytes(0, len) };
+        Ok(pinned)
+    }
+
+    /// The device that uses it.
+    pub fn gpu(&self) -> &'static Gpu {
+        self.gpu
     }
 
     /// Where it begins.

@@ -25,9 +25,11 @@ use super::{
 };
 use crate::error::{Error, Result};
 
+mod event;
 mod launch;
 mod lt;
 pub mod memory;
+pub mod mover;
 pub mod stages;
 
 pub use launch::{Argument, Code, Grid, Image};

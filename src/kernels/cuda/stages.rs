@@ -12,13 +12,11 @@ use std::{
     thread::JoinHandle,
 };
 
-use cudarc::driver::{
-    CudaStream, DriverError, result,
-    sys::{self, CUevent_flags::CU_EVENT_DISABLE_TIMING, CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT},
-};
+use cudarc::driver::{CudaStream, DriverError, result};
 
 use super::{
     Gpu,
+    event::Event,
     memory::{Memory, Pinned},
 };
 use crate::{
@@ -29,51 +27,6 @@ use crate::{
         stages::{PLACES, bytes},
     },
 };
-
-/// An event of a device.
-struct Event {
-    gpu: &'static Gpu,
-    event: sys::CUevent,
-}
-
-// SAFETY: the driver takes events from any thread.
-unsafe impl Send for Event {}
-// SAFETY: as above.
-unsafe impl Sync for Event {}
-
-impl Event {
-    fn new(gpu: &'static Gpu) -> Result<Self, DriverError> {
-        gpu.bind()?;
-        Ok(Self { gpu, event: result::event::create(CU_EVENT_DISABLE_TIMING)? })
-    }
-
-    /// Stands for everything that `stream` was given so far.
-    fn record(&self, stream: sys::CUstream) -> Result<(), DriverError> {
-        // SAFETY: both are alive.
-        unsafe { result::event::record(self.event, stream) }
-    }
-
-    /// What `stream` is given from now on waits for it.
-    fn hold(&self, stream: sys::CUstream) -> Result<(), DriverError> {
-        // SAFETY: both are alive.
-        unsafe { result::stream::wait_event(stream, self.event, CU_EVENT_WAIT_DEFAULT) }
-    }
-
-    /// Returns when it has come, at once if it was never recorded.
-    fn synchronize(&self) -> Result<(), DriverError> {
-        // SAFETY: it is alive.
-        unsafe { result::event::synchronize(self.event) }
-    }
-}
-
-impl Drop for Event {
-    fn drop(&mut self) {
-        if self.gpu.bind().is_ok() {
-            // SAFETY: it was made once and is dropped once.
-            let _ = unsafe { result::event::destroy(self.event) };
-        }
-    }
-}
 
 /// A stretch of the device's memory, and the two moments that matter for it.
 struct Place {
