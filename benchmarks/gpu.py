@@ -6,8 +6,10 @@
 
 The machine with the GPU needs the programs, python with torch, transformers and peft, and this folder, no Rust. In turn:
 `device_check` (every op against the CPU, golden files, trainings, planned against held memory), its ops once more under
-compute-sanitizer where that is installed, a default training, then for each size a LoRA r 8 on c_attn and a prefix of 20
-beside PEFT, eager and compiled, f16 and bf16, and generation with a LoRA of rank 16 beside Transformers with PEFT. What
+compute-sanitizer where that is installed (`pip install nvidia-cuda-sanitizer-api` will do), a default training, products, attention and updates beside PyTorch, tokens with
+their launches recorded and one by one, then for each size a LoRA r 8 on c_attn and a prefix of 20 beside PEFT, eager and
+compiled, f16 and bf16, with inputs offloaded and the base streamed too, and generation with a LoRA of rank 16 beside
+Transformers with PEFT. What
 does not fit into --minutes is named and left out, the largest sizes first. Memory is the most that the device says is
 used, less what was used before, for both sides alike. Results go to FOLDER/gpu.json after each part; a table ends the
 output. Exit code 1 when a check fails. `--device cpu --sizes tiny --batch 1 --seq 64` tries the script itself.
@@ -16,6 +18,7 @@ output. Exit code 1 when a check fails. `--device cpu --sizes tiny --batch 1 --s
 import argparse
 import contextlib
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -121,7 +124,8 @@ def check(s, programs, device):
     file = s.a.output / "device_check.json"
     number = "cpu" if device == "cpu" else 0
     s.run("device_check", [programs / "examples" / "device_check", number, "--json", file], 60)
-    sanitizer = shutil.which("compute-sanitizer")
+    wheels = [pathlib.Path(folder) / "nvidia/cu13/compute-sanitizer/compute-sanitizer" for folder in sys.path]
+    sanitizer = shutil.which("compute-sanitizer") or next((file for file in wheels if os.access(file, os.X_OK)), None)
     if sanitizer and device != "cpu":
         s.run("compute-sanitizer", [sanitizer, "--error-exitcode", 9, programs / "examples" / "device_check", number,
                                     "ops", "--small", "--json", s.a.output / "sanitized.json"], 120)
@@ -130,6 +134,18 @@ def check(s, programs, device):
     with tempfile.TemporaryDirectory() as folder:
         s.run("default training", [programs / "engraft", "train", "--device", device, "--json", "--output", folder], 30,
               learned)
+
+
+def ops(s, programs, device):
+    """What no training shows by itself, beside PyTorch."""
+    sizes = s.a.sizes.split(",")
+    source = base(s.a.bases, "medium" if "medium" in sizes else sizes[0])
+    file, number = s.a.output / "speed.json", "cpu" if device == "cpu" else 0
+    s.run("speed: engraft", [programs / "examples" / "device_check", number, "speed", "--base", source, "--json", file], 40,
+          lambda _: {"speeds": json.loads(file.read_text())["speeds"]})
+    small = ["--small"] if device == "cpu" else []
+    s.run("speed: PyTorch", [sys.executable, HERE / "torch_ops.py", "--device", device, *small], 30,
+          lambda text: {"figures": json.loads(last_line(text))}, may_fail=True)
 
 
 def training(s, programs, device, size, source, folder):
@@ -146,6 +162,10 @@ def training(s, programs, device, size, source, folder):
             options += ["--rank", 8, "--alpha", 16] if method == "lora" else []
             output = folder / name.replace(" ", "-")
             s.run(f"{name}: engraft", train_command(programs / "engraft", options, output), 20, steps_of)
+            moving = {"offloading": ["--offload-inputs", "--offload-optimizer"], "streaming": ["--stream-base", "on"]}
+            for how, more in moving.items() if method == "lora" and kind == types[0] else []:
+                command = train_command(programs / "engraft", [*options, *more], folder / how)
+                s.run(f"{name}: engraft, {how}", command, 20, steps_of)
             for how in [[], ["--compile"]]:
                 command = [sys.executable, HERE / "peft_step.py", source, rows, "--batch", batch, "--steps", steps,
                            "--method", method, "--dtype", kind, "--device", device, *how]
@@ -174,8 +194,34 @@ def decoding(s, programs, device, size, source, folder):
           lambda text: {"tokens_per_s": json.loads(last_line(text))["rows 1"]}, may_fail=True)
 
 
+def flops(config, seq):
+    """FLOP a token of a training step: 4 a weight of blocks and head, forward and back through frozen weights, and 7
+    products of attention a pair of tokens."""
+    width, layers = config["n_embd"], config["n_layer"]
+    weights = layers * 12 * width * width + config["vocab_size"] * width
+    return 4 * weights + 7 * layers * width * (seq + 1)
+
+
+def utilisation(s, device):
+    """Shares of the measured speed of products that trainings reach."""
+    speeds = s.results.get("speed: engraft", {}).get("speeds", [])
+    ceilings = {speed["what"].rsplit(", ", 1)[1].lower(): 1e12 * speed["value"]
+                for speed in speeds if speed["what"].startswith("frozen product")}
+    for name, result in s.results.items():
+        if device == "cpu" or not name.endswith(": engraft") or "losses" not in result:
+            continue
+        size, _, kind = name.split(": ")[0].split(" ")
+        config = json.loads((s.a.bases / size / "config.json").read_text(encoding="utf-8"))
+        if ceilings.get(kind):
+            result["utilisation"] = round(result["tokens_per_s"] * flops(config, s.a.seq) / ceilings[kind], 3)
+
+
 def table(results):
     """Speeds and memory, with ratios to ours."""
+    for speed in results.get("speed: engraft", {}).get("speeds", []):
+        print(f"{speed['what']:72} {speed['value']:10.3f} {speed['unit']}")
+    for what, (value, unit) in results.get("speed: PyTorch", {}).get("figures", {}).items():
+        print(f"{'PyTorch: ' + what:72} {value:10.3f} {unit}")
     print(f"\n{'':24} {'tokens/s':>10} {'MiB':>8}   engraft over it: speed, memory")
     for name, result in results.items():
         if "tokens_per_s" not in result:
@@ -185,7 +231,8 @@ def table(results):
         ratio = ours.get("tokens_per_s", 0) / result["tokens_per_s"]
         mib, own = result.get("device_mib"), ours.get("device_mib")
         share = f"{own / mib:.2f} x" if own and mib else ""
-        print(f"{job_ + ': ' + side:40} {result['tokens_per_s']:10.0f} {mib or '':>8}   {ratio:.2f} x  {share}")
+        used = f"  {result['utilisation']:.0%} of the ceiling" if "utilisation" in result else ""
+        print(f"{job_ + ': ' + side:40} {result['tokens_per_s']:10.0f} {mib or '':>8}   {ratio:.2f} x  {share}{used}")
     for name, result in results.items():
         if "left_out" in result or "failed" in result:
             print(f"{name}: {result.get('failed') or 'left out, ' + result['left_out']}")
@@ -209,6 +256,7 @@ def main():
                       "date": time.strftime("%Y-%m-%d")})
     if (programs / "examples" / "device_check").exists():
         check(s, programs, a.device)
+        ops(s, programs, a.device)
     else:
         s.keep("device_check", {"left_out": "not built; it needs --features cuda"})
     for size in a.sizes.split(","):
@@ -216,6 +264,8 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             training(s, programs, a.device, size, source, pathlib.Path(folder))
             decoding(s, programs, a.device, size, source, pathlib.Path(folder))
+    utilisation(s, a.device)
+    (a.output / "gpu.json").write_text(json.dumps(s.results, indent=1) + "\n", encoding="utf-8")
     table(s.results)
     for failure in s.failures:
         print(f"FAILED {failure}")

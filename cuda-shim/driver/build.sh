@@ -5,7 +5,8 @@
 #     cuda-shim/driver/build.sh target/shim
 #     LD_LIBRARY_PATH=target/shim cargo run --release --features cuda --example device_check
 #
-# SHIM_MEMORY is how many bytes the device has, 6 GiB if it is not set.
+# SHIM_MEMORY is how many bytes the device has, 6 GiB if it is not set. With SHIM_LATE kernels run as late as they may,
+# and copies on other streams as early.
 # The program may have been built with the stand-in of scripts/cuda-toolchain.sh: its own kernels are not used.
 set -euo pipefail
 [ $# -eq 1 ] || { echo "usage: $0 FOLDER" >&2; exit 2; }
@@ -23,7 +24,8 @@ for source in "$kernels"/*/kernel.cu; do
     objects+=("$object")
 done
 "${CXX:-g++}" "${flags[@]}" -c "$shim/driver/driver.cpp" -o "$folder/driver.o"
-"${CXX:-g++}" -shared -o "$folder/libcuda.so.1" "$folder/driver.o" "${objects[@]}" -ldl
+"${CXX:-g++}" -shared -Wl,-soname,libcuda.so.1 -o "$folder/libcuda.so.1" "$folder/driver.o" "${objects[@]}" -ldl
 # Sums in any order, for speed.
-"${CXX:-g++}" "${flags[@]}" -O3 -ffast-math -shared -o "$folder/libcublasLt.so.13" "$shim/driver/products.cpp"
+"${CXX:-g++}" "${flags[@]}" -O3 -ffast-math -shared -o "$folder/libcublasLt.so.13" \
+    "$shim/driver/products.cpp" "$folder/libcuda.so.1" "-Wl,-rpath,\$ORIGIN"
 echo "libcuda and libcublasLt of the shim are in $folder"

@@ -1,12 +1,15 @@
 // A libcuda for machines without a GPU: device memory is host memory, and a launch runs the kernel that the shim
 // has compiled, before it returns. As much of the driver as this program calls.
 //
-// The first stream does at once what it is given. Any other one does nothing before somebody waits for it: what is
-// read without waiting is not there yet.
+// The first stream, that of the kernels, does at once what it is given. Any other one does nothing before somebody waits
+// for it: what is read without waiting is not there yet. With SHIM_LATE it is the other way round: what is copied without
+// waiting is not computed yet.
 //
-// It shows wrong arguments, names, grids and sizes of launches, a copy that kernels do not wait for, and the whole way
-// of a training step. It shows nothing about timing, a copy that does not wait for kernels, tensor-core hardware or
-// the real driver.
+// SHIM_NO_RECORDING refuses to record. SHIM_MEMORY is how many bytes the device has.
+//
+// It shows wrong arguments, names, grids and sizes of launches, copies and kernels that do not wait for each other, what
+// a recording forgets, and the whole way of a training step. It shows nothing about timing, tensor-core hardware or the
+// real driver.
 #include <dlfcn.h>
 
 #include <cstddef>
@@ -19,6 +22,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 typedef int Result; // 0: success
@@ -41,11 +45,14 @@ static std::mutex guard;
 static std::map<Address, size_t> held;
 static size_t used;
 
+typedef std::function<void()> Work;
 /// What a stream was given and has not done; `done` counts what it has.
 struct Stream {
-  std::deque<std::function<void()>> waiting;
+  std::deque<Work> waiting;
   size_t done;
   bool at_once;
+  /// Where work goes that is recorded instead of done.
+  std::vector<Work> *recording;
 };
 /// What a stream has been given up to some moment; of none nothing is waited for.
 struct Event {
@@ -71,16 +78,28 @@ static void wait_for(const Event &event) {
   std::lock_guard<std::recursive_mutex> lock(order);
   if (event.stream) run(*event.stream, event.count);
 }
-static Result give(Handle handle, std::function<void()> work) {
+static Result give(Handle handle, Work work) {
   Stream &stream = *static_cast<Stream *>(handle);
-  if (stream.at_once) return work(), 0;
+  if (stream.recording) return stream.recording->push_back(work), 0;
   std::lock_guard<std::recursive_mutex> lock(order);
-  return stream.waiting.push_back(work), 0;
+  stream.waiting.push_back(work);
+  if (stream.at_once) run(stream, SIZE_MAX);
+  return 0;
 }
 static Result new_stream(Handle *handle) {
+  static const bool late = getenv("SHIM_LATE");
   std::lock_guard<std::recursive_mutex> lock(order);
-  streams.push_back(new Stream{{}, 0, streams.empty()});
+  streams.push_back(new Stream{{}, 0, streams.empty() != late, nullptr});
   return *handle = streams.back(), 0;
+}
+/// A kernel that failed, for whoever waits next.
+static Result broken;
+static Result told() { return std::exchange(broken, 0); }
+static std::map<const char *, size_t> pinned;
+static bool is_pinned(const void *place) {
+  std::lock_guard<std::mutex> lock(guard);
+  auto next = pinned.upper_bound(static_cast<const char *>(place));
+  return next != pinned.begin() && static_cast<const char *>(place) < std::prev(next)->first + std::prev(next)->second;
 }
 
 extern "C" {
@@ -96,20 +115,39 @@ Result cuDevicePrimaryCtxRetain(Handle *context, int) { return *context = object
 Result cuDevicePrimaryCtxRelease_v2(int) { return 0; }
 Result cuCtxGetCurrent(Handle *context) { return *context = current, 0; }
 Result cuCtxSetCurrent(Handle context) { return current = context, 0; }
-Result cuCtxSynchronize() { return run_all(), 0; }
+Result cuCtxSynchronize() { return run_all(), told(); }
 
 Result cuStreamCreate(Handle *stream, unsigned) { return new_stream(stream); }
 Result cuStreamCreateWithPriority(Handle *stream, unsigned, int) { return new_stream(stream); }
 Result cuStreamSynchronize(Handle stream) {
-  return wait_for({static_cast<Stream *>(stream), SIZE_MAX}), 0;
+  if (static_cast<Stream *>(stream)->recording) return INVALID;
+  return wait_for({static_cast<Stream *>(stream), SIZE_MAX}), told();
 }
 Result cuStreamDestroy_v2(Handle stream) { return cuStreamSynchronize(stream); }
 Result cuStreamWaitEvent(Handle stream, Handle event, unsigned) {
   Event now = *static_cast<Event *>(event);
   return give(stream, [now] { wait_for(now); });
 }
+Result cuStreamBeginCapture_v2(Handle stream, int) {
+  Stream &own = *static_cast<Stream *>(stream);
+  return own.recording || getenv("SHIM_NO_RECORDING") ? INVALID : (own.recording = new std::vector<Work>, 0);
+}
+Result cuStreamEndCapture(Handle stream, Handle *graph) {
+  Stream &own = *static_cast<Stream *>(stream);
+  return *graph = std::exchange(own.recording, nullptr), *graph ? 0 : INVALID;
+}
+Result cuGraphInstantiateWithFlags(Handle *whole, Handle graph, unsigned long long) {
+  return *whole = new std::vector<Work>(*static_cast<std::vector<Work> *>(graph)), 0;
+}
+Result cuGraphLaunch(Handle whole, Handle stream) {
+  for (const Work &work : *static_cast<std::vector<Work> *>(whole)) give(stream, work);
+  return 0;
+}
+Result cuGraphDestroy(Handle graph) { return delete static_cast<std::vector<Work> *>(graph), 0; }
+Result cuGraphExecDestroy(Handle whole) { return run_all(), delete static_cast<std::vector<Work> *>(whole), 0; }
 Result cuEventCreate(Handle *event, unsigned) { return *event = new Event{}, 0; }
 Result cuEventRecord(Handle event, Handle handle) {
+  if (static_cast<Stream *>(handle)->recording) return INVALID; // events are left out of recordings here
   std::lock_guard<std::recursive_mutex> lock(order);
   Stream *stream = static_cast<Stream *>(handle);
   return *static_cast<Event *>(event) = {stream, stream->done + stream->waiting.size()}, 0;
@@ -141,17 +179,27 @@ Result cuMemFree_v2(Address address) {
 Result cuMemGetInfo_v2(size_t *free, size_t *total) { return *total = memory(), *free = memory() - used, 0; }
 Result cuMemHostAlloc(void **place, size_t size, unsigned) {
   if (posix_memalign(place, 4096, size)) return NO_MEMORY;
-  return memset(*place, 0xff, size), 0;
+  memset(*place, 0xff, size);
+  std::lock_guard<std::mutex> lock(guard);
+  return pinned[static_cast<char *>(*place)] = size, 0;
 }
-Result cuMemFreeHost(void *place) { return run_all(), free(place), 0; }
+Result cuMemFreeHost(void *place) {
+  run_all();
+  std::lock_guard<std::mutex> lock(guard);
+  return pinned.erase(static_cast<char *>(place)), free(place), 0;
+}
 Result cuMemsetD8Async(Address to, unsigned char value, size_t size, Handle stream) {
   return give(stream, [=] { memset(reinterpret_cast<void *>(to), value, size); });
 }
+/// From pages that are not pinned the driver takes a copy, and to such pages it waits.
 Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t size, Handle stream) {
-  return give(stream, [=] { memcpy(reinterpret_cast<void *>(to), from, size); });
+  if (is_pinned(from)) return give(stream, [=] { memcpy(reinterpret_cast<void *>(to), from, size); });
+  std::vector<char> copy(static_cast<const char *>(from), static_cast<const char *>(from) + size);
+  return give(stream, [=] { memcpy(reinterpret_cast<void *>(to), copy.data(), size); });
 }
 Result cuMemcpyDtoHAsync_v2(void *to, Address from, size_t size, Handle stream) {
-  return give(stream, [=] { memcpy(to, reinterpret_cast<void *>(from), size); });
+  give(stream, [=] { memcpy(to, reinterpret_cast<void *>(from), size); });
+  return is_pinned(to) ? 0 : cuStreamSynchronize(stream);
 }
 Result cuMemcpyAsync(Address to, Address from, size_t size, Handle stream) {
   return give(stream, [=] { memcpy(reinterpret_cast<void *>(to), reinterpret_cast<void *>(from), size); });
@@ -159,30 +207,49 @@ Result cuMemcpyAsync(Address to, Address from, size_t size, Handle stream) {
 
 Result cuModuleLoadData(Handle *module, const void *) { return *module = objects + 1, 0; }
 
-/// A kernel is known by its name alone: that of its launcher in this library.
-Result cuModuleGetFunction(Handle *function, Handle, const char *name) {
+static Handle own_library() {
   Dl_info own;
   dladdr(reinterpret_cast<void *>(cuInit), &own);
-  Handle library = dlopen(own.dli_fname, RTLD_NOW | RTLD_NOLOAD);
-  *function = dlsym(library, (std::string(name) + "_launch").c_str());
+  static Handle library = dlopen(own.dli_fname, RTLD_NOW | RTLD_NOLOAD);
+  return library;
+}
+
+/// A kernel is known by its name alone: that of its launcher in this library.
+Result cuModuleGetFunction(Handle *function, Handle, const char *name) {
+  *function = dlsym(own_library(), (std::string(name) + "_launch").c_str());
   if (!*function) fprintf(stderr, "shim: there is no kernel %s\n", name);
   return *function ? 0 : NOT_FOUND;
 }
 
 Result cuLaunchKernel(Handle function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned threads_y,
                       unsigned threads_z, unsigned shared, Handle stream, void **arguments, void **) {
-  typedef int (*Launcher)(const unsigned *, const unsigned *, size_t, uint64_t, void **);
-  static uint64_t seed;
-  unsigned grid[3] = {x, y, z}, block[3] = {threads, threads_y, threads_z};
-  if (!static_cast<Stream *>(stream)->at_once) return INVALID;
+  if (stream != streams.front()) return INVALID;
   if (!x || !y || !z || y > MOST_BLOCKS || z > MOST_BLOCKS) return INVALID;
-  int status = reinterpret_cast<Launcher>(function)(grid, block, shared, ++seed, arguments);
-  if (status == 0) return 0;
   Dl_info kernel;
   dladdr(function, &kernel);
-  fprintf(stderr, "shim: %s ended with %d\n", kernel.dli_sname, status);
-  return LAUNCH_FAILED;
+  std::string name = kernel.dli_sname;
+  name.replace(name.rfind("_launch"), std::string::npos, "_sizes");
+  auto sizes = reinterpret_cast<const size_t *(*)()>(dlsym(own_library(), name.c_str()));
+  std::vector<std::vector<char>> values;
+  for (const size_t *size = sizes(); *size; size++) {
+    const char *value = static_cast<const char *>(arguments[values.size()]);
+    values.emplace_back(value, value + *size);
+  }
+  return give(stream, [=]() mutable {
+    typedef int (*Launcher)(const unsigned *, const unsigned *, size_t, uint64_t, void **);
+    static uint64_t seed;
+    unsigned grid[3] = {x, y, z}, block[3] = {threads, threads_y, threads_z};
+    std::vector<void *> places;
+    for (auto &value : values) places.push_back(value.data());
+    int status = reinterpret_cast<Launcher>(function)(grid, block, shared, ++seed, places.data());
+    if (status == 0) return;
+    fprintf(stderr, "shim: %s ended with %d\n", name.c_str(), status);
+    broken = LAUNCH_FAILED;
+  });
 }
+
+/// For the library of products.
+Result shim_give(Handle stream, const Work *work) { return give(stream, *work); }
 
 Result cuGetErrorName(Result, const char **name) { return *name = "SHIM_ERROR", 0; }
 Result cuGetErrorString(Result error, const char **text) {

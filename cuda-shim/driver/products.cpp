@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <vector>
 
 typedef int Result; // 0: success
@@ -85,31 +86,36 @@ Result cublasLtMatmulAlgoGetHeuristic(Handle, Handle, Handle, Handle, Handle, Ha
   return *choice = Choice{}, *count = 1, 0;
 }
 
+/// Of the libcuda beside it.
+Result shim_give(Handle stream, const std::function<void()> *work);
+
 Result cublasLtMatmul(Handle, Handle product_, const float *alpha, const void *A, Handle a_, const void *B, Handle b_,
                       const float *beta, const void *C, Handle c_, void *D, Handle d_, const void *, void *, size_t,
-                      Handle) {
-  const Product &product = *static_cast<Product *>(product_);
-  const Layout &a = *static_cast<Layout *>(a_), &b = *static_cast<Layout *>(b_);
-  const Layout &c = *static_cast<Layout *>(c_), &d = *static_cast<Layout *>(d_);
+                      Handle stream) {
+  const Product product = *static_cast<Product *>(product_);
+  const Layout a = *static_cast<Layout *>(a_), b = *static_cast<Layout *>(b_);
+  const Layout c = *static_cast<Layout *>(c_), d = *static_cast<Layout *>(d_);
   bool ta = product.transpose_a, tb = product.transpose_b;
   size_t m = d.rows, n = d.columns, k = ta ? a.rows : a.columns;
   bool fit = (ta ? a.columns : a.rows) == m && (tb ? b.rows : b.columns) == n && (tb ? b.columns : b.rows) == k;
   if (!fit || a.type != b.type) return refuse("the matrices do not fit");
-  std::vector<float> left(m * k), right(n * k);
-  for (size_t i = 0; i < m; i++)
-    for (size_t q = 0; q < k; q++) left[i * k + q] = get(a.type, A, ta ? q + i * a.stride : i + q * a.stride);
-  for (size_t j = 0; j < n; j++)
-    for (size_t q = 0; q < k; q++) right[j * k + q] = get(b.type, B, tb ? j + q * b.stride : q + j * b.stride);
-  for (size_t j = 0; j < n; j++) {
-    for (size_t i = 0; i < m; i++) {
-      float sum = 0;
-      for (size_t q = 0; q < k; q++) sum += left[i * k + q] * right[j * k + q];
-      sum *= *alpha;
-      if (*beta != 0) sum += *beta * get(c.type, C, i + j * c.stride);
-      if (product.epilogue == WITH_BIAS) sum += get(d.type, product.bias, i);
-      put(d.type, D, i + j * d.stride, sum);
+  std::function<void()> work = [=, alpha = *alpha, beta = *beta] {
+    std::vector<float> left(m * k), right(n * k);
+    for (size_t i = 0; i < m; i++)
+      for (size_t q = 0; q < k; q++) left[i * k + q] = get(a.type, A, ta ? q + i * a.stride : i + q * a.stride);
+    for (size_t j = 0; j < n; j++)
+      for (size_t q = 0; q < k; q++) right[j * k + q] = get(b.type, B, tb ? j + q * b.stride : q + j * b.stride);
+    for (size_t j = 0; j < n; j++) {
+      for (size_t i = 0; i < m; i++) {
+        float sum = 0;
+        for (size_t q = 0; q < k; q++) sum += left[i * k + q] * right[j * k + q];
+        sum *= alpha;
+        if (beta != 0) sum += beta * get(c.type, C, i + j * c.stride);
+        if (product.epilogue == WITH_BIAS) sum += get(d.type, product.bias, i);
+        put(d.type, D, i + j * d.stride, sum);
+      }
     }
-  }
-  return 0;
+  };
+  return shim_give(stream, &work);
 }
 }

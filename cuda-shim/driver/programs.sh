@@ -54,6 +54,9 @@ for precision in f32 f16; do
     tokens generate-cpu.log >expected
     tokens generate.log >found
     same "generate $precision: tokens" expected found
+    SHIM_NO_RECORDING=1 cuda "${generate[@]}" --adapter on-cpu/adapter >generate.log
+    tokens generate.log >found
+    same "generate $precision, launch by launch: tokens" expected found
 done
 
 precision=f16

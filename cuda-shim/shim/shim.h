@@ -210,6 +210,12 @@ int launch(void (*kernel)(A...), const unsigned *grid, const unsigned *size, siz
   return launch(kernel, grid, size, dynamic, seed, arguments, std::index_sequence_for<A...>());
 }
 
+/// The sizes of a kernel's arguments, 0 behind the last.
+template <class... A> const size_t *sizes(void (*)(A...)) {
+  static const size_t all[] = {sizeof(std::decay_t<A>)..., 0};
+  return all;
+}
+
 template <class T> T exchange(T x, int source);
 
 } // namespace sim
@@ -226,7 +232,8 @@ template <class T> T exchange(T x, int source);
   extern "C" int kernel##_launch(const unsigned *grid, const unsigned *size, size_t dynamic, uint64_t seed,      \
                                  void **arguments) {                                                             \
     return sim::launch(kernel, grid, size, dynamic, seed, arguments);                                            \
-  }
+  }                                                                                                              \
+  extern "C" const size_t *kernel##_sizes() { return sim::sizes(kernel); }
 
 inline void __syncthreads() { sim::meet(sim::block.whole, sim::block.threads); }
 inline void __syncwarp(unsigned = ~0u) { sim::meet(sim::block.warps[sim::block.current / 32], 32); }

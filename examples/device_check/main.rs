@@ -1,12 +1,13 @@
 //! Holds a CUDA device against the CPU side of every op, trains on it, and compares its memory with the plans.
 //!
 //!     cargo run --release --features cuda --example device_check -- [DEVICE] [PART..] [--large|--small] [--json FILE]
+//!         [--base FOLDER]
 //!
 //! DEVICE is a number or `cpu`, which holds the CPU side against itself: a check of this program, without a device.
 //! A PART is `ops` (every op at odd shapes, in every type of activations), `runs` (trainings: losses and gradients
 //! of every kind of adapter, recompute, micro-batches, 8-bit moments, resume, generation), `golden` (what PEFT
 //! computed, tests/golden) or `memory` (held against planned bytes, and a training that does not fit); none stands for
-//! all. On the driver of `cuda-shim/driver` trainings are tiny, on a real device larger: `--large` and `--small`
+//! all of these. `speed` times products, attention, updates and the tokens of the base in FOLDER, and checks nothing. On the driver of `cuda-shim/driver` trainings are tiny, on a real device larger: `--large` and `--small`
 //! choose.
 //!
 //! A table of relative errors goes to stdout, the same as one JSON object into FILE, target/device_check.json where none
@@ -17,6 +18,7 @@ mod memory;
 mod ops;
 mod runs;
 mod setup;
+mod speed;
 mod wide;
 
 use std::{path::PathBuf, process::ExitCode, time::Instant};
@@ -27,6 +29,7 @@ use engraft::{
 };
 use serde_json::{Value, json};
 use setup::Size;
+use speed::Speed;
 
 /// One comparison.
 pub struct Line {
@@ -73,14 +76,16 @@ struct Options {
     parts: Vec<String>,
     size: Option<Size>,
     json: PathBuf,
+    base: Option<PathBuf>,
 }
 
-const PARTS: [&str; 4] = ["ops", "runs", "golden", "memory"];
+const PARTS: [&str; 5] = ["ops", "runs", "golden", "memory", SPEED];
+const SPEED: &str = "speed";
 
 impl Options {
     fn read(mut arguments: impl Iterator<Item = String>) -> Result<Self> {
         let json = PathBuf::from("target/device_check.json");
-        let mut options = Self { device: "0".to_owned(), parts: Vec::new(), size: None, json };
+        let mut options = Self { device: "0".to_owned(), parts: Vec::new(), size: None, json, base: None };
         while let Some(argument) = arguments.next() {
             match argument.as_str() {
                 "--large" => options.size = Some(Size::LARGE),
@@ -89,6 +94,11 @@ impl Options {
                     let file = arguments.next();
                     options.json =
                         file.ok_or_else(|| Error::input("--json: names no file; give one"))?.into();
+                }
+                "--base" => {
+                    let folder = arguments.next();
+                    let folder = folder.ok_or_else(|| Error::input("--base: names no folder; give one"))?;
+                    options.base = Some(folder.into());
                 }
                 part if PARTS.contains(&part) => options.parts.push(argument),
                 device if device == "cpu" || device.parse::<usize>().is_ok() => options.device = argument,
@@ -104,7 +114,7 @@ impl Options {
     }
 
     fn wants(&self, part: &str) -> bool {
-        self.parts.is_empty() || self.parts.iter().any(|wanted| wanted == part)
+        self.parts.is_empty() && part != SPEED || self.parts.iter().any(|wanted| wanted == part)
     }
 }
 
@@ -123,7 +133,7 @@ fn open(name: &str) -> Result<(Device, String, &'static [DType], Size)> {
     Ok((device, format!("{name} ({})", device.dispatch()), &[DType::F16, DType::BF16, DType::F32], size))
 }
 
-fn check(options: &Options) -> Result<(String, Vec<Line>)> {
+fn check(options: &Options) -> Result<(String, Vec<Line>, Vec<Speed>)> {
     let (device, name, types, size) = open(&options.device)?;
     let size = options.size.unwrap_or(size);
     let mut lines = Vec::new();
@@ -138,8 +148,11 @@ fn check(options: &Options) -> Result<(String, Vec<Line>)> {
         });
         eprintln!("{part}: {:.1} s", start.elapsed().as_secs_f64());
     }
+    let wanted = options.wants(SPEED);
+    let speeds =
+        if wanted { speed::measure(device, types, size, options.base.as_deref())? } else { Vec::new() };
     setup::clean();
-    Ok((name, lines))
+    Ok((name, lines, speeds))
 }
 
 fn main() -> ExitCode {
@@ -151,7 +164,7 @@ fn main() -> ExitCode {
         Ok(options) => options,
         Err(error) => return refused(error),
     };
-    let (name, lines) = match check(&options) {
+    let (name, lines, speeds) = match check(&options) {
         Ok(found) => found,
         Err(error) => return refused(error),
     };
@@ -159,8 +172,13 @@ fn main() -> ExitCode {
     lines.iter().for_each(|line| println!("{}", line.shown()));
     let broken = lines.iter().filter(|line| !line.holds()).count();
     println!("{} checks, {broken} broken", lines.len());
+    speeds.iter().for_each(|Speed { what, value, unit }| println!("{what:<72} {value:>10.3} {unit}"));
     let checks: Vec<Value> = lines.iter().map(Line::json).collect();
-    let json = json!({ "device": name, "broken": broken, "checks": checks });
+    let speeds: Vec<Value> = speeds
+        .iter()
+        .map(|speed| json!({ "what": speed.what, "value": speed.value, "unit": speed.unit }))
+        .collect();
+    let json = json!({ "device": name, "broken": broken, "checks": checks, "speeds": speeds });
     if let Err(cause) = std::fs::write(&options.json, format!("{json:#}\n")) {
         return refused(Error::failed(format!(
             "{}: cannot be written: {cause}; name another file with --json",

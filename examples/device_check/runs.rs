@@ -267,20 +267,36 @@ fn decode(base: &Arc<Base>, size: Size) -> Result<Vec<f32>> {
     Ok(decoder(base, size)?.feed(&text(base, size))?.to_vec())
 }
 
-/// Logits behind an adapted text: fed whole against the CPU's, and token by token against whole.
-fn generation(cpu: &Arc<Base>, base: &Arc<Base>, size: Size) -> Result<Vec<Line>> {
-    let vocab = base.config.vocab as u64;
+/// Logits behind the same text a token at a time, the last four by two rows that began alike; then once more from the
+/// middle, with work that was recorded for one row, for two and for one again.
+fn stepwise(base: &Arc<Base>, size: Size) -> Result<[Vec<f32>; 2]> {
     let ids = text(base, size);
+    let mut decoder = decoder(base, size)?;
+    let (begin, end) = ids.split_at(ids.len() - 4);
+    let mut passes = [0, begin.len() / 2].into_iter().map(|from| -> Result<Vec<f32>> {
+        decoder.rewind(from);
+        for id in &begin[from..] {
+            decoder.feed(&[*id])?;
+        }
+        decoder.fork(2);
+        let mut logits = Vec::new();
+        for id in end {
+            logits = decoder.feed_each(&[*id, *id])?.to_vec();
+        }
+        Ok(logits)
+    });
+    let mut next = || passes.next().unwrap_or_else(|| Ok(Vec::new()));
+    Ok([next()?, next()?])
+}
+
+/// Logits behind an adapted text: fed whole against the CPU's, and token by token against whole; recorded work against
+/// that of a streamed base, which is never recorded.
+fn generation(cpu: &Arc<Base>, base: &Arc<Base>, size: Size) -> Result<Vec<Line>> {
     let (expected, whole) = (decode(cpu, size)?, decode(base, size)?);
-    let mut stepwise = decoder(base, size)?;
-    // The last token by two rows that began alike.
-    let (last, begin) = ids.split_last().unwrap_or((&0, &[]));
-    for id in begin {
-        stepwise.feed(&[*id])?;
-    }
-    stepwise.fork(2);
-    let rows = stepwise.feed_each(&[*last, *last])?.to_vec();
-    let (first, second) = rows.split_at(vocab as usize);
+    let [rows, again] = stepwise(base, size)?;
+    let streamed = streamed(size, base.device, base.activations)?;
+    let [launched, _] = stepwise(&streamed, size)?;
+    let (first, second) = rows.split_at(base.config.vocab);
     let line = |what: &str, error| {
         Line::new(format!("generation: {what}"), base.activations, error, element_bound(base.activations))
     };
@@ -288,6 +304,8 @@ fn generation(cpu: &Arc<Base>, base: &Arc<Base>, size: Size) -> Result<Vec<Line>
         line("logits", largest_error(&expected, &whole)),
         line("token by token", largest_error(&whole, first)),
         Line::new("generation: two rows alike, other bits", base.activations, bits(first, second), 0.0),
+        Line::new("generation: recorded, other bits", base.activations, bits(&launched, &rows), 0.0),
+        Line::new("generation: rewound, other bits", base.activations, bits(&rows, &again), 0.0),
     ])
 }
 

@@ -20,7 +20,7 @@ const CONVERTED: usize = 64 << 20;
 /// Up to this many rows products are made by kernels that read each weight once.
 pub const FEW: usize = 8;
 /// Keys that a block takes of a single query.
-const KEYS: usize = 128;
+pub const KEYS: usize = 128;
 
 /// Rows of weights `(rows, cols)` that are converted to `dtype` at a time.
 pub fn converted_rows(rows: usize, cols: usize, dtype: DType) -> usize {

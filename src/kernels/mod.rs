@@ -27,6 +27,7 @@ pub mod pages;
 pub mod product;
 pub mod q8;
 pub mod real;
+pub mod recording;
 pub mod rows;
 pub mod scratch;
 pub(crate) mod simd;

@@ -122,6 +122,21 @@ impl<'a> View<'a> {
         }
     }
 
+    /// Copies FP32 elements to the host, in the place of what `to` holds; with a device's memory of pinned pages, and
+    /// waiting for the device.
+    ///
+    /// # Panics
+    /// When they are of another type.
+    pub fn read_into(self, to: &mut Vec<f32>) {
+        assert_eq!(self.dtype, DType::F32, "a buffer is of another type");
+        to.clear();
+        match self.device {
+            Device::Cpu => to.extend_from_slice(self.host()),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(gpu) => gpu.read_into(self, to),
+        }
+    }
+
     /// Copies the elements to the host.
     ///
     /// # Panics

@@ -49,6 +49,8 @@ pub struct Block<'a> {
     /// The tokens whose output anything reads, `(m)` ascending; `None` where all are. Behind attention a block computes
     /// only these: its output, and the gradient of that, then are `(m, c)`.
     pub wanted: Option<View<'a>>,
+    /// How many tokens of each row the cache has, where the device counts them `(1)`: for one further token a row.
+    pub count: Option<View<'a>>,
 }
 
 /// A block's activations after its forward, to be consumed by its backward.
@@ -222,7 +224,7 @@ impl<'a> Block<'a> {
         let (q, mut k, mut v) = attention::packed(qkv, self.tokens, c);
         let mut past = 0;
         if let Some(cache) = cache {
-            past = cache.append(k, v, self.rows, self.tokens, c);
+            past = cache.append((k, v), (self.rows, self.tokens, c), self.count);
             (k, v) = cache.heads(c);
         }
         if self.outputs() == 0 {
@@ -230,7 +232,13 @@ impl<'a> Block<'a> {
         }
         let mixed = rows!(mut kept.outputs.mixed, n, c);
         let lse = rows!(mut kept.small.lse, n, self.config.heads);
-        attention::forward((q, k, v), self.prefix(), self.starts, self.scale(), self.shape(past), mixed, lse);
+        let (prefix, scale, shape) = (self.prefix(), self.scale(), self.shape(past));
+        match self.count {
+            Some(count) => {
+                attention::decode((q, k, v), prefix, self.starts, scale, (shape, count), mixed, lse)
+            }
+            None => attention::forward((q, k, v), prefix, self.starts, scale, shape, mixed, lse),
+        }
     }
 
     /// `inner = c_fc(ln_2(middle))`.

@@ -5,7 +5,7 @@ use crate::{
     kernels::{
         arena::{Arena, Arenas, Place},
         attention::{self, Heads},
-        device::{Buffer, DType},
+        device::{Buffer, DType, View},
     },
 };
 
@@ -20,15 +20,23 @@ pub struct LayerCache {
 }
 
 impl LayerCache {
-    /// Appends `tokens` new keys and values a row; returns how many were there before.
-    pub(super) fn append(&mut self, k: Heads, v: Heads, rows: usize, tokens: usize, c: usize) -> usize {
-        let past = self.filled;
-        let sizes = (rows, tokens, c);
-        let place = (past * c, self.capacity * c);
-        attention::append(k, self.k.view_mut(), sizes, place);
-        attention::append(v, self.v.view_mut(), sizes, place);
+    /// Appends `tokens` new keys and values a row, behind as many as `count` says on the device or else as there are;
+    /// returns how many were there before, or may have been.
+    pub(super) fn append(
+        &mut self,
+        (k, v): (Heads, Heads),
+        (rows, tokens, c): (usize, usize, usize),
+        count: Option<View>,
+    ) -> usize {
+        let (past, batch, sizes) = (self.filled, self.capacity * c, (rows, tokens, c));
         self.filled += tokens;
-        past
+        for (from, to) in [(k, &mut self.k), (v, &mut self.v)] {
+            match count {
+                Some(count) => attention::append_behind(from, to.view_mut(), sizes, batch, count),
+                None => attention::append(from, to.view_mut(), sizes, (past * c, batch)),
+            }
+        }
+        if count.is_some() { self.capacity - tokens } else { past }
     }
 
     /// All keys and values.
@@ -83,6 +91,11 @@ impl Cache {
         };
         let layers = arenas.build("KV cache", Place::Memory, cut)?;
         Ok(Self { layers, capacity })
+    }
+
+    /// As many more tokens a row were appended by work that was recorded.
+    pub(super) fn advance(&mut self, tokens: usize) {
+        self.layers.iter_mut().for_each(|layer| layer.filled += tokens);
     }
 
     /// Tokens that fit.

@@ -15,6 +15,7 @@ use crate::{
         },
         embed, layernorm,
         matmul::{self, Start},
+        recording::Recording,
     },
 };
 
@@ -50,12 +51,21 @@ pub struct Decoder {
     logits: Buffer,
     /// Logits of a device, copied.
     on_host: Vec<f32>,
-    ids: Buffer,
-    positions: Buffer,
+    /// Tokens in the cache, place of the last token that is read, n ids, n positions: `(2 + 2 n)`, in one upload.
+    inputs: Buffer,
     starts: Buffer,
-    /// Place of the last token that is read.
-    last: Buffer,
     flow: Flow,
+    recorded: Recorded,
+}
+
+/// The launches of one further token a row, of which a device starts hundreds: recorded, it starts them as one.
+enum Recorded {
+    /// Nor will they be: on a host, where blocks come and go, and where the device refused.
+    Never,
+    /// Not for the rows of the last token: a first one loads kernels and scratch.
+    Not(usize),
+    /// For so many rows.
+    For(usize, Recording),
 }
 
 /// Tokens whose output is read; all others need not pass the last block behind its keys and values.
@@ -110,14 +120,15 @@ impl Decoder {
             let work = Work::cut(arena, sizes, Passes { head_rows: 0, backward: None })?;
             let stats = arena.take("stats_f", F32, &[rows, 2])?;
             let logits = arena.take("logits", F32, &[rows, config.vocab])?;
-            let last = arena.take("last", U32, &[1])?;
-            let mut tokens = |name: &str| arena.take(name, U32, &[n]);
-            let inputs = (tokens("ids")?, tokens("positions")?, tokens("starts")?, last);
-            Ok((x, block, work, stats, logits, inputs))
+            let inputs = arena.take("inputs", U32, &[2 + 2 * n])?;
+            let starts = arena.take("starts", U32, &[n])?;
+            Ok((x, block, work, stats, logits, (inputs, starts)))
         })?;
-        let (x, block, work, stats, logits, (ids, positions, starts, last)) = made;
+        let (x, block, work, stats, logits, (inputs, starts)) = made;
         let block = Some(block);
         let flow = Flow::new(Policy::default(), &base)?;
+        let records = !device.is_host() && !base.is_streamed();
+        let recorded = if records { Recorded::Not(0) } else { Recorded::Never };
         Ok(Self {
             base,
             wiring,
@@ -131,11 +142,10 @@ impl Decoder {
             stats,
             logits,
             on_host: Vec::new(),
-            ids,
-            positions,
+            inputs,
             starts,
-            last,
             flow,
+            recorded,
         })
     }
 
@@ -146,6 +156,11 @@ impl Decoder {
     pub(super) fn stream(&mut self, stream: bool) -> Result<()> {
         self.flow = Flow::new(Policy { stream, ..Policy::default() }, &self.base)?;
         Ok(())
+    }
+
+    /// Has every launch of a token started by itself on a device, too.
+    pub fn never_record(&mut self) {
+        self.recorded = Recorded::Never;
     }
 
     /// Tokens read so far.
@@ -181,8 +196,13 @@ impl Decoder {
             for chunk in before.chunks(CHUNK) {
                 self.read(chunk, 1, Wanted::Nothing)?;
             }
-            self.read(last, 1, Wanted::Last)?;
-            self.head(1)
+            if last.len() == 1 {
+                self.step(last)?;
+            } else {
+                self.read(last, 1, Wanted::Last)?;
+                self.head(1);
+            }
+            self.logits(1)
         })
     }
 
@@ -193,8 +213,8 @@ impl Decoder {
     pub fn feed_each(&mut self, ids: &[u32]) -> Result<&[f32]> {
         self.check(ids, 1)?;
         on_pool(|| {
-            self.read(ids, self.rows, Wanted::All)?;
-            self.head(self.rows)
+            self.step(ids)?;
+            self.logits(ids.len())
         })
     }
 
@@ -215,19 +235,65 @@ impl Decoder {
         Ok(())
     }
 
+    /// One further token for each row, and its logits.
+    fn step(&mut self, ids: &[u32]) -> Result<()> {
+        let (rows, filled) = (ids.len(), self.position());
+        self.upload(ids, rows);
+        match &self.recorded {
+            Recorded::For(of, recording) if *of == rows && recording.replay() => {
+                self.cache.advance(1);
+                return Ok(());
+            }
+            Recorded::Not(of) if *of == rows => {
+                let mut done = Ok(());
+                let recording = Recording::new(self.base.device, || done = self.token(rows, true));
+                done?;
+                if let Some(recording) = recording.filter(Recording::replay) {
+                    self.recorded = Recorded::For(rows, recording);
+                    return Ok(());
+                }
+                // Nothing was computed.
+                self.cache.truncate(filled);
+                self.recorded = Recorded::Never;
+            }
+            Recorded::For(..) | Recorded::Not(_) => self.recorded = Recorded::Not(rows),
+            Recorded::Never => {}
+        }
+        self.token(rows, !matches!(self.recorded, Recorded::Never))
+    }
+
+    /// One further token of `inputs` for each row, and its logits.
+    fn token(&mut self, rows: usize, counted: bool) -> Result<()> {
+        self.blocks(rows, rows, Wanted::All, counted)?;
+        self.head(rows);
+        Ok(())
+    }
+
+    /// Brings `ids (rows, t)` to the device.
+    fn upload(&mut self, ids: &[u32], rows: usize) {
+        let (n, past) = (ids.len(), self.position() as u32);
+        let first = past + self.wiring.prefix_len() as u32;
+        let positions = (0..rows).flat_map(|_| (first..).take(n / rows));
+        let inputs: Vec<u32> =
+            [past, n as u32 - 1].into_iter().chain(ids.iter().copied()).chain(positions).collect();
+        self.inputs.view_mut().upload(&inputs);
+    }
+
     /// Runs the blocks over `ids (rows, t)`; the output of those `wanted` ends up in `x[layers % 2]`.
     fn read(&mut self, ids: &[u32], rows: usize, wanted: Wanted) -> Result<()> {
-        let (n, past) = (ids.len(), self.position());
+        self.upload(ids, rows);
+        self.blocks(ids.len(), rows, wanted, false)
+    }
+
+    /// The same over the n tokens of `inputs`; where they are `counted` the device goes by its own count of those before.
+    fn blocks(&mut self, n: usize, rows: usize, wanted: Wanted, counted: bool) -> Result<()> {
         let tokens = n / rows;
         let base = Arc::clone(&self.base);
         let (config, weights) = (&base.config, &base.weights);
         let c = config.width;
-        let first = (past + self.wiring.prefix_len()) as u32;
-        let positions: Vec<u32> = (0..rows).flat_map(|_| (first..).take(tokens)).collect();
-        self.ids.view_mut().upload(ids);
-        self.positions.view_mut().upload(&positions);
-        self.last.view_mut().upload(&[n as u32 - 1]);
-        let (id_view, position_view) = (rows!(self.ids, n, 1), rows!(self.positions, n, 1));
+        let inputs = self.inputs.view();
+        let (count, last) = (inputs.slice(0, 1), inputs.slice(1, 1));
+        let (id_view, position_view) = (inputs.slice(2, n), inputs.slice(2 + n, n));
         let x = rows!(mut self.x[0], n, c);
         self.flow.enter(weights, Stage::Embed, Some(Stage::Block(0)), Input::default());
         embed::forward(id_view, position_view, weights.wte.view(), weights.wpe.view(), x);
@@ -249,10 +315,11 @@ impl Decoder {
                 dropout: Dropout::NONE,
                 wanted: match wanted {
                     _ if layer + 1 < config.layers => None,
-                    Wanted::Nothing => Some(rows!(self.last, 0, 1)),
-                    Wanted::Last if n > 1 => Some(self.last.view()),
+                    Wanted::Nothing => Some(last.slice(0, 0)),
+                    Wanted::Last if n > 1 => Some(last),
                     Wanted::Last | Wanted::All => None,
                 },
+                count: counted.then_some(count),
             };
             let (left, right) = self.x.split_at_mut(1);
             let (x, y) = if layer % 2 == 0 { (&left[0], &mut right[0]) } else { (&right[0], &mut left[0]) };
@@ -265,8 +332,8 @@ impl Decoder {
         Ok(())
     }
 
-    /// Logits `(count, v)` of the first `count` rows of the blocks' output.
-    fn head(&mut self, count: usize) -> Result<&[f32]> {
+    /// Leaves the logits `(count, v)` of the first `count` rows of the blocks' output.
+    fn head(&mut self, count: usize) {
         let (config, weights) = (&self.base.config, &self.base.weights);
         let norm = layernorm::Norm {
             gain: weights.ln_f.gain.view(),
@@ -284,11 +351,15 @@ impl Decoder {
             }
             _ => matmul::frozen_nt(hidden, head_matrix(&self.base), Start::Zero, logits, count),
         }
-        let logits = rows!(self.logits, count, config.vocab);
+    }
+
+    /// The logits `(count, v)` that were left last.
+    fn logits(&mut self, count: usize) -> Result<&[f32]> {
+        let logits = rows!(self.logits, count, self.base.config.vocab);
         if logits.device().is_host() {
             return Ok(logits.host());
         }
-        self.on_host = logits.to_vec();
+        logits.read_into(&mut self.on_host);
         self.base.device.check()?;
         Ok(&self.on_host)
     }

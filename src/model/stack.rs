@@ -420,6 +420,7 @@ fn block<'a>(
         tokens: batch.seq_len,
         dropout,
         wanted: wanted(wiring, inputs, layer, batch, dropout),
+        count: None,
     }
 }
 

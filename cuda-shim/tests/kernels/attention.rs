@@ -316,27 +316,37 @@ fn tensor_core_attention_matches_its_twin() {
     check::<bf16>(Case { t: 65, starts: &long[..65], p: 0, ..large });
 }
 
-/// Queries behind `past` keys that lie in a cache of more room than it holds.
+/// Queries behind `past` keys that lie in a cache of more room than it holds; a single one also where the device alone
+/// knows how many they are.
 fn cached<T: Activation>(case: Case, past: usize) {
+    let counted: &[bool] = if case.t == past + 1 { &[false, true] } else { &[false] };
+    counted.iter().for_each(|&counted| behind::<T>(case, past, counted));
+}
+
+fn behind<T: Activation>(case: Case, past: usize, counted: bool) {
     let Case { batch, t, heads, width, starts, tensor, seed, .. } = case;
     let kernels = if tensor { Kernels::tensor::<T>() } else { Kernels::plain::<T>() };
     let (c, queries, capacity) = (case.c(), t - past, t + 3);
     let (operands, qkv, prompt) = Operands::<T>::new(case);
     let caches = [(); 2].map(|()| Device::<T>::poisoned(batch * capacity * c));
     let sizes = [batch, c].map(|x| x as i32);
+    let number = Device::<u32>::of(&[past as f64]);
+    let count = if counted { number.head() } else { std::ptr::null_mut() };
     // In two pieces, the second behind the first.
-    for (first, count) in [(0, past), (past, queries)] {
+    for (first, tokens) in [(0, past), (past, queries)] {
         for (cache, index) in caches.iter().zip([1, 2]) {
             let all = operands.part(case, index);
             let from = Heads { data: operands.qkv.at(index * c + first * 3 * c), ..all };
-            let place = ((first * c) as i64, (capacity * c) as i64);
+            let behind = if first > 0 { count } else { std::ptr::null_mut() };
+            let element = if behind.is_null() { first * c } else { 0 };
+            let place = (element as i64, (capacity * c) as i64);
             run(
                 kernels.append,
-                [(count * c).div_ceil(2048), batch, 1],
+                [(tokens * c).div_ceil(2048), batch, 1],
                 256,
                 0,
                 seed,
-                args![from, cache.head(), sizes[0], count as i32, sizes[1], place.0, place.1],
+                args![from, cache.head(), sizes[0], tokens as i32, sizes[1], place.0, place.1, behind],
             );
         }
     }
@@ -348,9 +358,10 @@ fn cached<T: Activation>(case: Case, past: usize) {
     let own_starts = Device::<u32>::of(&own.iter().map(|&start| f64::from(start)).collect::<Vec<_>>());
     let (out, lse) =
         (Device::<T>::poisoned(batch * queries * c), Device::<f32>::poisoned(batch * heads * queries));
-    let shape = case.shape(queries, past);
+    let shape = case.shape(queries, if counted { past + 40 } else { past });
     if queries == 1 {
-        let splits = 3;
+        // Shares of at most so many keys; more than there are where they are counted.
+        let (splits, most) = if counted { (9, 32) } else { (3, 1) };
         let parts = Device::<f32>::poisoned(batch * heads * splits * (width + 2));
         run(
             kernels.decode,
@@ -358,7 +369,7 @@ fn cached<T: Activation>(case: Case, past: usize) {
             128,
             4 * (9 * width + 8),
             seed,
-            args![q, k, v, pk, pv, own_starts.head(), shape, parts.head()],
+            args![q, k, v, pk, pv, own_starts.head(), shape, count, most, parts.head()],
         );
         run(
             kernels.finish,
@@ -366,7 +377,7 @@ fn cached<T: Activation>(case: Case, past: usize) {
             128,
             0,
             seed,
-            args![parts.head(), splits as i32, shape, out.head(), lse.head()],
+            args![parts.head(), splits as i32, shape, count, most, out.head(), lse.head()],
         );
     } else {
         run(
@@ -406,6 +417,6 @@ fn a_cache_gives_the_rows_of_its_twin() {
     cached::<f32>(plain, 70);
     cached::<f16>(Case { width: 64, ..plain }, 70);
     cached::<bf16>(Case { p: 0, ..plain }, 70);
-    // More shares than keys.
-    cached::<f32>(Case { batch: 1, t: 2, p: 0, starts: &[0, 0], ..plain }, 1);
+    // More shares than keys that are seen.
+    cached::<f32>(Case { batch: 1, t: 4, p: 0, starts: &[0, 0, 0, 2], ..plain }, 3);
 }

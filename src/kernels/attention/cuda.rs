@@ -5,7 +5,7 @@ use super::{Heads, Prefix, Seen, Shape, packed};
 use crate::kernels::{
     cuda::{Argument, Gpu, Grid, Image, arguments, image, named},
     device::{DType, View, ViewMut},
-    device_scratch::{attention_backward, attention_decode, key_shares},
+    device_scratch::{KEYS, attention_backward, attention_decode, key_shares},
 };
 
 static IMAGE: Image = image!("attention");
@@ -93,7 +93,7 @@ pub fn forward(
     let mut all = operands.arguments();
     all.extend_from_slice(arguments![starts, raw_shape(shape, scale)]);
     if shape.queries == 1 {
-        return decode(gpu, &all, operands.dtype, shape, scale, &out, &lse);
+        return shares(gpu, &all, operands.dtype, (shape, None), scale, &out, &lse);
     }
     all.extend_from_slice(arguments![&out, &lse]);
     let (kernel, grid) = if operands.are_tiles(shape) {
@@ -109,12 +109,31 @@ fn tiles(count: usize, shape: Shape) -> Grid {
     Grid::of((count, shape.heads, shape.batch), 128)
 }
 
-/// One query a row: its keys are shared out, and the shares joined.
-fn decode(
+#[allow(clippy::too_many_arguments, reason = "mirrors the op")]
+pub fn decode(
+    gpu: &'static Gpu,
+    qkv: (Heads, Heads, Heads),
+    prefix: Option<Prefix>,
+    starts: View,
+    scale: f32,
+    (shape, count): (Shape, View),
+    out: ViewMut,
+    lse: ViewMut,
+) {
+    assert!(shape.queries == 1, "several queries behind a count");
+    let operands = Operands::of(qkv, prefix);
+    let mut all = operands.arguments();
+    all.extend_from_slice(arguments![starts, raw_shape(shape, scale)]);
+    shares(gpu, &all, operands.dtype, (shape, Some(count)), scale, &out, &lse);
+}
+
+/// One query a row: its keys are shared out, and the shares joined. A count says how many of the tokens that may precede
+/// it do.
+fn shares(
     gpu: &'static Gpu,
     operands: &[Argument],
     dtype: DType,
-    shape: Shape,
+    (shape, count): (Shape, Option<View>),
     scale: f32,
     out: &ViewMut,
     lse: &ViewMut,
@@ -123,11 +142,13 @@ fn decode(
     let keys = prefix + past + 1;
     let splits = key_shares(keys);
     gpu.scratch(attention_decode(batch, keys, heads, width), |parts| {
+        let most = Argument::int(KEYS);
         let mut all = operands.to_vec();
-        all.push(Argument::from(parts));
+        all.extend_from_slice(arguments![count, most, parts]);
         let grid = tiles(splits, shape).with_shared(4 * (9 * width + 8));
         gpu.launch(&IMAGE, &named("attention_decode", dtype), grid, &all);
-        let arguments = arguments![parts, Argument::int(splits), raw_shape(shape, scale), out, lse];
+        let arguments =
+            arguments![parts, Argument::int(splits), raw_shape(shape, scale), count, most, out, lse];
         gpu.launch(
             &IMAGE,
             &named("attention_decode_finish", dtype),
@@ -204,12 +225,13 @@ pub fn append(
     to: ViewMut,
     (rows, tokens, c): (usize, usize, usize),
     (first, batch): (usize, usize),
+    count: Option<View>,
 ) {
     assert!(from.data.dtype() == to.dtype(), "attention types");
     let sizes = [rows, tokens, c].map(Argument::int);
     let heads = Argument::structure(RawHeads::of(from));
     let places = [first, batch].map(Argument::long);
-    let arguments = arguments![heads, &to, sizes[0], sizes[1], sizes[2], places[0], places[1]];
+    let arguments = arguments![heads, &to, sizes[0], sizes[1], sizes[2], places[0], places[1], count];
     let grid = Grid::of(((tokens * c).div_ceil(2048), rows, 1), 256);
     gpu.launch(&IMAGE, &named("attention_append", to.dtype()), grid, arguments);
 }

@@ -60,37 +60,51 @@ extern "C" __global__ void attention_sum_prefix(const float *parts, float *gradi
 LAUNCHER(attention_sum_prefix)
 
 /// Copies (rows, tokens, c) keys or values into a cache whose rows stand `batch` apart, from element `first` of each
-/// on. Grid: (ceil(tokens c / 2048), rows) blocks of 256.
+/// on; with a `count` from as many tokens further on. Grid: (ceil(tokens c / 2048), rows) blocks of 256.
 template <class T>
-__device__ void attention_append(Heads<T> from, T *to, int rows, int tokens, int c, i64 first, i64 batch) {
+__device__ void attention_append(Heads<T> from, T *to, int rows, int tokens, int c, i64 first, i64 batch,
+                                 const unsigned *count) {
   int row = blockIdx.y;
+  if (count) first += i64(*count) * c;
   const T *source = from.data + row * from.batch;
   T *target = to + first + row * batch;
-  i64 at = own(), count = i64(tokens) * c;
-  if (row >= rows || at >= count) return;
+  i64 at = own(), all = i64(tokens) * c;
+  if (row >= rows || at >= all) return;
   if (at % c + WIDE <= c) {
     float run[WIDE];
     load(source + at / c * from.row + at % c, WIDE, run);
     return store(run, WIDE, target + at);
   }
-  for (i64 i = at; i < min(at + WIDE, count); i++) target[i] = source[i / c * from.row + i % c];
+  for (i64 i = at; i < min(at + WIDE, all); i++) target[i] = source[i / c * from.row + i % c];
 }
-EXPORT(attention_append, (Heads<T> from, T *to, int rows, int tokens, int c, i64 first, i64 batch),
-       (from, to, rows, tokens, c, first, batch))
+EXPORT(attention_append,
+       (Heads<T> from, T *to, int rows, int tokens, int c, i64 first, i64 batch, const unsigned *count),
+       (from, to, rows, tokens, c, first, batch, count))
+
+/// Shares of at most `most` keys that those of a single query are cut into: all that a grid of `grid` has, or fewer where
+/// it was made for more keys.
+__device__ __forceinline__ int key_shares(const Shape &s, int most, int grid) {
+  return min(grid, (s.prefix + s.past + most) / most); // prefix + past + 1 keys
+}
 
 /// One query a row of the batch, its keys cut into shares: parts (b, h, splits, d + 2) = values weighted by
-/// exp(score - largest), the largest score, the sum of the weights.
+/// exp(score - largest), the largest score, the sum of the weights. With a `count` that is how many tokens precede the
+/// query, and the shape says how many may.
 /// Grid: (splits, h, b) blocks of 128; 36 width + 32 bytes of shared memory at least.
 template <class T>
-__device__ void attention_decode(Operands<T> all, const unsigned *starts, Shape s, float *parts) {
+__device__ void attention_decode(Operands<T> all, const unsigned *starts, Shape s, const unsigned *count, int most,
+                                 float *parts) {
   DYNAMIC_SHARED(float, memory);
+  if (count) s.past = *count;
+  int shares = key_shares(s, most, gridDim.x);
+  if (int(blockIdx.x) >= shares) return;
   int line = s.width + 2;
   float *q = memory + 4 * line, *own = memory + warp() * line;
   Operands<T> head = all.head(blockIdx.z, blockIdx.y, s.width);
   for (int e = threadIdx.x; e < s.width; e += blockDim.x) q[e] = widen(head.q.data[e]);
   __syncthreads();
   int first = starts[blockIdx.z], columns = s.prefix + s.past + 1 - first;
-  int share = (columns + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
+  int share = (columns + shares - 1) / shares, begin = blockIdx.x * share;
   int end = min(columns, begin + share);
   Softmax softmax = attend(head, q, own, s, first, begin + warp() * 32, end, 128);
   if (lane() == 0) own[s.width] = softmax.most, own[s.width + 1] = softmax.sum;
@@ -103,17 +117,20 @@ __device__ void attention_decode(Operands<T> all, const unsigned *starts, Shape 
 }
 EXPORT(attention_decode,
        (Heads<T> q, Heads<T> k, Heads<T> v, Heads<T> pk, Heads<T> pv, const unsigned *starts, Shape shape,
-        float *parts),
-       ({q, k, v, pk, pv}, starts, shape, parts))
+        const unsigned *count, int most, float *parts),
+       ({q, k, v, pk, pv}, starts, shape, count, most, parts))
 
-/// out (b, 1, h d) and lse (b, h, 1) from parts (b, h, splits, d + 2). Grid: (h, b) blocks of 128.
+/// out (b, 1, h d) and lse (b, h, 1) from parts (b, h, splits, d + 2), of a grid of `splits`. Grid: (h, b) blocks of 128.
 template <class T>
-__device__ void attention_decode_finish(const float *parts, int splits, Shape s, T *out, float *lse) {
+__device__ void attention_decode_finish(const float *parts, int splits, Shape s, const unsigned *count, int most, T *out,
+                                        float *lse) {
+  if (count) s.past = *count;
   i64 at = i64(blockIdx.y) * s.heads + blockIdx.x;
-  join_parts(parts + at * splits * (s.width + 2), splits, s.width, [&](int e, float most, float sum, float value) {
+  join_parts(parts + at * splits * (s.width + 2), key_shares(s, most, splits), s.width, [&](int e, float most, float sum, float value) {
     out[at * s.width + e] = narrow<T>(value / sum);
     if (e == 0) lse[at] = most + logf(sum);
   });
 }
-EXPORT(attention_decode_finish, (const float *parts, int splits, Shape shape, T *out, float *lse),
-       (parts, splits, shape, out, lse))
+EXPORT(attention_decode_finish,
+       (const float *parts, int splits, Shape shape, const unsigned *count, int most, T *out, float *lse),
+       (parts, splits, shape, count, most, out, lse))

@@ -87,6 +87,33 @@ pub fn forward(
     }
 }
 
+/// Forward of one query a row, `out (b, 1, h d)` and `lse (b, h, 1)`, behind as many tokens as `count (1)` says in the
+/// memory of the device; `shape.past` is the most that there may be. The launches are the same for any count.
+#[allow(clippy::too_many_arguments, reason = "mirrors the forward")]
+pub fn decode(
+    qkv: (Heads, Heads, Heads),
+    prefix: Option<Prefix>,
+    starts: View,
+    scale: f32,
+    (shape, count): (Shape, View),
+    out: ViewMut,
+    lse: ViewMut,
+) {
+    match out.device() {
+        Device::Cpu => {
+            let shape = Shape { past: first(count), ..shape };
+            cpu::forward(qkv, prefix, starts.host(), scale, shape, out.host(), lse.host());
+        }
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::decode(gpu, qkv, prefix, starts, scale, (shape, count), out, lse),
+    }
+}
+
+/// The number in `count (1)` of a host.
+fn first(count: View) -> usize {
+    count.host::<u32>().first().map_or(0, |count| *count as usize)
+}
+
 /// What the backward needs of the forward.
 #[derive(Clone, Copy)]
 pub struct Seen<'a> {
@@ -128,7 +155,17 @@ pub fn append(from: Heads, to: ViewMut, sizes: (usize, usize, usize), place: (us
     match to.device() {
         Device::Cpu => cpu::append(from, to.host(), sizes, place),
         #[cfg(feature = "cuda")]
-        Device::Cuda(gpu) => cuda::append(gpu, from, to, sizes, place),
+        Device::Cuda(gpu) => cuda::append(gpu, from, to, sizes, place, None),
+    }
+}
+
+/// The same behind the tokens that each row has already, of which `count (1)` in the memory of the device says how many;
+/// rows stand `batch` apart.
+pub fn append_behind(from: Heads, to: ViewMut, sizes: (usize, usize, usize), batch: usize, count: View) {
+    match to.device() {
+        Device::Cpu => cpu::append(from, to.host(), sizes, (first(count) * sizes.2, batch)),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::append(gpu, from, to, sizes, (0, batch), Some(count)),
     }
 }
 

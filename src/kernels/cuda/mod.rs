@@ -30,6 +30,7 @@ mod launch;
 mod lt;
 pub mod memory;
 pub mod mover;
+pub mod recording;
 pub mod stages;
 
 pub use launch::{Argument, Code, Grid, Image};
@@ -189,6 +190,11 @@ impl Gpu {
         lock(&self.scratch).as_ref().map_or(0, Memory::len)
     }
 
+    /// Where scratch is; `None` before an op wanted some.
+    fn scratch_address(&self) -> Option<u64> {
+        lock(&self.scratch).as_ref().map(Memory::address)
+    }
+
     /// Waits for the device, and tells what failed since the last time.
     ///
     /// # Errors
@@ -328,6 +334,15 @@ impl Gpu {
         };
         self.attempt("downloading", done)?;
         Some((pinned, bytes))
+    }
+
+    /// Copies FP32 values to the host, and waits until they are there; zeros after a failure.
+    pub(super) fn read_into(&'static self, from: View, to: &mut Vec<f32>) {
+        let Some((pinned, _)) = self.download_later(from) else { return to.resize(from.len(), 0.0) };
+        self.attempt("downloading", self.stream.synchronize());
+        // SAFETY: the copy is done, and the pages hold that many numbers and are aligned for them.
+        to.extend_from_slice(unsafe { std::slice::from_raw_parts(pinned.head().cast::<f32>(), from.len()) });
+        self.spare(pinned);
     }
 
     /// Takes pinned memory back for the next one who needs some.

@@ -1,0 +1,209 @@
+//! How fast the device is at what no training shows by itself: products, attention, updates, tokens one after another.
+//!
+//! The best of five stretches of repeats each, between two moments when the host waits for the device. Causal attention is
+//! counted as `calibrate::attention_flops` does.
+
+use std::{path::Path, sync::Arc, time::Instant};
+
+use engraft::{
+    error::Result,
+    kernels::{
+        arena::{Arenas, Place},
+        attention::{self, Seen, Shape, packed},
+        device::{
+            Buffer,
+            DType::{self, BF16, F16, F32},
+            Device,
+        },
+        matmul::{self, Arithmetic, Matrix, Start},
+    },
+    memory::calibrate::attention_flops,
+    model::{Base, BaseSource, Decoder, Wiring},
+    optim::{AdamWOptions, Optimizer, OptimizerKind},
+};
+use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, Targets, rng};
+use half::{bf16, f16};
+
+use crate::setup::{Size, load, start};
+
+/// One figure.
+pub struct Speed {
+    /// Of what.
+    pub what: String,
+    /// How much.
+    pub value: f64,
+    /// Of what unit.
+    pub unit: &'static str,
+}
+
+/// How large things are: as the issue of a real device asks, or small enough for an interpreter.
+struct Scale {
+    repeats: usize,
+    rows: usize,
+    matrix: (usize, usize),
+    attention: (usize, usize, usize),
+    trainables: usize,
+    tokens: usize,
+}
+
+const LARGE: Scale = Scale {
+    repeats: 20,
+    rows: 8192,
+    matrix: (4096, 4096),
+    attention: (32, 16, 1024),
+    trainables: 10_000_000,
+    tokens: 256,
+};
+const SMALL: Scale =
+    Scale { repeats: 1, rows: 9, matrix: (32, 64), attention: (1, 2, 70), trainables: 5000, tokens: 4 };
+
+/// All figures; those of tokens are of the base in `folder`, or of the one that checks train on.
+pub fn measure(device: Device, types: &[DType], size: Size, folder: Option<&Path>) -> Result<Vec<Speed>> {
+    let scale = if size.is_large() { LARGE } else { SMALL };
+    let mut speeds = Vec::new();
+    for &dtype in types {
+        speeds.extend(products(device, dtype, &scale)?);
+    }
+    for &dtype in types.iter().filter(|dtype| **dtype != F32) {
+        speeds.extend(attentions(device, dtype, &scale)?);
+    }
+    speeds.extend(updates(device, &scale)?);
+    speeds.extend(tokens(device, types[0], size, folder, &scale)?);
+    Ok(speeds)
+}
+
+/// Seconds of `work`, done once before.
+fn seconds(device: Device, repeats: usize, mut work: impl FnMut()) -> Result<f64> {
+    work();
+    device.check()?;
+    let mut best = f64::INFINITY;
+    for _ in 0..5 {
+        let start = Instant::now();
+        (0..repeats).for_each(|_| work());
+        device.check()?;
+        best = best.min(start.elapsed().as_secs_f64() / repeats as f64);
+    }
+    Ok(best)
+}
+
+/// Numbers around zero in a type, a few of them over and over.
+fn numbers(device: Device, dtype: DType, len: usize) -> Result<Buffer> {
+    let few: Vec<f32> = (0..4099).map(|at| rng::normal(1, at)).collect();
+    let all = few.iter().copied().cycle().take(len);
+    match dtype {
+        F16 => Buffer::on(device, &all.map(f16::from_f32).collect::<Vec<_>>()),
+        BF16 => Buffer::on(device, &all.map(bf16::from_f32).collect::<Vec<_>>()),
+        _ => Buffer::on(device, &all.collect::<Vec<_>>()),
+    }
+}
+
+fn zeros(device: Device, dtype: DType, len: usize) -> Result<Buffer> {
+    let cut = |arena: &mut engraft::kernels::arena::Arena| arena.take("zeros", dtype, &[len]);
+    Arenas::real(None).on(device).build("speed", Place::Memory, cut)
+}
+
+fn products(device: Device, dtype: DType, scale: &Scale) -> Result<Vec<Speed>> {
+    let (n, (rows, cols)) = (scale.rows, scale.matrix);
+    let (x, weights) = (numbers(device, dtype, n * rows)?, numbers(device, F16, rows * cols)?);
+    let mut y = zeros(device, dtype, n * cols)?;
+    let matrix = Matrix::halves(weights.view(), rows, cols);
+    let time = seconds(device, scale.repeats, || {
+        matmul::frozen_nn(x.view(), matrix, Start::Zero, y.view_mut(), n);
+    })?;
+    let what = format!("frozen product {n} x {rows} x {cols}, {dtype:?}");
+    Ok(vec![Speed { what, value: 2e-12 * (n * rows * cols) as f64 / time, unit: "TFLOP/s" }])
+}
+
+fn attentions(device: Device, dtype: DType, scale: &Scale) -> Result<Vec<Speed>> {
+    let ((batch, heads, t), width) = (scale.attention, 64);
+    let (c, n) = (heads * width, batch * t);
+    let shape = Shape { batch, queries: t, past: 0, heads, width, prefix: 0, arithmetic: Arithmetic::F32 };
+    let (qkv, dout) = (numbers(device, dtype, 3 * n * c)?, numbers(device, dtype, n * c)?);
+    let starts = Buffer::on(device, &vec![0u32; n])?;
+    let (mut out, mut lse) = (zeros(device, dtype, n * c)?, zeros(device, F32, n * heads)?);
+    let (mut d_qkv, mut d_prefix) = (zeros(device, dtype, 3 * n * c)?, zeros(device, F32, 0)?);
+    let forward = seconds(device, scale.repeats, || {
+        let operands = packed(qkv.view(), t, c);
+        attention::forward(operands, None, starts.view(), 0.125, shape, out.view_mut(), lse.view_mut());
+    })?;
+    let backward = seconds(device, scale.repeats, || {
+        let (starts, out, lse) = (starts.view(), out.view(), lse.view());
+        let seen = Seen { qkv: qkv.view(), prefix: None, starts, out, lse };
+        attention::backward(dout.view(), seen, 0.125, shape, d_qkv.view_mut(), d_prefix.view_mut());
+    })?;
+    let (ahead, back) = attention_flops(heads, width, batch * t * (t + 1) / 2);
+    let figure = |what: &str, flops: f64, time: f64| Speed {
+        what: format!("attention {what} ({batch}, {heads}, {t}, {width}), {dtype:?}"),
+        value: 1e-12 * flops / time,
+        unit: "TFLOP/s",
+    };
+    Ok(vec![
+        figure("forward", ahead, forward),
+        figure("backward", back, backward),
+        figure("both", ahead + back, forward + backward),
+    ])
+}
+
+/// Norm, clipping and AdamW.
+fn updates(device: Device, scale: &Scale) -> Result<Vec<Speed>> {
+    let len = scale.trainables;
+    // Tensors of the size of a LoRA of rank 64 on a matrix of 768 x 768.
+    let segments: Vec<usize> = (0..len).step_by(49_152).map(|start| 49_152.min(len - start)).collect();
+    let (mut values, gradient) = (numbers(device, F32, len)?, numbers(device, F32, len)?);
+    let mut speeds = Vec::new();
+    for kind in [OptimizerKind::AdamW, OptimizerKind::AdamW8bit] {
+        for place in [Place::Memory, Place::Host] {
+            let mut arenas = Arenas::real(None).on(device);
+            let mut optimizer = Optimizer::new(kind, &segments, AdamWOptions::default(), place, &mut arenas)?;
+            let time = seconds(device, scale.repeats, || {
+                optimizer.update(values.view_mut(), gradient.view(), 1e-3, 1.0, 1.0);
+            })?;
+            let away = if place.is_away() { ", offloaded" } else { "" };
+            let what = format!("update of {len} trainables, {}{away}", kind.name());
+            speeds.push(Speed { what, value: 1e3 * time, unit: "ms" });
+        }
+    }
+    Ok(speeds)
+}
+
+/// One sample with a LoRA of rank 16 on all sites, its launches recorded and one by one.
+fn tokens(
+    device: Device,
+    activations: DType,
+    size: Size,
+    folder: Option<&Path>,
+    scale: &Scale,
+) -> Result<Vec<Speed>> {
+    let base = match folder {
+        Some(folder) => load(&BaseSource::Folder(folder.to_owned()), "base", device, activations)?,
+        None => crate::setup::base(size, device, activations)?,
+    };
+    let mut speeds = Vec::new();
+    for (recorded, what) in [(true, "recorded"), (false, "launch by launch")] {
+        let mut decoder = sample(&base, scale.tokens)?;
+        if !recorded {
+            decoder.never_record();
+        }
+        // The first two load kernels and record.
+        for _ in 0..2 {
+            decoder.feed(&[1])?;
+        }
+        let start = Instant::now();
+        for _ in 0..scale.tokens {
+            decoder.feed(&[1])?;
+        }
+        let value = scale.tokens as f64 / start.elapsed().as_secs_f64();
+        let (layers, width) = (base.config.layers, base.config.width);
+        let what = format!("one sample, {layers} layers of {width}, rank 16, {what}");
+        speeds.push(Speed { what, value, unit: "tokens/s" });
+    }
+    Ok(speeds)
+}
+
+fn sample(base: &Arc<Base>, tokens: usize) -> Result<Decoder> {
+    let targets = "all-linear".parse::<Targets>().unwrap_or_else(|never| match never {});
+    let lora = LoraSpec { rank: 16, targets, ..LoraSpec::default() };
+    let set = AdapterSet::new(&AdapterSpec { lora: Some(lora), prefix: None }, &base.description())?;
+    let wiring = Wiring::new(&[(&set, 1.0)], base.config.layers)?;
+    Decoder::new(Arc::clone(base), wiring, start(&set), 1, tokens + 2)
+}
