@@ -6,10 +6,10 @@
 
 The machine with the GPU needs the programs, python with torch, transformers and peft, and this folder, no Rust. In turn:
 `device_check` (every op against the CPU, golden files, trainings, planned against held memory), its ops once more under
-compute-sanitizer where that is installed (`pip install nvidia-cuda-sanitizer-api` will do), a default training, products, attention and updates beside PyTorch, tokens with
-their launches recorded and one by one, then for each size a LoRA r 8 on c_attn and a prefix of 20 beside PEFT, eager and
-compiled, f16 and bf16, with inputs offloaded and the base streamed too, and generation with a LoRA of rank 16 beside
-Transformers with PEFT. What
+compute-sanitizer where that is installed (`pip install nvidia-cuda-sanitizer-api` will do), a default training, products,
+attention and updates beside PyTorch, tokens with their launches recorded and one by one, then for each size a LoRA r 8 on
+c_attn and a prefix of 20 beside PEFT, eager and compiled, f16 and bf16, with inputs offloaded and the base streamed too,
+and generation with a LoRA of rank 16 beside Transformers with PEFT. What
 does not fit into --minutes is named and left out, the largest sizes first. Memory is the most that the device says is
 used, less what was used before, for both sides alike. Results go to FOLDER/gpu.json after each part; a table ends the
 output. Exit code 1 when a check fails. `--device cpu --sizes tiny --batch 1 --seq 64` tries the script itself.

@@ -92,6 +92,15 @@ pub fn hint_at_f32() {
     }
 }
 
+/// What `--precision bf16` would gain a training of the FP16 base on a CPU with fast BF16 products, for somebody who named
+/// no precision.
+pub fn faster_in_bf16(precision: Option<Precision>, dtype: Option<BaseDtype>) -> Option<&'static str> {
+    let halves = dtype.is_none_or(|dtype| dtype.kept() == BaseDType::F16);
+    (bf16() && precision.is_none() && halves).then_some(
+        "on this CPU --precision bf16 trains up to 1.9 times as fast, with the factors of products rounded to 8 bits",
+    )
+}
+
 /// Finds and loads the base that `args` name, and brings it to what computes; with `stream` a device gets blocks when
 /// they are needed.
 ///

@@ -74,7 +74,12 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     if args.json.unwrap_or(false) {
         write_json(&table::event(&choice))
     } else {
-        write_out(&table::whole(&choice))
+        write_out(&table::whole(&choice))?;
+        let faster = cpu.then(|| open::faster_in_bf16(args.precision, args.base_dtype)).flatten();
+        if let Some(hint) = faster {
+            write_note(&format!("hint: {hint}"));
+        }
+        Ok(())
     }
 }
 

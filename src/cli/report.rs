@@ -62,16 +62,16 @@ impl Reporter for JsonReporter {
 pub struct HumanReporter {
     /// Steps between lines where there is no bar.
     log_every: u64,
-    /// A hint shown when the run begins.
-    hint: Option<&'static str>,
+    /// Shown when the run begins.
+    hints: Vec<&'static str>,
     bar: Option<ProgressBar>,
 }
 
 impl HumanReporter {
     /// A reporter that shows a bar if stderr is a terminal, else a line every `log_every` steps.
-    pub fn new(log_every: u64, hint: Option<&'static str>) -> Self {
+    pub fn new(log_every: u64, hints: Vec<&'static str>) -> Self {
         let bar = io::stderr().is_terminal().then(ProgressBar::no_length);
-        Self { log_every, hint, bar }
+        Self { log_every, hints, bar }
     }
 
     /// Prints a result without tearing the bar.
@@ -103,9 +103,7 @@ impl HumanReporter {
             start.seq_len,
             start.output.display()
         ));
-        if let Some(hint) = self.hint {
-            self.note(&format!("hint: {hint}"));
-        }
+        self.hints.iter().for_each(|hint| self.note(&format!("hint: {hint}")));
         if start.eval_rows == 0 {
             self.note("hint: there is no held-out data; --eval-data or --eval-fraction gives an evaluation");
         }

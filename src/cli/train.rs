@@ -50,7 +50,11 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     let mut reporter: Box<dyn Reporter> = if json {
         Box::new(JsonReporter)
     } else {
-        Box::new(HumanReporter::new(args.log_every.unwrap_or_default(), own_data_on_embedded_base(&args)))
+        // A run that goes on has its precision.
+        let chooses = compute.device.is_host() && !options.resume;
+        let faster = chooses.then(|| open::faster_in_bf16(args.precision, args.base_dtype)).flatten();
+        let hints = own_data_on_embedded_base(&args).into_iter().chain(faster).collect();
+        Box::new(HumanReporter::new(args.log_every.unwrap_or_default(), hints))
     };
     let (base, tokenizer) = (&opened.base, opened.tokenizer.as_ref());
     let finished = train::run(&options, base, tokenizer, folder, reporter.as_mut(), signals::watch())?;
