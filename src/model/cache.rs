@@ -30,13 +30,14 @@ impl LayerCache {
     ) -> usize {
         let (past, batch, sizes) = (self.filled, self.capacity * c, (rows, tokens, c));
         self.filled += tokens;
-        for (from, to) in [(k, &mut self.k), (v, &mut self.v)] {
-            match count {
-                Some(count) => attention::append_behind(from, to.view_mut(), sizes, batch, count),
-                None => attention::append(from, to.view_mut(), sizes, (past * c, batch)),
-            }
+        let (to_k, to_v) = (self.k.view_mut(), self.v.view_mut());
+        if let Some(count) = count {
+            attention::append_behind((k, v), (to_k, to_v), sizes, batch, count);
+            return self.capacity - tokens;
         }
-        if count.is_some() { self.capacity - tokens } else { past }
+        attention::append(k, to_k, sizes, (past * c, batch));
+        attention::append(v, to_v, sizes, (past * c, batch));
+        past
     }
 
     /// All keys and values.

@@ -334,21 +334,22 @@ fn behind<T: Activation>(case: Case, past: usize, counted: bool) {
     let count = if counted { number.head() } else { std::ptr::null_mut() };
     // In two pieces, the second behind the first.
     for (first, tokens) in [(0, past), (past, queries)] {
-        for (cache, index) in caches.iter().zip([1, 2]) {
+        let [k, v] = [1, 2].map(|index| {
             let all = operands.part(case, index);
-            let from = Heads { data: operands.qkv.at(index * c + first * 3 * c), ..all };
-            let behind = if first > 0 { count } else { std::ptr::null_mut() };
-            let element = if behind.is_null() { first * c } else { 0 };
-            let place = (element as i64, (capacity * c) as i64);
-            run(
-                kernels.append,
-                [(tokens * c).div_ceil(2048), batch, 1],
-                256,
-                0,
-                seed,
-                args![from, cache.head(), sizes[0], tokens as i32, sizes[1], place.0, place.1, behind],
-            );
-        }
+            Heads { data: operands.qkv.at(index * c + first * 3 * c), ..all }
+        });
+        let [to_k, to_v] = caches.each_ref().map(|cache| cache.head());
+        let behind = if first > 0 { count } else { std::ptr::null_mut() };
+        let element = if behind.is_null() { first * c } else { 0 };
+        let place = (element as i64, (capacity * c) as i64);
+        run(
+            kernels.append,
+            [(tokens * c).div_ceil(2048), batch, 2],
+            256,
+            0,
+            seed,
+            args![k, v, to_k, to_v, sizes[0], tokens as i32, sizes[1], place.0, place.1, behind],
+        );
     }
     let q = Heads { data: operands.qkv.at(past * 3 * c), ..operands.part(case, 0) };
     let [k, v] =

@@ -9,20 +9,22 @@ use half::{bf16, f16};
 use crate::{args, harness::*};
 
 macro_rules! deltas {
-    ($($type:ident: $low:ident $few:ident $add:ident $d_low:ident $da:ident $db:ident $dx:ident;)*) => {
-        kernels!($($low, $few, $add, $d_low, $da, $db, $dx,)* sum_parts_launch);
+    ($($type:ident: $low:ident $few:ident $add:ident $d_low:ident $da:ident $db:ident $dx:ident
+        $both:ident $finish:ident;)*) => {
+        kernels!($($low, $few, $add, $d_low, $da, $db, $dx, $both, $finish,)* sum_parts_launch);
         const KERNELS: [Kernels; 3] = [$(Kernels {
-            low: $low, few: $few, add: $add, d_low: $d_low, da: $da, db: $db, dx: $dx,
+            low: $low, few: $few, add: $add, d_low: $d_low, da: $da, db: $db, dx: $dx, both: $both, finish: $finish,
         }),*];
     };
 }
 deltas!(
     f32: lora_low_f32_launch lora_low_few_f32_launch lora_add_f32_launch lora_d_low_f32_launch
-        lora_da_f32_launch lora_db_f32_launch lora_dx_f32_launch;
+        lora_da_f32_launch lora_db_f32_launch lora_dx_f32_launch lora_few_f32_launch lora_few_finish_f32_launch;
     f16: lora_low_f16_launch lora_low_few_f16_launch lora_add_f16_launch lora_d_low_f16_launch
-        lora_da_f16_launch lora_db_f16_launch lora_dx_f16_launch;
+        lora_da_f16_launch lora_db_f16_launch lora_dx_f16_launch lora_few_f16_launch lora_few_finish_f16_launch;
     bf16: lora_low_bf16_launch lora_low_few_bf16_launch lora_add_bf16_launch lora_d_low_bf16_launch
-        lora_da_bf16_launch lora_db_bf16_launch lora_dx_bf16_launch;
+        lora_da_bf16_launch lora_db_bf16_launch lora_dx_bf16_launch lora_few_bf16_launch
+        lora_few_finish_bf16_launch;
 );
 
 #[derive(Clone, Copy)]
@@ -34,6 +36,8 @@ struct Kernels {
     da: Launcher,
     db: Launcher,
     dx: Launcher,
+    both: Launcher,
+    finish: Launcher,
 }
 
 /// As the kernels take it.
@@ -89,6 +93,47 @@ fn check<T: Activation>(s: Shape, p: f32, splits: usize, seed: u64) {
         let args = args![x_in.head(), a_in.head(), dropout, few.head(), n_, in_, rank_];
         run(kernels.few, [rank.div_ceil(4), n, 1], 128, 0, seed, args);
         assert_close(&few.wide(), &low.wide(), 1e-6, "low of few rows");
+        // With the frozen product, whose shares are added with B.
+        let (w, bias, residual) =
+            (rounded::<f16>(9, inputs * outputs), rounded::<f16>(10, outputs), rounded::<T>(11, n * outputs));
+        let (w_in, bias_in, res_in) =
+            (Device::<f16>::of(&w), Device::<f16>::of(&bias), Device::<T>::of(&residual));
+        let (parts, both) =
+            (Device::<f32>::poisoned(splits * n * outputs), Device::<f32>::poisoned(n * rank));
+        let args = args![
+            x_in.head(),
+            w_in.head(),
+            parts.head(),
+            n_,
+            in_,
+            out_,
+            a_in.head(),
+            dropout,
+            both.head(),
+            rank_
+        ];
+        run(kernels.both, [outputs.div_ceil(32) + (n * rank).div_ceil(8), splits, 1], 256, 0, seed, args);
+        assert_eq!(both.wide(), few.wide(), "low beside a product");
+        let y = Device::<T>::poisoned(n * outputs);
+        let args = args![
+            parts.head(),
+            splits as i32,
+            res_in.head(),
+            bias_in.head(),
+            y.head(),
+            n_,
+            out_,
+            both.head(),
+            b_in.head(),
+            SCALE,
+            first_,
+            columns_,
+            rank_
+        ];
+        run(kernels.finish, [(n * outputs).div_ceil(256), 1, 1], 256, 0, seed, args);
+        let whole = reference::forward(&x, &w, &bias, &a, &b, f64::from(SCALE), &factors, s);
+        let expected: Vec<f64> = residual.iter().zip(whole).map(|(r, y)| r + y).collect();
+        assert_close(&y.wide(), &expected, T::ROUNDING + 1e-5, "y of few rows");
     }
     let args = args![low.head(), b_in.head(), SCALE, y_out.head(), n_, out_, first_, columns_, rank_];
     run(kernels.add, [tiles, columns.div_ceil(64), 1], 256, 0, seed, args);
@@ -125,8 +170,9 @@ fn sum(parts: &Device<f32>, splits: usize, scale: f32, gradient: &Device<f32>, c
     run(sum_parts_launch, [count.div_ceil(256), 1, 1], 256, 0, 1, args);
 }
 
-/// Odd sizes of one tile; whole vectors of several tiles, terms behind one step, more ranks than a tile has.
-const SHAPES: [Shape; 3] = [
+/// Odd sizes of one tile, and one row; whole vectors of several tiles, terms behind one step, more ranks than a tile has.
+const SHAPES: [Shape; 4] = [
+    Shape { n: 1, inputs: 72, outputs: 40, rank: 16, first: 0, columns: 40 },
     Shape { n: 7, inputs: 37, outputs: 61, rank: 3, first: 13, columns: 29 },
     Shape { n: 150, inputs: 80, outputs: 144, rank: 8, first: 48, columns: 72 },
     Shape { n: 70, inputs: 67, outputs: 101, rank: 19, first: 20, columns: 81 },

@@ -1,10 +1,11 @@
 //! CUDA side: tiled thin products; sums over rows go through shares that are added in order.
 
-use super::{Delta, Dropout};
+use super::{Delta, Dropout, Matrix, Start};
 use crate::kernels::{
     cuda::{Argument, Gpu, Grid, Image, arguments, image, named},
     device::{View, ViewMut},
-    device_scratch::{FEW, deltas as parts_of, row_shares},
+    device_scratch::{FEW, deltas as parts_of, product_shares, row_shares},
+    matmul::{self, cuda::operands},
 };
 
 static IMAGE: Image = image!("adapted_linear");
@@ -41,7 +42,71 @@ fn b_of<'a>(values: View<'a>, delta: &Delta) -> View<'a> {
 }
 
 #[allow(clippy::too_many_arguments, reason = "mirrors the op")]
-pub fn add_deltas(
+pub fn forward(
+    gpu: &'static Gpu,
+    (x, weight, start): (View, Matrix, Start),
+    deltas: &[Delta],
+    values: View,
+    dropout: Dropout,
+    low: ViewMut,
+    y: ViewMut,
+    n: usize,
+) {
+    if let ([delta], 1..=FEW) = (deltas, n) {
+        return few(gpu, (x, weight, start), delta, values, dropout, low, y, n);
+    }
+    let mut y = y;
+    matmul::frozen_nn(x, weight, start, y.reborrow(), n);
+    add_deltas(gpu, x, deltas, values, dropout, low, y, (n, weight.rows, weight.cols));
+}
+
+/// Few rows and one delta, as most adapters have at a site: low beside the frozen product, B where its shares are added. Two
+/// launches where there would be four, each as long as the little that it does.
+#[allow(clippy::too_many_arguments, reason = "mirrors the op")]
+fn few(
+    gpu: &'static Gpu,
+    (x, weight, start): (View, Matrix, Start),
+    delta: &Delta,
+    values: View,
+    dropout: Dropout,
+    low: ViewMut,
+    y: ViewMut,
+    n: usize,
+) {
+    let (inputs, outputs, rank) = (weight.rows, weight.cols, delta.rank);
+    assert!(x.len() >= n * inputs && y.len() >= n * outputs && low.len() >= n * rank, "shapes of a delta");
+    let (residual, bias) = operands(start, &y);
+    let splits = product_shares(inputs, outputs);
+    gpu.scratch(4 * splits * n * outputs, |parts| {
+        let [n_, rows, cols, rank_] = [n, inputs, outputs, rank].map(Argument::int);
+        let (a, dropout) = (a_of(values, delta, inputs), dropped(dropout, delta));
+        let arguments = arguments![x, weight.data, parts, n_, rows, cols, a, dropout, &low, rank_];
+        let blocks = outputs.div_ceil(32) + (n * rank).div_ceil(8);
+        gpu.launch(&IMAGE, &named("lora_few", y.dtype()), Grid::of((blocks, splits, 1), 256), arguments);
+        let (b, splits) = (b_of(values, delta), Argument::int(splits));
+        let [first, columns] = [delta.columns.start, delta.columns.len()].map(Argument::int);
+        let arguments = arguments![
+            parts,
+            splits,
+            residual,
+            bias,
+            &y,
+            n_,
+            cols,
+            &low,
+            b,
+            delta.scale,
+            first,
+            columns,
+            rank_
+        ];
+        let grid = Grid::row((n * outputs).div_ceil(256), 256);
+        gpu.launch(&IMAGE, &named("lora_few_finish", y.dtype()), grid, arguments);
+    });
+}
+
+#[allow(clippy::too_many_arguments, reason = "mirrors the op")]
+fn add_deltas(
     gpu: &'static Gpu,
     x: View,
     deltas: &[Delta],

@@ -3,7 +3,7 @@
 // One tiled product serves all of them: a block of 256 threads makes 64 rows and 16 or 64 columns of the result.
 // Sums over the n rows of a batch (dA, dB) are cut into shares, one a block in z, which `sum_parts` adds in
 // order: no atomics, the same bits in every run.
-#include "common.cuh"
+#include "few.cuh"
 
 /// Which elements of a delta's input are dropped; the fields of `adapted_linear::Dropout`, the delta's place
 /// already mixed into the key.
@@ -195,11 +195,10 @@ __device__ void lora_low(const T *x, const float *a, Dropout dropout, float *low
 EXPORT(lora_low, (const T *x, const float *a, Dropout dropout, float *low, int n, int inputs, int rank),
        (x, a, dropout, low, n, inputs, rank))
 
-/// The same for few rows: a warp an element. Grid: (ceil(r / 4), n) blocks of 128.
+/// Element r of row `row` of drop(x) A^T, by a warp.
 template <class T>
-__device__ void lora_low_few(const T *x, const float *a, Dropout dropout, float *low, int n, int inputs, int rank) {
-  int row = blockIdx.y, r = blockIdx.x * 4 + warp();
-  if (r >= rank) return;
+__device__ __forceinline__ void low_element(const T *x, const float *a, const Dropout &dropout, float *low, int row, int r,
+                                            int inputs, int rank) {
   float sum = 0, v[WIDE], w[WIDE];
   for (int at = lane() * WIDE; at < inputs; at += 32 * WIDE) {
     load(x + i64(row) * inputs + at, inputs - at, v);
@@ -211,8 +210,57 @@ __device__ void lora_low_few(const T *x, const float *a, Dropout dropout, float 
   sum = warp_sum(sum);
   if (lane() == 0) low[i64(row) * rank + r] = sum;
 }
+
+/// The same for few rows: a warp an element. Grid: (ceil(r / 4), n) blocks of 128.
+template <class T>
+__device__ void lora_low_few(const T *x, const float *a, Dropout dropout, float *low, int n, int inputs, int rank) {
+  int r = blockIdx.x * 4 + warp();
+  if (r < rank) low_element(x, a, dropout, low, blockIdx.y, r, inputs, rank);
+}
 EXPORT(lora_low_few, (const T *x, const float *a, Dropout dropout, float *low, int n, int inputs, int rank),
        (x, a, dropout, low, n, inputs, rank))
+
+/// The same beside the frozen product of these rows, in one launch: low (n, r) as above, and parts (splits, n, cols) of
+/// x (n, rows) w (rows, cols), n <= 8. Grid: (ceil(cols / 32) + ceil(n r / 8), splits) blocks of 256.
+template <class T>
+__device__ void lora_few(const T *x, const half_t *w, float *parts, int n, int rows, int cols, const float *a,
+                         Dropout dropout, float *low, int rank) {
+  int blocks = (cols + few::COLUMNS - 1) / few::COLUMNS, at = (int(blockIdx.x) - blocks) * few::WARPS + warp();
+  if (int(blockIdx.x) < blocks) return few::shares(x, w, parts, n, rows, cols);
+  if (blockIdx.y == 0 && at < n * rank) low_element(x, a, dropout, low, at / rank, at % rank, rows, rank);
+}
+EXPORT(lora_few,
+       (const T *x, const half_t *w, float *parts, int n, int rows, int cols, const float *a, Dropout dropout, float *low,
+        int rank),
+       (x, w, parts, n, rows, cols, a, dropout, low, rank))
+
+/// y (n, cols) = residual + bias + sum of parts (splits, n, cols), in order, and of the `columns` from `first` on
+/// scale low (n, r) B (columns, r)^T. Grid: ceil(n cols / 256) blocks of 256.
+template <class T>
+__device__ void lora_few_finish(const float *parts, int splits, const T *residual, const half_t *bias, T *y, int n,
+                                int cols, const float *low, const float *b, float scale, int first, int columns,
+                                int rank) {
+  int at = blockIdx.x * blockDim.x + threadIdx.x;
+  if (at >= n * cols) return;
+  float sum = few::total(parts, splits, residual, bias, at, n, cols);
+  int column = at % cols - first;
+  if (column >= 0 && column < columns) {
+    float delta = 0, v[WIDE], w[WIDE];
+    low += i64(at / cols) * rank, b += i64(column) * rank;
+    for (int r = 0; r < rank; r += WIDE) {
+      load(low + r, rank - r, v);
+      load(b + r, rank - r, w);
+#pragma unroll
+      for (int i = 0; i < WIDE; i++) delta += v[i] * w[i];
+    }
+    sum += scale * delta;
+  }
+  y[at] = narrow<T>(sum);
+}
+EXPORT(lora_few_finish,
+       (const float *parts, int splits, const T *residual, const half_t *bias, T *y, int n, int cols, const float *low,
+        const float *b, float scale, int first, int columns, int rank),
+       (parts, splits, residual, bias, y, n, cols, low, b, scale, first, columns, rank))
 
 /// y (n, outputs)[:, first ..][:, .. columns] += scale low (n, r) B (columns, r)^T.
 /// Grid: (ceil(n / 64), ceil(columns / 64)).

@@ -102,17 +102,15 @@ pub fn forward(
     n: usize,
 ) {
     let start = residual.map_or(Start::Bias(layer.bias), |residual| Start::Residual(residual, layer.bias));
-    let mut y = y;
-    matmul::frozen_nn(x, layer.weight, start, y.reborrow(), n);
     match y.device() {
         Device::Cpu => {
-            let shape = (n, layer.weight.rows, layer.weight.cols);
+            let (mut y, shape) = (y, (n, layer.weight.rows, layer.weight.cols));
+            matmul::frozen_nn(x, layer.weight, start, y.reborrow(), n);
             cpu::add_deltas(x.host(), deltas, values.host(), dropout, low.host(), y.host(), shape);
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(gpu) => {
-            let shape = (n, layer.weight.rows, layer.weight.cols);
-            cuda::add_deltas(gpu, x, deltas, values, dropout, low, y, shape);
+            cuda::forward(gpu, (x, layer.weight, start), deltas, values, dropout, low, y, n);
         }
     }
 }

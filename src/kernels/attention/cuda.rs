@@ -219,19 +219,27 @@ pub fn sum_prefix(
     gpu.launch(&IMAGE, "attention_sum_prefix", grid, arguments);
 }
 
+/// Keys, and values where there are any.
 pub fn append(
     gpu: &'static Gpu,
-    from: Heads,
-    to: ViewMut,
+    (keys, values): (Heads, Option<Heads>),
+    (to_keys, to_values): (ViewMut, Option<ViewMut>),
     (rows, tokens, c): (usize, usize, usize),
     (first, batch): (usize, usize),
     count: Option<View>,
 ) {
-    assert!(from.data.dtype() == to.dtype(), "attention types");
+    let dtype = to_keys.dtype();
+    let alike = |heads: &Heads| heads.data.dtype() == dtype;
+    let to_alike = to_values.as_ref().is_none_or(|to| to.dtype() == dtype);
+    assert!(alike(&keys) && values.as_ref().is_none_or(alike) && to_alike, "attention types");
+    let both = 1 + usize::from(values.is_some());
     let sizes = [rows, tokens, c].map(Argument::int);
-    let heads = Argument::structure(RawHeads::of(from));
+    let heads = [Some(keys), values].map(|h| Argument::structure(h.map_or(RawHeads::NONE, RawHeads::of)));
     let places = [first, batch].map(Argument::long);
-    let arguments = arguments![heads, &to, sizes[0], sizes[1], sizes[2], places[0], places[1], count];
-    let grid = Grid::of(((tokens * c).div_ceil(2048), rows, 1), 256);
-    gpu.launch(&IMAGE, &named("attention_append", to.dtype()), grid, arguments);
+    let to_values = to_values.as_ref().map_or(Argument::NULL, Argument::from);
+    let arguments = arguments![
+        heads[0], heads[1], &to_keys, to_values, sizes[0], sizes[1], sizes[2], places[0], places[1], count
+    ];
+    let grid = Grid::of(((tokens * c).div_ceil(2048), rows, both), 256);
+    gpu.launch(&IMAGE, &named("attention_append", dtype), grid, arguments);
 }

@@ -59,12 +59,15 @@ extern "C" __global__ void attention_sum_prefix(const float *parts, float *gradi
 }
 LAUNCHER(attention_sum_prefix)
 
-/// Copies (rows, tokens, c) keys or values into a cache whose rows stand `batch` apart, from element `first` of each
-/// on; with a `count` from as many tokens further on. Grid: (ceil(tokens c / 2048), rows) blocks of 256.
+/// Copies (rows, tokens, c) keys into a cache whose rows stand `batch` apart, from element `first` of each on, and values
+/// into another; with a `count` from as many tokens further on.
+/// Grid: (ceil(tokens c / 2048), rows, 2 or, for keys alone, 1) blocks of 256.
 template <class T>
-__device__ void attention_append(Heads<T> from, T *to, int rows, int tokens, int c, i64 first, i64 batch,
-                                 const unsigned *count) {
+__device__ void attention_append(Heads<T> keys, Heads<T> values, T *to_keys, T *to_values, int rows, int tokens, int c,
+                                 i64 first, i64 batch, const unsigned *count) {
   int row = blockIdx.y;
+  Heads<T> from = blockIdx.z ? values : keys;
+  T *to = blockIdx.z ? to_values : to_keys;
   if (count) first += i64(*count) * c;
   const T *source = from.data + row * from.batch;
   T *target = to + first + row * batch;
@@ -78,8 +81,9 @@ __device__ void attention_append(Heads<T> from, T *to, int rows, int tokens, int
   for (i64 i = at; i < min(at + WIDE, all); i++) target[i] = source[i / c * from.row + i % c];
 }
 EXPORT(attention_append,
-       (Heads<T> from, T *to, int rows, int tokens, int c, i64 first, i64 batch, const unsigned *count),
-       (from, to, rows, tokens, c, first, batch, count))
+       (Heads<T> keys, Heads<T> values, T *to_keys, T *to_values, int rows, int tokens, int c, i64 first, i64 batch,
+        const unsigned *count),
+       (keys, values, to_keys, to_values, rows, tokens, c, first, batch, count))
 
 /// Shares of at most `most` keys that those of a single query are cut into: all that a grid of `grid` has, or fewer where
 /// it was made for more keys.

@@ -155,17 +155,29 @@ pub fn append(from: Heads, to: ViewMut, sizes: (usize, usize, usize), place: (us
     match to.device() {
         Device::Cpu => cpu::append(from, to.host(), sizes, place),
         #[cfg(feature = "cuda")]
-        Device::Cuda(gpu) => cuda::append(gpu, from, to, sizes, place, None),
+        Device::Cuda(gpu) => cuda::append(gpu, (from, None), (to, None), sizes, place, None),
     }
 }
 
-/// The same behind the tokens that each row has already, of which `count (1)` in the memory of the device says how many;
-/// rows stand `batch` apart.
-pub fn append_behind(from: Heads, to: ViewMut, sizes: (usize, usize, usize), batch: usize, count: View) {
-    match to.device() {
-        Device::Cpu => cpu::append(from, to.host(), sizes, (first(count) * sizes.2, batch)),
+/// The same of keys and values, behind the tokens that each row has already, of which `count (1)` in the memory of the
+/// device says how many; rows stand `batch` apart.
+pub fn append_behind(
+    (k, v): (Heads, Heads),
+    (to_k, to_v): (ViewMut, ViewMut),
+    sizes: (usize, usize, usize),
+    batch: usize,
+    count: View,
+) {
+    match to_k.device() {
+        Device::Cpu => {
+            let place = (first(count) * sizes.2, batch);
+            cpu::append(k, to_k.host(), sizes, place);
+            cpu::append(v, to_v.host(), sizes, place);
+        }
         #[cfg(feature = "cuda")]
-        Device::Cuda(gpu) => cuda::append(gpu, from, to, sizes, (0, batch), Some(count)),
+        Device::Cuda(gpu) => {
+            cuda::append(gpu, (k, Some(v)), (to_k, Some(to_v)), sizes, (0, batch), Some(count));
+        }
     }
 }
 

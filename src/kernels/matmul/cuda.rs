@@ -98,14 +98,19 @@ fn stretches(gpu: &'static Gpu, w: Matrix, dtype: DType, work: impl Fn(usize, us
     });
 }
 
-fn few_nn(gpu: &'static Gpu, x: View, w: Matrix, start: Start, y: ViewMut, n: usize) {
-    let (rows, cols, dtype) = (w.rows, w.cols, x.dtype());
-    let (residual, bias) = match start {
+/// Residual and bias of a product of few rows.
+pub fn operands(start: Start, y: &ViewMut) -> (Argument, Argument) {
+    match start {
         Start::Zero => (Argument::NULL, Argument::NULL),
-        Start::Keep => (Argument::from(&y), Argument::NULL),
+        Start::Keep => (Argument::from(y), Argument::NULL),
         Start::Bias(bias) => (Argument::NULL, Argument::from(bias)),
         Start::Residual(residual, bias) => (Argument::from(residual), Argument::from(bias)),
-    };
+    }
+}
+
+fn few_nn(gpu: &'static Gpu, x: View, w: Matrix, start: Start, y: ViewMut, n: usize) {
+    let (rows, cols, dtype) = (w.rows, w.cols, x.dtype());
+    let (residual, bias) = operands(start, &y);
     let splits = product_shares(rows, cols);
     gpu.scratch(4 * splits * n * cols, |parts| {
         let sizes = [n, rows, cols].map(Argument::int);

@@ -1,6 +1,6 @@
 // What stands beside the library's matrix products: the start of an output, and products of few rows, which
 // are as fast as the FP16 weights can be read.
-#include "common.cuh"
+#include "few.cuh"
 
 /// y (n, c) = residual (n, c) + bias (c), either of which may be missing; y may be the residual itself.
 /// Grid: ceil(n c / 2048) blocks of 256.
@@ -42,8 +42,6 @@ extern "C" __global__ void column_sum(const float *dy, float *db, int n, int c) 
 }
 LAUNCHER(column_sum)
 
-constexpr int FEW = 8; // rows that the products below take at most
-
 /// A warp a row of w: y (N, rows) = x (N, cols) w^T.
 template <int N, class T>
 __device__ void dot_rows(const T *x, const half_t *w, float *y, int n, int rows, int cols, i64 ld) {
@@ -74,56 +72,15 @@ __device__ void dot_rows(const T *x, const half_t *w, float *y, int n, int rows,
 template <class T>
 __device__ void gemv_nt(const T *x, const half_t *w, float *y, int n, int rows, int cols, i64 ld) {
   if (n == 1) return dot_rows<1>(x, w, y, n, rows, cols, ld);
-  dot_rows<FEW>(x, w, y, n, rows, cols, ld);
+  dot_rows<few::ROWS>(x, w, y, n, rows, cols, ld);
 }
 EXPORT(gemv_nt, (const T *x, const half_t *w, float *y, int n, int rows, int cols, i64 ld),
        (x, w, y, n, rows, cols, ld))
 
-constexpr int COLUMNS = 32;              // of w that a block takes: four lanes of 8
-constexpr int GROUPS = 256 / 4;          // rows of w that a block takes at once
-constexpr int WARPS = 256 / 32;
-
-/// One block's columns over its share of the rows of w; parts (splits, n, cols).
-template <int N, class T>
-__device__ void sum_rows(const T *x, const half_t *w, float *parts, int n, int rows, int cols) {
-  SHARED(float[WARPS][N][COLUMNS], sums);
-  int column = blockIdx.x * COLUMNS + threadIdx.x % 4 * WIDE;
-  int share = (rows + gridDim.y - 1) / gridDim.y, first = blockIdx.y * share;
-  int end = min(rows, first + share);
-  float sum[N][WIDE] = {}, weights[WIDE];
-  for (int row = first + threadIdx.x / 4; row < end; row += GROUPS) {
-    load(w + i64(row) * cols + column, cols - column, weights);
-#pragma unroll
-    for (int r = 0; r < N; r++) {
-      if (r >= n) break;
-      float input = widen(x[i64(r) * rows + row]);
-#pragma unroll
-      for (int i = 0; i < WIDE; i++) sum[r][i] += input * weights[i];
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < N; r++) {
-#pragma unroll
-    for (int i = 0; i < WIDE; i++) {
-      // Lanes of the same columns are 4 apart.
-      for (int step = 16; step >= 4; step /= 2) sum[r][i] += __shfl_xor_sync(~0u, sum[r][i], step);
-      if (lane() < 4) sums[warp()][r][lane() * WIDE + i] = sum[r][i];
-    }
-  }
-  __syncthreads();
-  for (int at = threadIdx.x; at < n * COLUMNS; at += blockDim.x) {
-    int r = at / COLUMNS, i = at % COLUMNS, out = blockIdx.x * COLUMNS + i;
-    float total = 0;
-    for (int part = 0; part < WARPS; part++) total += sums[part][r][i];
-    if (out < cols) parts[(i64(blockIdx.y) * n + r) * cols + out] = total;
-  }
-}
-
 /// parts (splits, n, cols): shares of x (n, rows) w with w (rows, cols), n <= 8.
 /// Grid: (ceil(cols / 32), splits) blocks of 256.
 template <class T> __device__ void gemv_nn(const T *x, const half_t *w, float *parts, int n, int rows, int cols) {
-  if (n == 1) return sum_rows<1>(x, w, parts, n, rows, cols);
-  sum_rows<FEW>(x, w, parts, n, rows, cols);
+  few::shares(x, w, parts, n, rows, cols);
 }
 EXPORT(gemv_nn, (const T *x, const half_t *w, float *parts, int n, int rows, int cols),
        (x, w, parts, n, rows, cols))
@@ -134,9 +91,7 @@ __device__ void gemv_nn_finish(const float *parts, int splits, const T *residual
                                int cols) {
   int at = blockIdx.x * blockDim.x + threadIdx.x, count = n * cols;
   if (at >= count) return;
-  float sum = (residual ? widen(residual[at]) : 0.f) + (bias ? widen(bias[at % cols]) : 0.f);
-  for (int part = 0; part < splits; part++) sum += parts[i64(part) * count + at];
-  y[at] = narrow<T>(sum);
+  y[at] = narrow<T>(few::total(parts, splits, residual, bias, at, n, cols));
 }
 EXPORT(gemv_nn_finish,
        (const float *parts, int splits, const T *residual, const half_t *bias, T *y, int n, int cols),
