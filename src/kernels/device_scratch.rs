@@ -76,18 +76,30 @@ pub fn norm(len: usize) -> usize {
 /// Bytes of scratch of a training step over `vocab` tokens and `trainables` values.
 pub fn training(needs: Needs, activations: DType, vocab: usize, trainables: usize) -> usize {
     let Needs { rows, width: c, inner, rank, head_width, .. } = needs;
-    let matrices = [(c, 3 * c), (c, c), (c, inner), (inner, c), (vocab, c)];
-    // A chunk of the head, or the last micro-batch, may have few rows where others have many.
-    let sizes = [rows, rows.min(FEW)];
-    let products =
-        matrices.into_iter().flat_map(|matrix| sizes.map(|rows| product(activations, rows, matrix)));
     let others = [
         deltas(rows, inner.max(3 * c), rank),
         attention_backward(rows, c / head_width.max(1)),
         attention_decode(rows, needs.keys, c / head_width.max(1), head_width),
         norm(trainables),
     ];
-    products.chain(others).max().unwrap_or(0)
+    others.into_iter().fold(products(needs, activations, vocab), usize::max)
+}
+
+/// Bytes of all products of up to `needs.rows` rows.
+fn products(needs: Needs, activations: DType, vocab: usize) -> usize {
+    let Needs { rows, width: c, inner, .. } = needs;
+    let matrices = [(c, 3 * c), (c, c), (c, inner), (inner, c), (vocab, c)];
+    // A chunk of the head, or the last micro-batch, may have few rows where others have many.
+    let sizes = [rows, rows.min(FEW)];
+    let all = matrices.into_iter().flat_map(|matrix| sizes.map(|rows| product(activations, rows, matrix)));
+    all.max().unwrap_or(0)
+}
+
+/// Bytes of scratch of generation: up to `needs.rows` tokens of a prompt at a time, and one token of each of `samples`
+/// behind up to `needs.keys` less one.
+pub fn decoding(needs: Needs, activations: DType, vocab: usize, samples: usize) -> usize {
+    let heads = needs.width / needs.head_width.max(1);
+    products(needs, activations, vocab).max(attention_decode(samples, needs.keys, heads, needs.head_width))
 }
 
 #[cfg(test)]

@@ -89,6 +89,8 @@ pub struct Choice {
     pub budget: Option<u64>,
     /// Other values of what was left to the choice.
     pub alternatives: Vec<Alternative>,
+    /// What takes less memory, each by itself and whatever was wished: at most three, the best first.
+    pub remedies: Vec<String>,
 }
 
 /// Time that moving bytes and waiting for them costs beyond what is predicted, as a part of a step: between
@@ -96,6 +98,8 @@ pub struct Choice {
 const MOVING_RISK: f64 = 0.02;
 /// Settings whose predicted times differ by less are equally fast, and the smaller one is taken.
 const AS_FAST: f64 = 1.01;
+/// Saving less than this is no remedy.
+const WORTH: u64 = 1 << 20;
 /// Chunks of the head to choose from.
 const HEAD_ROWS: [usize; 3] = [Policy::HEAD_ROWS, 128, 32];
 
@@ -134,7 +138,45 @@ pub fn choose(job: &Job, wish: Wish, budget: Option<u64>, rates: &Rates) -> Resu
     let best = same_everywhere(job, &settings, best, budget)?;
     let chosen = Predicted { seconds: seconds(job, best.setting, rates), plan: best, measured: true };
     let alternatives = alternatives(job, wish, budget, &chosen, rates)?;
-    Ok(Choice { chosen, budget, alternatives })
+    let remedies = remedies(job, wish, &chosen)?;
+    Ok(Choice { chosen, budget, alternatives, remedies })
+}
+
+/// The single changes that save most at the peak of `chosen`, with what they save.
+fn remedies(job: &Job, wish: Wish, chosen: &Predicted) -> Result<Vec<String>> {
+    let now = chosen.plan.setting;
+    // On a device streaming is never chosen, but may be asked for.
+    let stream = (job.target == Target::Cuda && job.streamable).then_some(true);
+    let free = Wish { activations: wish.activations, ..Wish::default() };
+    let mut less: Vec<(u64, String)> = Vec::new();
+    for setting in candidates(job, free).into_iter().chain(stream.map(|stream| streamed(now, stream))) {
+        let Some(option) = only_difference(now, setting) else { continue };
+        let saved = chosen.peak().saturating_sub(plan(job, setting)?.peak().1);
+        // Of several values of an option the one that saves most.
+        let name = |option: &str| option.split([' ', '=']).next().map(str::to_owned);
+        match less.iter_mut().find(|(_, known)| name(known) == name(&option)) {
+            Some(known) if known.0 < saved => *known = (saved, option),
+            Some(_) => {}
+            None => less.push((saved, option)),
+        }
+    }
+    less.retain(|(saved, _)| *saved >= WORTH);
+    less.sort_by_key(|(saved, _)| std::cmp::Reverse(*saved));
+    Ok(less.into_iter().take(3).map(|(saved, option)| format!("--{option} (-{})", size(saved))).collect())
+}
+
+fn streamed(setting: Setting, stream: bool) -> Setting {
+    Setting { policy: Policy { stream, ..setting.policy }, ..setting }
+}
+
+impl Choice {
+    /// `report` with what would take less.
+    pub fn with_remedies(&self, report: Report) -> Report {
+        match self.remedies.as_slice() {
+            [] => report,
+            some => report.with_hint(format!("what takes less, each by itself: {}", some.join(", "))),
+        }
+    }
 }
 
 /// `best` with the rows at a time, and rows of logits, that are as fast as any by nominal speeds and take
@@ -255,8 +297,8 @@ fn only_difference(now: Setting, other: Setting) -> Option<String> {
         (a.recompute != b.recompute).then(|| format!("recompute {}", b.recompute)),
         (a.head_rows != b.head_rows).then(|| format!("head-rows {}", b.head_rows)),
         (a.stream != b.stream).then(|| format!("stream-base {}", on(b.stream))),
-        (a.inputs != b.inputs).then(|| format!("offload-inputs {}", on(b.inputs.is_away()))),
-        (a.moments != b.moments).then(|| format!("offload-optimizer {}", on(b.moments.is_away()))),
+        (a.inputs != b.inputs).then(|| format!("offload-inputs={}", on(b.inputs.is_away()))),
+        (a.moments != b.moments).then(|| format!("offload-optimizer={}", on(b.moments.is_away()))),
         (now.optimizer != other.optimizer).then(|| format!("optimizer {}", other.optimizer.name())),
     ];
     let mut found = differences.into_iter().flatten();

@@ -131,6 +131,40 @@ fn a_wish_is_kept() {
 }
 
 #[test]
+fn remedies_are_the_single_changes_that_save_most() {
+    let config = xl();
+    let set = set(&config, "c_attn");
+    for target in [Target::Cuda, Target::Cpu { threads: 2, arithmetic: Arithmetic::F32 }] {
+        let job = Job { target, ..job(&config, &set, 8) };
+        // All is fixed: there are no alternatives, but there are remedies.
+        let wish = Wish {
+            micro_batch: Some(8),
+            recompute: Some(Recompute::Mlp),
+            head_rows: Some(512),
+            stream: Some(false),
+            inputs: Some(false),
+            moments: Some(false),
+            optimizer: Some(OptimizerKind::AdamW),
+            activations: None,
+        };
+        let choice = choose(&job, wish, None, &Rates::NOMINAL).unwrap();
+        assert!(choice.alternatives.is_empty());
+        let names: Vec<&str> =
+            choice.remedies.iter().map(|remedy| remedy.split(" (-").next().unwrap()).collect();
+        assert_eq!(
+            names,
+            ["--micro-batch 1", "--recompute all", "--stream-base on"],
+            "{:?}",
+            choice.remedies
+        );
+        let setting = choice.chosen.plan.setting;
+        let less = plan(&job, Setting { micro_batch: 1, ..setting }).unwrap().peak().1;
+        let saved = size(choice.chosen.peak() - less);
+        assert_eq!(choice.remedies[0], format!("--micro-batch 1 (-{saved})"));
+    }
+}
+
+#[test]
 fn nothing_fits_names_the_smallest() {
     let config = xl();
     let set = set(&config, "all-linear");

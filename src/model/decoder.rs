@@ -13,9 +13,10 @@ use crate::{
             DType::{F32, U32},
             View,
         },
-        embed, layernorm,
+        device_scratch, embed, layernorm,
         matmul::{self, Start},
         recording::Recording,
+        scratch::Needs,
     },
 };
 
@@ -107,6 +108,16 @@ impl Decoder {
         // A chunk of the prompt, or one token of each row.
         let limits = Limits { rows: 1, tokens: capacity.clamp(1, CHUNK).max(rows) };
         let n = limits.tokens;
+        let needs = Needs {
+            rows: n,
+            keys: wiring.prefix_len() + capacity,
+            width: config.width,
+            head_width: config.head_width(),
+            inner: config.inner,
+            rank: 0,
+            dropout: false,
+        };
+        device.reserve(device_scratch::decoding(needs, activations, config.vocab, rows))?;
         let ranks = std::array::from_fn(|site| {
             (0..config.layers).map(|layer| wiring.ranks(layer, site)).max().unwrap_or(0)
         });

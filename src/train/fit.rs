@@ -44,7 +44,7 @@ pub(super) fn job<'a>(options: &RunOptions, base: &'a Base, prepared: &'a Prepar
         target: if base.device.is_host() { cpu(base.weights.wte.arithmetic) } else { Target::Cuda },
         program: budget::program(),
         rows_on_heap: if held { 0 } else { rows_on_heap },
-        streamable: base.source != BaseSource::Embedded && base.device.is_host(),
+        streamable: base.source != BaseSource::Embedded,
     }
 }
 

@@ -157,9 +157,13 @@ impl Planned {
         };
         let job = fit::job(options, base, prepared);
         let Ok(choice) = fit::smaller(options, base, &job, wish, &choice) else {
-            return Err(Error::Memory(reason));
+            return Err(Error::Memory(choice.with_remedies(reason)));
         };
-        let trainer = fit::trainer(options, base, prepared, &values, &choice, spool)?;
+        let trainer =
+            fit::trainer(options, base, prepared, &values, &choice, spool).map_err(|error| match error {
+                Error::Memory(reason) => Error::Memory(choice.with_remedies(reason)),
+                other => other,
+            })?;
         let smaller = format!(
             "{}; going on with the next smaller plan, {} at its peak: {}",
             reason.message,

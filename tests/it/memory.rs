@@ -80,6 +80,20 @@ fn everything_together_is_bit_for_bit_nothing_at_all() {
     }
 }
 
+/// What a plan says was chosen is a command that chooses it.
+#[test]
+fn a_chosen_setting_can_be_typed() {
+    let sandbox = Sandbox::new();
+    let chosen = |options: &str| {
+        let done = sandbox.engraft(&format!("plan --base gpt2 --batch 4 {options}")).succeeds();
+        let line = done.stdout().lines().find(|line| line.starts_with("chosen")).unwrap().to_owned();
+        line.trim_start_matches("chosen").trim().to_owned()
+    };
+    let small = chosen("--memory 330MiB");
+    assert!(small.contains("--stream-base on") && small.contains("--offload-inputs="), "{small}");
+    assert_eq!(chosen(&small), small);
+}
+
 #[test]
 fn a_trace_is_a_timeline_and_a_picture() {
     let sandbox = Sandbox::new();

@@ -58,7 +58,7 @@ struct Key {
 pub struct Products {
     handle: sys::cublasLtHandle_t,
     chosen: Mutex<HashMap<Key, sys::cublasLtMatmulAlgo_t>>,
-    workspace: Mutex<Option<Memory>>,
+    pub(super) workspace: Mutex<Option<Memory>>,
 }
 
 // SAFETY: the library's handle may be used from any thread.

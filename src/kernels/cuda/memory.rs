@@ -21,12 +21,7 @@ impl Memory {
     /// # Errors
     /// [`Error::Memory`] when the device has not as many.
     pub fn zeroed(gpu: &'static Gpu, bytes: usize, what: &str) -> Result<Self> {
-        let remedy = "use fewer or shorter rows at a time, or a smaller adapter";
-        Self::had(gpu, bytes, what, remedy).map_err(|error| {
-            error.hint(
-                "--memory SIZE makes a smaller plan, --micro-batch 1 and --recompute all the smallest ones",
-            )
-        })
+        Self::had(gpu, bytes, what, "use fewer or shorter rows at a time, or a smaller adapter")
     }
 
     /// `bytes` bytes for the weights of a base.

@@ -21,7 +21,7 @@ use cudarc::{
 
 use super::{
     device::{DType, View},
-    device_scratch::CONTROL,
+    device_scratch::{CONTROL, WORKSPACE},
 };
 use crate::error::{Error, Result};
 
@@ -353,18 +353,25 @@ impl Gpu {
     /// Lends at least `bytes` of scratch, with arbitrary content, to launches that nothing outlives. One stretch
     /// serves all ops: the stream puts them in order.
     pub(super) fn scratch(&'static self, bytes: usize, work: impl FnOnce(u64)) {
-        if self.attempt("scratch", self.reserve(bytes)).is_some()
+        if self.attempt("scratch", self.grow(bytes)).is_some()
             && let Some(memory) = lock(&self.scratch).as_ref()
         {
             work(memory.address());
         }
     }
 
-    /// Makes sure of `bytes` of scratch.
+    /// Makes sure of `bytes` of scratch, and of what is held whatever is computed.
     ///
     /// # Errors
     /// [`Error::Memory`] when the device has not as many.
     pub fn reserve(&'static self, bytes: usize) -> Result<()> {
+        self.lent(&self.products.workspace, WORKSPACE, "products")?;
+        self.lent(&self.control, CONTROL, "control")?;
+        self.grow(bytes)
+    }
+
+    /// Makes sure of scratch alone.
+    fn grow(&'static self, bytes: usize) -> Result<()> {
         let mut scratch = lock(&self.scratch);
         if scratch.as_ref().is_none_or(|memory| memory.len() < bytes) {
             // The driver waits for kernels that still use it.
@@ -406,13 +413,20 @@ impl Gpu {
         what: &'static str,
         work: impl FnOnce(&Memory),
     ) {
-        let mut place = lock(place);
-        if place.is_none() {
-            *place = self.attempt(what, Memory::zeroed(self, bytes, what));
-        }
-        if let Some(memory) = place.as_ref() {
+        if self.attempt(what, self.lent(place, bytes, what)).is_some()
+            && let Some(memory) = lock(place).as_ref()
+        {
             work(memory);
         }
+    }
+
+    /// Makes sure that `place` holds memory.
+    fn lent(&'static self, place: &Mutex<Option<Memory>>, bytes: usize, what: &'static str) -> Result<()> {
+        let mut place = lock(place);
+        if place.is_none() {
+            *place = Some(Memory::zeroed(self, bytes, what)?);
+        }
+        Ok(())
     }
 }
 
