@@ -54,6 +54,11 @@ for precision in f32 f16; do
     tokens generate-cpu.log >expected
     tokens generate.log >found
     same "generate $precision: tokens" expected found
+    cuda "${generate[@]}" --adapter on-cpu/adapter --stream-base on >generate.log
+    tokens generate.log >found
+    same "generate $precision, streamed: tokens" expected found
+    cuda "${eval[@]}" --adapter on-cpu/adapter --stream-base on >eval-streamed.log
+    same "eval $precision, streamed" eval.log eval-streamed.log
     SHIM_NO_RECORDING=1 cuda "${generate[@]}" --adapter on-cpu/adapter >generate.log
     tokens generate.log >found
     same "generate $precision, launch by launch: tokens" expected found

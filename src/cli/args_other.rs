@@ -6,7 +6,7 @@ use clap::{Args, Parser, Subcommand};
 
 use super::{
     args::TrainArgs,
-    values::{BaseDtype, DeviceName, Precision, ScaledAdapter, SplitName, TokenIds},
+    values::{BaseDtype, DeviceName, Precision, ScaledAdapter, SplitName, Switch, TokenIds},
 };
 
 /// Trains small adapters (LoRA, prefix) on a frozen GPT-2
@@ -196,4 +196,14 @@ pub struct ComputeArgs {
     /// Threads to compute with [default: all cores]
     #[arg(help_heading = "Machine", long, value_name = "N")]
     pub threads: Option<usize>,
+    /// Bring the layers of the base when they are needed: two at a time are in memory [default: off]
+    #[arg(help_heading = "Machine", long, value_name = "on|off")]
+    pub stream_base: Option<Switch>,
+}
+
+impl ComputeArgs {
+    /// Whether the base is streamed; there is no plan that could choose it.
+    pub fn streams(&self) -> bool {
+        self.stream_base.and_then(Switch::fixed).unwrap_or(false)
+    }
 }

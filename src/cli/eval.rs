@@ -33,7 +33,7 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     open::threads(args.compute.threads)?;
     let compute = Compute::open(Some(args.compute.device), args.compute.precision)?;
     let environment = Environment::read()?;
-    let opened = open::base(&args.base, &environment, compute, false)?;
+    let opened = open::base(&args.base, &environment, compute, args.compute.streams())?;
     let adapter = args
         .adapter
         .as_deref()

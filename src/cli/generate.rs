@@ -39,7 +39,7 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     open::threads(args.compute.threads)?;
     let compute = Compute::open(Some(args.compute.device), args.compute.precision)?;
     let environment = Environment::read()?;
-    let opened = open::base(&args.base, &environment, compute, false)?;
+    let opened = open::base(&args.base, &environment, compute, args.compute.streams())?;
     let adapters = adapters(args, &opened, &environment)?;
     let loaded: Vec<generate::Scaled> = adapters
         .iter()

@@ -11,7 +11,7 @@ use engraft_adapters::BaseDescription;
 use super::{
     config::Config,
     weights,
-    weights::{BaseDType, BlockWeights, Weights},
+    weights::{BaseDType, Weights},
 };
 use crate::{
     embedded,
@@ -57,6 +57,7 @@ pub struct Base {
     pub activations: DType,
     /// What its matrices are kept in.
     pub dtype: BaseDType,
+    streamed: bool,
 }
 
 impl Base {
@@ -94,6 +95,7 @@ impl Base {
             device,
             activations,
             dtype,
+            streamed: false,
         })
     }
 
@@ -117,14 +119,16 @@ impl Base {
     }
 
     /// The same base computing on `device`, with all weights there but those of the blocks, which are brought one
-    /// after another when a pass needs them; as [`Base::on`] for a host.
+    /// after another when a pass needs them; as [`Base::on`] for a host, where passes bring their pages and give them back.
     ///
     /// # Errors
     /// As [`Base::on`].
     pub fn streamed_on(mut self, device: Device, activations: DType) -> Result<Self> {
+        self.streamed = true;
         if device.is_host() {
             return self.on(device, activations);
         }
+        check_activations(device, activations)?;
         check_weights(device.is_host(), self.dtype)?;
         self.weights.bring(device, false)?;
         Ok(Self { device, activations, ..self })
@@ -134,7 +138,7 @@ impl Base {
     /// the blocks, and for many samples the head, copied to where a CPU's kernels read them best, if that is worth the time
     /// it takes, about that of two tokens of 8 samples. Results are the same to the last bit.
     pub fn for_generation(self: &Arc<Self>, rows: usize, tokens: usize) -> Arc<Self> {
-        if rows.saturating_mul(tokens) < WORTH_SETTLING || !self.device.is_host() {
+        if rows.saturating_mul(tokens) < WORTH_SETTLING || !self.device.is_host() || self.streamed {
             return Arc::clone(self);
         }
         let mut settled = Self::clone(self);
@@ -148,10 +152,9 @@ impl Base {
         Arc::new(settled)
     }
 
-    /// Whether blocks lie on the host and are computed with elsewhere.
+    /// Whether every pass brings blocks when it needs them.
     pub fn is_streamed(&self) -> bool {
-        let here = |block: &BlockWeights| block.c_attn.weight.data.device() == self.device;
-        !self.weights.blocks.iter().all(here)
+        self.streamed
     }
 
     /// What adapters must know of this base.

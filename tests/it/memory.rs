@@ -80,6 +80,25 @@ fn everything_together_is_bit_for_bit_nothing_at_all() {
     }
 }
 
+#[test]
+fn a_streamed_base_evaluates_and_generates_the_same() {
+    let sandbox = Sandbox::new();
+    let base = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/bases/tiny");
+    let base = base.display();
+    std::fs::write(
+        sandbox.path("rows.jsonl"),
+        r#"{"input_ids": [1, 5, 9, 2, 7], "labels": [1, 5, 9, 2, 7]}"#,
+    )
+    .unwrap();
+    let eval = format!("eval --base {base} --data rows.jsonl --json");
+    let generate = format!("generate --base {base} --input-ids 1,2,3 --max-new-tokens 9 --seed 4");
+    let evaluated = |more: &str| sandbox.engraft(&format!("{eval} {more}")).succeeds().stdout();
+    let generated = |more: &str| sandbox.infer(&format!("{generate} {more}")).succeeds().stdout();
+    assert_eq!(evaluated("--stream-base on"), evaluated(""));
+    assert_eq!(generated("--stream-base on"), generated(""));
+    assert_eq!(generated("").split(',').count(), 9);
+}
+
 /// What a plan says was chosen is a command that chooses it.
 #[test]
 fn a_chosen_setting_can_be_typed() {

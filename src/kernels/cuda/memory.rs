@@ -29,12 +29,7 @@ impl Memory {
     /// # Errors
     /// As [`Memory::zeroed`].
     pub fn for_base(gpu: &'static Gpu, bytes: usize) -> Result<Self> {
-        Self::had(
-            gpu,
-            bytes,
-            "the base",
-            "train with --stream-base on, use a smaller base, or give --device cpu",
-        )
+        Self::had(gpu, bytes, "the base", "give --stream-base on, a smaller base, or --device cpu")
     }
 
     fn had(gpu: &'static Gpu, bytes: usize, what: &str, remedy: &str) -> Result<Self> {
