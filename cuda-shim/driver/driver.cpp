@@ -92,6 +92,8 @@ static Result new_stream(Handle *handle) {
   streams.push_back(new Stream{{}, 0, streams.empty() != late, nullptr});
   return *handle = streams.back(), 0;
 }
+/// Whether this thread records: it must not allocate, wait, load or copy from pages that are not pinned then.
+static thread_local bool records;
 /// A kernel that failed, for whoever waits next.
 static Result broken;
 static Result told() { return std::exchange(broken, 0); }
@@ -115,12 +117,12 @@ Result cuDevicePrimaryCtxRetain(Handle *context, int) { return *context = object
 Result cuDevicePrimaryCtxRelease_v2(int) { return 0; }
 Result cuCtxGetCurrent(Handle *context) { return *context = current, 0; }
 Result cuCtxSetCurrent(Handle context) { return current = context, 0; }
-Result cuCtxSynchronize() { return run_all(), told(); }
+Result cuCtxSynchronize() { return records ? INVALID : (run_all(), told()); }
 
 Result cuStreamCreate(Handle *stream, unsigned) { return new_stream(stream); }
 Result cuStreamCreateWithPriority(Handle *stream, unsigned, int) { return new_stream(stream); }
 Result cuStreamSynchronize(Handle stream) {
-  if (static_cast<Stream *>(stream)->recording) return INVALID;
+  if (records) return INVALID;
   return wait_for({static_cast<Stream *>(stream), SIZE_MAX}), told();
 }
 Result cuStreamDestroy_v2(Handle stream) { return cuStreamSynchronize(stream); }
@@ -130,10 +132,12 @@ Result cuStreamWaitEvent(Handle stream, Handle event, unsigned) {
 }
 Result cuStreamBeginCapture_v2(Handle stream, int) {
   Stream &own = *static_cast<Stream *>(stream);
-  return own.recording || getenv("SHIM_NO_RECORDING") ? INVALID : (own.recording = new std::vector<Work>, 0);
+  if (own.recording || getenv("SHIM_NO_RECORDING")) return INVALID;
+  return own.recording = new std::vector<Work>, records = true, 0;
 }
 Result cuStreamEndCapture(Handle stream, Handle *graph) {
   Stream &own = *static_cast<Stream *>(stream);
+  records = false;
   return *graph = std::exchange(own.recording, nullptr), *graph ? 0 : INVALID;
 }
 Result cuGraphInstantiateWithFlags(Handle *whole, Handle graph, unsigned long long) {
@@ -152,14 +156,14 @@ Result cuEventRecord(Handle event, Handle handle) {
   Stream *stream = static_cast<Stream *>(handle);
   return *static_cast<Event *>(event) = {stream, stream->done + stream->waiting.size()}, 0;
 }
-Result cuEventSynchronize(Handle event) { return wait_for(*static_cast<Event *>(event)), 0; }
+Result cuEventSynchronize(Handle event) { return records ? INVALID : (wait_for(*static_cast<Event *>(event)), 0); }
 Result cuEventDestroy_v2(Handle event) { return delete static_cast<Event *>(event), 0; }
 
 /// Filled with NaN: what reads memory before it is written shows.
 Result cuMemAlloc_v2(Address *address, size_t size) {
   std::lock_guard<std::mutex> lock(guard);
   void *place = nullptr;
-  if (size == 0) return INVALID;
+  if (size == 0 || records) return INVALID;
   if (used + size > memory() || posix_memalign(&place, 256, size)) return NO_MEMORY;
   memset(place, 0xff, size);
   *address = reinterpret_cast<Address>(place);
@@ -167,6 +171,7 @@ Result cuMemAlloc_v2(Address *address, size_t size) {
   return 0;
 }
 Result cuMemFree_v2(Address address) {
+  if (records) return INVALID;
   run_all();
   std::lock_guard<std::mutex> lock(guard);
   auto found = held.find(address);
@@ -178,6 +183,7 @@ Result cuMemFree_v2(Address address) {
 }
 Result cuMemGetInfo_v2(size_t *free, size_t *total) { return *total = memory(), *free = memory() - used, 0; }
 Result cuMemHostAlloc(void **place, size_t size, unsigned) {
+  if (records) return INVALID;
   if (posix_memalign(place, 4096, size)) return NO_MEMORY;
   memset(*place, 0xff, size);
   std::lock_guard<std::mutex> lock(guard);
@@ -194,10 +200,12 @@ Result cuMemsetD8Async(Address to, unsigned char value, size_t size, Handle stre
 /// From pages that are not pinned the driver takes a copy, and to such pages it waits.
 Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t size, Handle stream) {
   if (is_pinned(from)) return give(stream, [=] { memcpy(reinterpret_cast<void *>(to), from, size); });
+  if (records) return INVALID;
   std::vector<char> copy(static_cast<const char *>(from), static_cast<const char *>(from) + size);
   return give(stream, [=] { memcpy(reinterpret_cast<void *>(to), copy.data(), size); });
 }
 Result cuMemcpyDtoHAsync_v2(void *to, Address from, size_t size, Handle stream) {
+  if (records && !is_pinned(to)) return INVALID;
   give(stream, [=] { memcpy(to, reinterpret_cast<void *>(from), size); });
   return is_pinned(to) ? 0 : cuStreamSynchronize(stream);
 }
@@ -205,7 +213,7 @@ Result cuMemcpyAsync(Address to, Address from, size_t size, Handle stream) {
   return give(stream, [=] { memcpy(reinterpret_cast<void *>(to), reinterpret_cast<void *>(from), size); });
 }
 
-Result cuModuleLoadData(Handle *module, const void *) { return *module = objects + 1, 0; }
+Result cuModuleLoadData(Handle *module, const void *) { return records ? INVALID : (*module = objects + 1, 0); }
 
 static Handle own_library() {
   Dl_info own;
@@ -223,7 +231,7 @@ Result cuModuleGetFunction(Handle *function, Handle, const char *name) {
 
 Result cuLaunchKernel(Handle function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned threads_y,
                       unsigned threads_z, unsigned shared, Handle stream, void **arguments, void **) {
-  if (stream != streams.front()) return INVALID;
+  if (stream != streams.front() && !static_cast<Stream *>(stream)->recording) return INVALID;
   if (!x || !y || !z || y > MOST_BLOCKS || z > MOST_BLOCKS) return INVALID;
   Dl_info kernel;
   dladdr(function, &kernel);

@@ -268,8 +268,8 @@ fn decode(base: &Arc<Base>, size: Size) -> Result<Vec<f32>> {
 }
 
 /// Logits behind the same text a token at a time, the last four by two rows that began alike; then once more from the
-/// middle, with work that was recorded for one row, for two and for one again.
-fn stepwise(base: &Arc<Base>, size: Size) -> Result<[Vec<f32>; 2]> {
+/// middle, with work that was recorded for one row, for two and for one again; and whether it was.
+fn stepwise(base: &Arc<Base>, size: Size) -> Result<([Vec<f32>; 2], bool)> {
     let ids = text(base, size);
     let mut decoder = decoder(base, size)?;
     let (begin, end) = ids.split_at(ids.len() - 4);
@@ -286,16 +286,19 @@ fn stepwise(base: &Arc<Base>, size: Size) -> Result<[Vec<f32>; 2]> {
         Ok(logits)
     });
     let mut next = || passes.next().unwrap_or_else(|| Ok(Vec::new()));
-    Ok([next()?, next()?])
+    let both = [next()?, next()?];
+    drop(passes);
+    Ok((both, decoder.is_recorded()))
 }
 
 /// Logits behind an adapted text: fed whole against the CPU's, and token by token against whole; recorded work against
 /// that of a streamed base, which is never recorded.
 fn generation(cpu: &Arc<Base>, base: &Arc<Base>, size: Size) -> Result<Vec<Line>> {
     let (expected, whole) = (decode(cpu, size)?, decode(base, size)?);
-    let [rows, again] = stepwise(base, size)?;
+    let ([rows, again], recorded) = stepwise(base, size)?;
     let streamed = streamed(size, base.device, base.activations)?;
-    let [launched, _] = stepwise(&streamed, size)?;
+    let ([launched, _], streams) = stepwise(&streamed, size)?;
+    let as_meant = recorded != base.device.is_host() && !streams;
     let (first, second) = rows.split_at(base.config.vocab);
     let line = |what: &str, error| {
         Line::new(format!("generation: {what}"), base.activations, error, element_bound(base.activations))
@@ -305,6 +308,12 @@ fn generation(cpu: &Arc<Base>, base: &Arc<Base>, size: Size) -> Result<Vec<Line>
         line("token by token", largest_error(&whole, first)),
         Line::new("generation: two rows alike, other bits", base.activations, bits(first, second), 0.0),
         Line::new("generation: recorded, other bits", base.activations, bits(&launched, &rows), 0.0),
+        Line::new(
+            "generation: recorded where it should be",
+            base.activations,
+            f64::from(u8::from(!as_meant)),
+            0.0,
+        ),
         Line::new("generation: rewound, other bits", base.activations, bits(&rows, &again), 0.0),
     ])
 }

@@ -178,9 +178,9 @@ fn tokens(
         Some(folder) => load(&BaseSource::Folder(folder.to_owned()), "base", device, activations)?,
         None => crate::setup::base(size, device, activations)?,
     };
-    let mut speeds = Vec::new();
+    let (mut speeds, tokens) = (Vec::new(), scale.tokens.min(base.config.positions - 2));
     for (recorded, what) in [(true, "recorded"), (false, "launch by launch")] {
-        let mut decoder = sample(&base, scale.tokens)?;
+        let mut decoder = sample(&base, tokens)?;
         if !recorded {
             decoder.never_record();
         }
@@ -189,10 +189,10 @@ fn tokens(
             decoder.feed(&[1])?;
         }
         let start = Instant::now();
-        for _ in 0..scale.tokens {
+        for _ in 0..tokens {
             decoder.feed(&[1])?;
         }
-        let value = scale.tokens as f64 / start.elapsed().as_secs_f64();
+        let value = tokens as f64 / start.elapsed().as_secs_f64();
         let (layers, width) = (base.config.layers, base.config.width);
         let what = format!("one sample, {layers} layers of {width}, rank 16, {what}");
         speeds.push(Speed { what, value, unit: "tokens/s" });

@@ -142,6 +142,7 @@ fn wish(args: &TrainArgs, micro_batch: Option<usize>) -> Result<Wish> {
             Some(Optimizer::Auto) | None => None,
         },
         activations: args.precision.map(Precision::activations),
+        resumed: false,
     })
 }
 

@@ -31,6 +31,8 @@ pub struct Wish {
     pub optimizer: Option<OptimizerKind>,
     /// Type of activations; F32 on a CPU and F16 on a CUDA device where nothing is fixed.
     pub activations: Option<DType>,
+    /// Whether rows at a time, chunks and the optimizer are those of a save, which no option changes.
+    pub resumed: bool,
 }
 
 /// A plan with the seconds that an optimizer step is predicted to take.
@@ -148,6 +150,8 @@ fn remedies(job: &Job, wish: Wish, chosen: &Predicted) -> Result<Vec<String>> {
     // On a device streaming is never chosen, but may be asked for.
     let stream = (job.target == Target::Cuda && job.streamable).then_some(true);
     let free = Wish { activations: wish.activations, ..Wish::default() };
+    let Wish { micro_batch, head_rows, optimizer, .. } = wish;
+    let free = if wish.resumed { Wish { micro_batch, head_rows, optimizer, ..free } } else { free };
     let mut less: Vec<(u64, String)> = Vec::new();
     for setting in candidates(job, free).into_iter().chain(stream.map(|stream| streamed(now, stream))) {
         let Some(option) = only_difference(now, setting) else { continue };

@@ -146,6 +146,7 @@ fn remedies_are_the_single_changes_that_save_most() {
             moments: Some(false),
             optimizer: Some(OptimizerKind::AdamW),
             activations: None,
+            resumed: false,
         };
         let choice = choose(&job, wish, None, &Rates::NOMINAL).unwrap();
         assert!(choice.alternatives.is_empty());
@@ -161,6 +162,9 @@ fn remedies_are_the_single_changes_that_save_most() {
         let less = plan(&job, Setting { micro_batch: 1, ..setting }).unwrap().peak().1;
         let saved = size(choice.chosen.peak() - less);
         assert_eq!(choice.remedies[0], format!("--micro-batch 1 (-{saved})"));
+        // Rows at a time are those of the save.
+        let resumed = choose(&job, Wish { resumed: true, ..wish }, None, &Rates::NOMINAL).unwrap();
+        assert_eq!(resumed.remedies[..2], choice.remedies[1..], "{:?}", resumed.remedies);
     }
 }
 

@@ -174,6 +174,11 @@ impl Decoder {
         self.recorded = Recorded::Never;
     }
 
+    /// Whether a further token is started as a whole.
+    pub fn is_recorded(&self) -> bool {
+        matches!(self.recorded, Recorded::For(..))
+    }
+
     /// Tokens read so far.
     pub fn position(&self) -> usize {
         self.cache.filled()

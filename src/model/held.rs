@@ -83,13 +83,12 @@ impl Held {
                 .map(|name| arena.take(name, sizes.activations, &shape))
                 .collect::<Result<Vec<_>>>()
         })?;
-        let copies = arenas.build("offloaded inputs", Place::Host, |arena| {
-            (lasting + TURNS..=layers)
-                .filter(|_| waits)
-                .map(|above| arena.take(format!("residual {}", above - TURNS), sizes.activations, &shape))
-                .collect::<Result<Vec<_>>>()
-        })?;
         let waiting = if waits {
+            let copies = arenas.build("offloaded inputs", Place::Host, |arena| {
+                (lasting + TURNS..=layers)
+                    .map(|above| arena.take(format!("residual {}", above - TURNS), sizes.activations, &shape))
+                    .collect::<Result<Vec<_>>>()
+            })?;
             Some(Waiting { mover: Mover::new(arenas.device(), TURNS)?, copies, holds: [None; TURNS] })
         } else {
             None

@@ -20,7 +20,7 @@ use crate::{
         calibrate::Rates,
         choose::{Choice, Wish, choose, size},
         machine,
-        plan::{BaseBytes, Job, Setting, Target},
+        plan::{BaseBytes, Home, Job, Row, Setting, Target},
     },
     model::{
         Base, BaseDType, BaseSource, Config,
@@ -148,6 +148,7 @@ pub(super) fn wish(options: &RunOptions, base: &Base, past: Option<&SaveInfo>) -
         wish.stream = Some(base.is_streamed());
     }
     let Some(past) = past else { return wish };
+    wish.resumed = true;
     let number = |name: &str| past.options.get(name).and_then(|value| value.parse().ok());
     wish.micro_batch = wish.micro_batch.or_else(|| number(MICRO_BATCH));
     wish.head_rows = wish.head_rows.or_else(|| number(HEAD_ROWS));
@@ -227,6 +228,25 @@ pub(super) fn check(choice: &Choice, free: Option<u64>) -> Result<()> {
     }
 }
 
+/// Refuses a plan of a device that offloads more than the host has free: pinned pages cannot be swapped out.
+///
+/// # Errors
+/// [`Error::Failed`], as a smaller plan would offload more.
+fn check_pinned(choice: &Choice, free: Option<u64>) -> Result<()> {
+    let away =
+        |row: &&Row| row.home == Home::Host && matches!(row.role, "offloaded inputs" | "moments" | "stages");
+    let pinned: u64 = choice.chosen.plan.rows.iter().filter(away).map(|row| row.bytes).sum();
+    match free {
+        Some(free) if free < pinned => Err(Error::failed(format!(
+            "the plan pins {} of the host's memory where {} are free; free some, or give --offload-inputs=off and \
+             --offload-optimizer=off",
+            size(pinned),
+            size(free)
+        ))),
+        _ => Ok(()),
+    }
+}
+
 /// A trainer as `choice` says.
 ///
 /// # Errors
@@ -241,6 +261,9 @@ pub(super) fn trainer(
 ) -> Result<Trainer> {
     let free = if base.device.is_host() { (options.free_memory)() } else { base.device.free() };
     check(choice, free)?;
+    if !base.device.is_host() {
+        check_pinned(choice, (options.free_memory)())?;
+    }
     let Setting { micro_batch, policy, optimizer } = choice.chosen.plan.setting;
     let trainer_options = TrainerOptions {
         rows: micro_batch,

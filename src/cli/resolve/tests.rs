@@ -131,6 +131,7 @@ fn what_is_fixed_reaches_the_plan() {
         moments: Some(true),
         optimizer: Some(OptimizerKind::AdamW8bit),
         activations: None,
+        resumed: false,
     };
     assert_eq!((options.wish, options.memory), (wish, Limit::Bytes(1536 << 20)));
     let auto =

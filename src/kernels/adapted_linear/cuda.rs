@@ -132,7 +132,7 @@ fn add_deltas(
     }
 }
 
-/// The first product of [`add_deltas`] alone, by the same kernels.
+/// `low` of a forward alone, with the same sums in the same order.
 pub fn low(
     gpu: &'static Gpu,
     x: View,

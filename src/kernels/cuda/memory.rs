@@ -122,11 +122,12 @@ impl Pinned {
     /// such pages at the same ones (CUDA C++ programming guide, unified virtual addressing).
     ///
     /// # Errors
-    /// As [`Pinned::new`].
+    /// [`Error::Failed`] when the host has no such pages: a plan that takes less of the device would take more of them.
     pub fn zeroed(gpu: &'static Gpu, len: usize, what: &str) -> Result<Self> {
-        let remedy = "leave the offloading out, or use fewer or shorter rows at a time";
-        let pinned = Self::new(gpu, len).map_err(|_| {
-            Error::memory(format!("{len} bytes of pinned memory for {what} cannot be had; {remedy}"))
+        let pinned = Self::new(gpu, len).map_err(|error| {
+            Error::failed(format!(
+                "{what}: {error}; --offload-inputs=off and --offload-optimizer=off keep all on the device"
+            ))
         })?;
         // SAFETY: the pages are ours and that many.
         unsafe { pinned.head.write_bytes(0, len) };
@@ -157,7 +158,9 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         if self.gpu.bind().is_ok() {
-            // SAFETY: it was had from malloc_host; the driver waits for copies that still use it.
+            // Kernels may still use it; copies of other streams were waited for by those who started them.
+            let _ = self.gpu.stream.synchronize();
+            // SAFETY: it was had from malloc_host.
             let _ = unsafe { result::free_host(self.head.cast()) };
         }
     }

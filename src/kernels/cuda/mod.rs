@@ -215,14 +215,16 @@ impl Gpu {
         self.context.bind_to_thread()
     }
 
+    /// The stream that work of this thread goes to.
     fn stream(&self) -> sys::CUstream {
-        self.stream.cu_stream()
+        recording::stream_of_recorder().unwrap_or_else(|| self.stream.cu_stream())
     }
 
     /// Notes the first failure.
     fn attempt<T>(&self, what: &str, result: Result<T, impl std::fmt::Display>) -> Option<T> {
         match result {
             Ok(value) => Some(value),
+            Err(_) if recording::failed_in_recorder() => None,
             Err(cause) => {
                 lock(&self.failure).get_or_insert_with(|| format!("{what}: {cause}"));
                 None
@@ -336,7 +338,7 @@ impl Gpu {
         Some((pinned, bytes))
     }
 
-    /// Copies FP32 values to the host, and waits until they are there; zeros after a failure.
+    /// Copies FP32 values to the host, and waits until they are there; any values after a failure.
     pub(super) fn read_into(&'static self, from: View, to: &mut Vec<f32>) {
         let Some((pinned, _)) = self.download_later(from) else { return to.resize(from.len(), 0.0) };
         self.attempt("downloading", self.stream.synchronize());
