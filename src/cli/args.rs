@@ -176,10 +176,10 @@ pub struct TrainArgs {
     #[arg(long, value_name = "WHEN", help_heading = "Device and memory")]
     pub stream_base: Option<Switch>,
     /// Keep the inputs of blocks in a file of the run folder, those of a CUDA device in pinned memory of the host, between forward and backward [default: auto]
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "on", value_name = "WHEN", help_heading = "Device and memory")]
+    #[arg(long, num_args = 0..=1, default_missing_value = "on", value_name = "WHEN", help_heading = "Device and memory")]
     pub offload_inputs: Option<Switch>,
     /// Keep the optimizer's moments in a file of the run folder, those of a CUDA device in pinned memory of the host [default: auto]
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "on", value_name = "WHEN", help_heading = "Device and memory")]
+    #[arg(long, num_args = 0..=1, default_missing_value = "on", value_name = "WHEN", help_heading = "Device and memory")]
     pub offload_optimizer: Option<Switch>,
     /// Record memory over time in this JSON file, with a picture beside it
     #[arg(long, value_name = "FILE", help_heading = "Device and memory")]

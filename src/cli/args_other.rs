@@ -197,7 +197,7 @@ pub struct ComputeArgs {
     #[arg(help_heading = "Machine", long, value_name = "N")]
     pub threads: Option<usize>,
     /// Bring the layers of the base when they are needed: two at a time are in memory [default: off]
-    #[arg(help_heading = "Machine", long, value_name = "on|off")]
+    #[arg(help_heading = "Machine", long, value_name = "WHEN")]
     pub stream_base: Option<Switch>,
 }
 

@@ -157,7 +157,7 @@ fn remedies(job: &Job, wish: Wish, chosen: &Predicted) -> Result<Vec<String>> {
         let Some(option) = only_difference(now, setting) else { continue };
         let saved = chosen.peak().saturating_sub(plan(job, setting)?.peak().1);
         // Of several values of an option the one that saves most.
-        let name = |option: &str| option.split([' ', '=']).next().map(str::to_owned);
+        let name = |option: &str| option.split(' ').next().map(str::to_owned);
         match less.iter_mut().find(|(_, known)| name(known) == name(&option)) {
             Some(known) if known.0 < saved => *known = (saved, option),
             Some(_) => {}
@@ -301,8 +301,8 @@ fn only_difference(now: Setting, other: Setting) -> Option<String> {
         (a.recompute != b.recompute).then(|| format!("recompute {}", b.recompute)),
         (a.head_rows != b.head_rows).then(|| format!("head-rows {}", b.head_rows)),
         (a.stream != b.stream).then(|| format!("stream-base {}", on(b.stream))),
-        (a.inputs != b.inputs).then(|| format!("offload-inputs={}", on(b.inputs.is_away()))),
-        (a.moments != b.moments).then(|| format!("offload-optimizer={}", on(b.moments.is_away()))),
+        (a.inputs != b.inputs).then(|| format!("offload-inputs {}", on(b.inputs.is_away()))),
+        (a.moments != b.moments).then(|| format!("offload-optimizer {}", on(b.moments.is_away()))),
         (now.optimizer != other.optimizer).then(|| format!("optimizer {}", other.optimizer.name())),
     ];
     let mut found = differences.into_iter().flatten();

@@ -88,8 +88,8 @@ impl fmt::Display for Setting {
         let on = |flag: bool| if flag { "on" } else { "off" };
         write!(
             f,
-            "--micro-batch {} --recompute {recompute} --head-rows {head_rows} --stream-base {} --offload-inputs={} \
-             --offload-optimizer={} --optimizer {}",
+            "--micro-batch {} --recompute {recompute} --head-rows {head_rows} --stream-base {} --offload-inputs {} \
+             --offload-optimizer {} --optimizer {}",
             self.micro_batch,
             on(stream),
             on(inputs.is_away()),

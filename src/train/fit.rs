@@ -238,8 +238,8 @@ fn check_pinned(choice: &Choice, free: Option<u64>) -> Result<()> {
     let pinned: u64 = choice.chosen.plan.rows.iter().filter(away).map(|row| row.bytes).sum();
     match free {
         Some(free) if free < pinned => Err(Error::failed(format!(
-            "the plan pins {} of the host's memory where {} are free; free some, or give --offload-inputs=off and \
-             --offload-optimizer=off",
+            "the plan pins {} of the host's memory where {} are free; free some, or give --offload-inputs off and \
+             --offload-optimizer off",
             size(pinned),
             size(free)
         ))),

@@ -109,7 +109,7 @@ fn a_chosen_setting_can_be_typed() {
         line.trim_start_matches("chosen").trim().to_owned()
     };
     let small = chosen("--memory 330MiB");
-    assert!(small.contains("--stream-base on") && small.contains("--offload-inputs="), "{small}");
+    assert!(small.contains("--stream-base on") && small.contains("--offload-inputs "), "{small}");
     assert_eq!(chosen(&small), small);
 }
 

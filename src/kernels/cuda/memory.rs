@@ -126,7 +126,7 @@ impl Pinned {
     pub fn zeroed(gpu: &'static Gpu, len: usize, what: &str) -> Result<Self> {
         let pinned = Self::new(gpu, len).map_err(|error| {
             Error::failed(format!(
-                "{what}: {error}; --offload-inputs=off and --offload-optimizer=off keep all on the device"
+                "{what}: {error}; --offload-inputs off and --offload-optimizer off keep all on the device"
             ))
         })?;
         // SAFETY: the pages are ours and that many.

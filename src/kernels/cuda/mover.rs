@@ -39,7 +39,7 @@ impl Mover {
         };
         let (stream, places) = made().map_err(|cause| {
             Error::failed(format!(
-                "CUDA device {}: a stream for offloading cannot be had: {cause}; use --offload-inputs=off",
+                "CUDA device {}: a stream for offloading cannot be had: {cause}; use --offload-inputs off",
                 gpu.ordinal()
             ))
         })?;
