@@ -36,7 +36,7 @@ pub struct Speed {
     pub unit: &'static str,
 }
 
-/// How large things are: as the issue of a real device asks, or small enough for an interpreter.
+/// How large things are: enough to fill a device, or little enough for an interpreter.
 struct Scale {
     repeats: usize,
     rows: usize,
