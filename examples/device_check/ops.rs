@@ -291,7 +291,8 @@ fn dense_heads(data: View, c: usize) -> Heads {
     Heads { data, row: c, batch: 0 }
 }
 
-/// A query in each of two rows behind a cache of 300 tokens, appended in two pieces, and a prefix.
+/// A query in each of two rows behind a cache of 300 tokens, appended in two pieces, and a prefix; once more where the
+/// device counts the tokens.
 fn decoding(on: On) -> Result<Outputs> {
     let (batch, past, heads, width, p, capacity) = (2, 300, 2, 64, 5, 310);
     let c = heads * width;
@@ -306,13 +307,35 @@ fn decoding(on: On) -> Result<Outputs> {
     let (q, pk, pv) = (on.activations(1, batch * c)?, on.activations(3, p * c)?, on.activations(4, p * c)?);
     let starts = Buffer::on(on.device, &vec![0u32; batch])?;
     let prefix = Some(Prefix { k: dense_heads(pk.view(), c), v: dense_heads(pv.view(), c) });
-    let [k, v] = caches.each_ref().map(|cache| Heads { data: cache.view(), row: c, batch: capacity * c });
+    let [k, v] = caches.each_ref().map(|cache| dense_row(cache.view(), c, capacity));
     let query = Heads { data: q.view(), row: c, batch: c };
     let shape = Shape { batch, queries: 1, past, heads, width, prefix: p, arithmetic: Arithmetic::F32 };
     let (mut out, mut lse) = (on.room(batch * c)?, on.zeros(F32, batch * heads)?);
     let operands = (query, k, v);
     attention::forward(operands, prefix, starts.view(), 0.4, shape, out.view_mut(), lse.view_mut());
-    Ok(vec![("out", out.view().to_floats()), ("lse", lse.view().to_vec())])
+    let mut outputs = vec![("out", out.view().to_floats()), ("lse", lse.view().to_vec())];
+    let count = Buffer::on(on.device, &[past as u32])?;
+    let mut counted = [on.room(batch * capacity * c)?, on.room(batch * capacity * c)?];
+    let [k, v] = caches.each_ref().map(|cache| dense_row(cache.view(), c, capacity));
+    let [to_k, to_v] = &mut counted;
+    // The tokens before, and the last one behind as many as are counted.
+    attention::append(k, to_k.view_mut(), (batch, past, c), (0, capacity * c));
+    attention::append(v, to_v.view_mut(), (batch, past, c), (0, capacity * c));
+    let last =
+        [k, v].map(|heads| Heads { data: heads.data.slice(past * c, heads.data.len() - past * c), ..heads });
+    let to = (to_k.view_mut(), to_v.view_mut());
+    attention::append_behind((last[0], last[1]), to, (batch, 1, c), capacity * c, count.view());
+    let [k, v] = counted.each_ref().map(|cache| dense_row(cache.view(), c, capacity));
+    let (mut out, mut lse) = (on.room(batch * c)?, on.zeros(F32, batch * heads)?);
+    let most = (Shape { past: capacity - 1, ..shape }, count.view());
+    attention::decode((query, k, v), prefix, starts.view(), 0.4, most, out.view_mut(), lse.view_mut());
+    outputs.extend([("counted out", out.view().to_floats()), ("counted lse", lse.view().to_vec())]);
+    Ok(outputs)
+}
+
+/// Keys or values of a cache of `capacity` tokens a row.
+fn dense_row(data: View, c: usize, capacity: usize) -> Heads {
+    Heads { data, row: c, batch: capacity * c }
 }
 
 fn heads(on: On) -> Result<Outputs> {

@@ -58,7 +58,8 @@ pub fn wanted(plan: &Plan) -> u64 {
         Home::Device => matches!(row.role, "program" | "base"),
         Home::Disk => false,
     };
-    plan.peak().1.saturating_sub(plan.rows.iter().filter(held).map(|row| row.bytes).sum())
+    // What a device's plan only lists takes none of its memory.
+    plan.peak().1.saturating_sub(plan.rows.iter().filter(held).map(Row::most_resident).sum())
 }
 
 /// With less free memory than this the next page that somebody touches may be the last.

@@ -148,12 +148,13 @@ pub fn choose(job: &Job, wish: Wish, budget: Option<u64>, rates: &Rates) -> Resu
 fn remedies(job: &Job, wish: Wish, chosen: &Predicted) -> Result<Vec<String>> {
     let now = chosen.plan.setting;
     // On a device streaming is never chosen, but may be asked for.
-    let stream = (job.target == Target::Cuda && job.streamable).then_some(true);
+    let streamed = (job.target == Target::Cuda && job.streamable)
+        .then_some(Setting { policy: Policy { stream: true, ..now.policy }, ..now });
     let free = Wish { activations: wish.activations, ..Wish::default() };
     let Wish { micro_batch, head_rows, optimizer, .. } = wish;
     let free = if wish.resumed { Wish { micro_batch, head_rows, optimizer, ..free } } else { free };
     let mut less: Vec<(u64, String)> = Vec::new();
-    for setting in candidates(job, free).into_iter().chain(stream.map(|stream| streamed(now, stream))) {
+    for setting in candidates(job, free).into_iter().chain(streamed) {
         let Some(option) = only_difference(now, setting) else { continue };
         let saved = chosen.peak().saturating_sub(plan(job, setting)?.peak().1);
         // Of several values of an option the one that saves most.
@@ -167,10 +168,6 @@ fn remedies(job: &Job, wish: Wish, chosen: &Predicted) -> Result<Vec<String>> {
     less.retain(|(saved, _)| *saved >= WORTH);
     less.sort_by_key(|(saved, _)| std::cmp::Reverse(*saved));
     Ok(less.into_iter().take(3).map(|(saved, option)| format!("--{option} (-{})", size(saved))).collect())
-}
-
-fn streamed(setting: Setting, stream: bool) -> Setting {
-    Setting { policy: Policy { stream, ..setting.policy }, ..setting }
 }
 
 impl Choice {

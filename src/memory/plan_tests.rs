@@ -217,6 +217,7 @@ fn a_streamed_base_takes_two_blocks_of_a_device() {
     // Of the base what is there before a trainer is, and nothing of the places for blocks.
     let held = |plan: &Plan| plan.peak().1 - budget::wanted(plan);
     assert_eq!(held(&resident) - held(&streamed), parts.blocks);
+    assert_eq!(held(&resident), parts.total() + CUDA_RUNTIME);
 }
 
 #[test]
