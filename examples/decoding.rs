@@ -14,7 +14,7 @@ use std::{env, path::Path, sync::Arc, time::Instant};
 use engraft::{
     device::{DType, Device},
     error::{Error, Result},
-    model::{Base, BaseDType, BaseSource, Decoder, Wiring},
+    model::{AdapterBindings, Base, BaseDType, BaseSource, Decoder},
 };
 use engraft_adapters::peft;
 use engraft_util::rng;
@@ -46,12 +46,12 @@ fn main() -> Result<()> {
         .map(|adapter| peft::load(Path::new(&adapter), &base.description(), false))
         .transpose()?;
     let sets: Vec<_> = loaded.iter().map(|loaded| (&loaded.set, 1.0)).collect();
-    let wiring = Wiring::new(&sets, base.config.layers)?;
+    let bindings = AdapterBindings::new(&sets, base.config.layers)?;
     let values = loaded.as_ref().map(|loaded| loaded.values.clone()).unwrap_or_default();
-    let bare = Wiring::new(&[], base.config.layers)?;
+    let bare = AdapterBindings::new(&[], base.config.layers)?;
     let decoder = |base: &Arc<Base>, adapted: bool, rows: usize, capacity: usize| {
-        let (wiring, values) = if adapted { (&wiring, values.clone()) } else { (&bare, Vec::new()) };
-        Decoder::new(Arc::clone(base), wiring.clone(), values, rows, capacity)
+        let (bindings, values) = if adapted { (&bindings, values.clone()) } else { (&bare, Vec::new()) };
+        Decoder::new(Arc::clone(base), bindings.clone(), values, rows, capacity)
     };
 
     let mut lines = Vec::new();

@@ -18,7 +18,7 @@ use engraft::{
         activation::{self, Activation},
         attention::{self, Seen, Shape},
         layernorm,
-        matmul::{self, Arithmetic, Matrix, Start},
+        matmul::{self, Arithmetic, InitialValue, Matrix},
         q8,
     },
 };
@@ -119,9 +119,9 @@ fn product(
         limit_level(at);
         let (x, y): (View, ViewMut) = (x.as_slice().into(), y.into());
         if transposed {
-            matmul::frozen_nt(x, matrix, Start::Zero, y, n);
+            matmul::frozen_nt(x, matrix, InitialValue::Zero, y, n);
         } else {
-            matmul::frozen_nn(x, matrix, Start::Zero, y, n);
+            matmul::frozen_nn(x, matrix, InitialValue::Zero, y, n);
         }
     };
     let levels: Vec<Level> =

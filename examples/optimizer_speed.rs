@@ -9,7 +9,7 @@ use std::{env, time::Instant};
 use engraft::{
     device::{
         Buffer,
-        arena::{Arenas, Place, TableRow},
+        arena::{Arenas, Placement, TableRow},
     },
     error::Result,
     optim::{AdamWOptions, Optimizer, OptimizerKind},
@@ -29,7 +29,7 @@ fn main() -> Result<()> {
         let mut values = normal(2)?;
         let mut arenas = Arenas::real(None);
         let options = AdamWOptions::default();
-        let mut optimizer = Optimizer::new(kind, &segments, options, Place::Memory, &mut arenas)?;
+        let mut optimizer = Optimizer::new(kind, &segments, options, Placement::Memory, &mut arenas)?;
         let bytes: usize = arenas.rows().iter().map(TableRow::bytes).sum();
         let mut fastest = f64::INFINITY;
         for _ in 0..10 {

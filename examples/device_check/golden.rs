@@ -9,7 +9,7 @@ use engraft::{
     device::{Buffer, DType, Device, arena::Arenas},
     engine::{Trainer, TrainerOptions},
     error::{Error, Result},
-    model::{Base, BaseSource, Decoder, Limits, Policy, Stack, Trained, Wiring},
+    model::{AdapterBindings, Base, BaseSource, Decoder, Limits, Policy, Stack, Trained},
     optim::{AdamWOptions, OptimizerKind},
 };
 use engraft_adapters::{AdapterSet, peft};
@@ -94,17 +94,17 @@ fn of_base(device: Device, activations: DType, name: &str) -> Result<Line> {
     let expected = Expected::read(&golden(&format!("bases/{name}/expected.safetensors")))?;
     let base = load(&folder(name), name, device, activations)?;
     let (batch, vocab) = (expected.batch(), base.config.vocab);
-    let wiring = Wiring::none(base.config.layers);
+    let bindings = AdapterBindings::none(base.config.layers);
     let limits = Limits { rows: batch.rows, tokens: batch.seq_len };
     let policy = Policy { head_rows: 4, activations, ..Policy::default() };
     let mut arenas = Arenas::real(None).on(device);
-    let mut stack = Stack::new(Arc::clone(&base), wiring.clone(), limits, policy, false, &mut arenas)?;
+    let mut stack = Stack::new(Arc::clone(&base), bindings.clone(), limits, policy, false, &mut arenas)?;
     let none = Buffer::on::<f32>(device, &[])?;
     let loss = stack.loss(Trained { values: none.view(), prompt: None }, &batch)?;
     let mut error = largest_error(&expected.get("loss"), &[(loss.sum / loss.tokens as f64) as f32]);
     let logits = expected.get("logits");
     for (row, ids) in batch.ids.chunks(batch.seq_len).enumerate() {
-        let mut decoder = Decoder::new(Arc::clone(&base), wiring.clone(), Vec::new(), 1, ids.len())?;
+        let mut decoder = Decoder::new(Arc::clone(&base), bindings.clone(), Vec::new(), 1, ids.len())?;
         let at = ((row + 1) * batch.seq_len - 1) * vocab;
         error = error.max(largest_error(logits.get(at..at + vocab).unwrap_or(&[]), decoder.feed(ids)?));
     }

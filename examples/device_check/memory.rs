@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use engraft::{
-    device::{DType, Device, arena::Place, fixed::FIXED},
+    device::{DType, Device, arena::Placement, fixed::FIXED},
     engine::Trainer,
     error::{Error, Result},
     model::{Base, Policy},
     optim::OptimizerKind,
     plan::{
         choose::size as shown,
-        table::{BaseBytes, CUDA_RUNTIME, Home, Job, Setting, Target, plan},
+        table::{BaseBytes, CUDA_RUNTIME, Home, PlanConfig, Target, TrainingJob, plan},
     },
 };
 
@@ -43,7 +43,7 @@ pub fn check(device: Device, types: &[DType], size: Size) -> Result<Vec<Line>> {
         let recipe = Recipe::of(Kind::Both, size);
         let policy = Policy { stream: true, ..recipe.policy };
         lines.extend(training(&base, before, Recipe { policy, ..recipe })?);
-        let policy = Policy { inputs: Place::Host, moments: Place::Host, ..policy };
+        let policy = Policy { inputs: Placement::Host, moments: Placement::Host, ..policy };
         lines.extend(training(&base, before, Recipe { policy, ..recipe })?);
     }
     lines.extend(too_little(device, types, size)?);
@@ -77,7 +77,7 @@ fn training(base: &Arc<Base>, before: usize, recipe: Recipe) -> Result<Vec<Line>
     prepared.steps(1)?;
     let after = held(device) - scratch(device) - before;
     let set = recipe.set(base)?;
-    let job = Job {
+    let job = TrainingJob {
         base_dtype: engraft::model::BaseDType::F16,
         config: &base.config,
         set: &set,
@@ -89,7 +89,7 @@ fn training(base: &Arc<Base>, before: usize, recipe: Recipe) -> Result<Vec<Line>
         streamable: true,
     };
     let policy = Policy { activations, ..recipe.policy };
-    let setting = Setting { micro_batch: recipe.micro_batch, policy, optimizer: recipe.optimizer };
+    let setting = PlanConfig { micro_batch: recipe.micro_batch, policy, optimizer: recipe.optimizer };
     let rows = plan(&job, setting)?.rows;
     let on_device = rows.iter().filter(|row| row.home == Home::Device);
     let total = on_device.map(|row| row.most_resident()).sum::<u64>() - CUDA_RUNTIME;

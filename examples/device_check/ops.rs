@@ -5,7 +5,7 @@ use engraft::{
         Buffer,
         DType::{self, BF16, F16, F32},
         Device, View,
-        arena::{Arenas, Place},
+        arena::{Arenas, Placement},
     },
     error::Result,
     kernels::{
@@ -16,7 +16,7 @@ use engraft::{
         embed,
         head_loss::{self, Supervised},
         layernorm,
-        matmul::{self, Arithmetic, Matrix, Start},
+        matmul::{self, Arithmetic, InitialValue, Matrix},
     },
 };
 use engraft_util::rng;
@@ -72,7 +72,7 @@ impl On {
     fn zeros(self, dtype: DType, len: usize) -> Result<Buffer> {
         Arenas::real(None)
             .on(self.device)
-            .build("check", Place::Memory, |arena| arena.take("zeros", dtype, &[len]))
+            .build("check", Placement::Memory, |arena| arena.take("zeros", dtype, &[len]))
     }
 
     /// Zeros of the activations' type.
@@ -177,10 +177,10 @@ fn products(on: On, n: usize) -> Result<Outputs> {
         (on.activations(3, n * rows)?, on.activations(4, n * cols)?, on.activations(5, n * cols)?);
     let (mut biased, mut added, mut dx) = (on.room(n * cols)?, on.room(n * cols)?, on.room(n * rows)?);
     let mut logits = on.zeros(F32, n * rows)?;
-    matmul::frozen_nn(x.view(), w, Start::Bias(bias.view()), biased.view_mut(), n);
-    matmul::frozen_nn(x.view(), w, Start::Residual(residual.view(), bias.view()), added.view_mut(), n);
-    matmul::frozen_nt(dy.view(), w, Start::Zero, dx.view_mut(), n);
-    matmul::frozen_nt(dy.view(), w, Start::Zero, logits.view_mut(), n);
+    matmul::frozen_nn(x.view(), w, InitialValue::Bias(bias.view()), biased.view_mut(), n);
+    matmul::frozen_nn(x.view(), w, InitialValue::Residual(residual.view(), bias.view()), added.view_mut(), n);
+    matmul::frozen_nt(dy.view(), w, InitialValue::Zero, dx.view_mut(), n);
+    matmul::frozen_nt(dy.view(), w, InitialValue::Zero, logits.view_mut(), n);
     Ok(vec![
         ("x W + b", biased.view().to_floats()),
         ("residual + x W + b", added.view().to_floats()),
@@ -355,7 +355,7 @@ fn heads(on: On) -> Result<Outputs> {
         smoothing: 0.1,
     };
     let head = Matrix::halves(table.view(), v, c);
-    let work = head_loss::Work { gathered: gathered.view_mut(), logits: logits.view_mut() };
+    let work = head_loss::HeadScratch { gathered: gathered.view_mut(), logits: logits.view_mut() };
     head_loss::forward_backward(input, head, work, losses.view_mut(), Some((d_hidden.view_mut(), 3.0)));
     Ok(vec![("losses", losses.view().to_vec()), ("d hidden", d_hidden.view().to_floats())])
 }

@@ -4,9 +4,9 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use engraft::{
-    device::{DType, Device, arena::Place},
+    device::{DType, Device, arena::Placement},
     error::Result,
-    model::{Base, Decoder, Policy, Recompute, Wiring},
+    model::{AdapterBindings, Base, Decoder, Policy, Recompute},
     optim::OptimizerKind,
     train::{
         Machine,
@@ -140,11 +140,11 @@ fn same_bits(base: &Arc<Base>, size: Size) -> Result<Vec<Line>> {
         lines.push(Line::new(name, base.activations, different(&kept, &found), 0.0));
     }
     let streamed = streamed(size, base.device, base.activations)?;
-    let away = Policy { inputs: Place::Host, moments: Place::Host, ..recipe.policy };
+    let away = Policy { inputs: Placement::Host, moments: Placement::Host, ..recipe.policy };
     for (what, policy) in [
-        ("inputs", Policy { moments: Place::Memory, ..away }),
-        ("optimizer", Policy { inputs: Place::Memory, ..away }),
-        ("inputs, recompute all", Policy { moments: Place::Memory, recompute: Recompute::All, ..away }),
+        ("inputs", Policy { moments: Placement::Memory, ..away }),
+        ("optimizer", Policy { inputs: Placement::Memory, ..away }),
+        ("inputs, recompute all", Policy { moments: Placement::Memory, recompute: Recompute::All, ..away }),
     ] {
         for optimizer in [OptimizerKind::AdamW, OptimizerKind::AdamW8bit] {
             let recipe = Recipe { optimizer, ..recipe };
@@ -255,8 +255,8 @@ fn text(base: &Base, size: Size) -> Vec<u32> {
 
 fn decoder(base: &Arc<Base>, size: Size) -> Result<Decoder> {
     let set = Recipe::of(Kind::Both, size).set(base)?;
-    let wiring = Wiring::new(&[(&set, 1.0)], base.config.layers)?;
-    Decoder::new(Arc::clone(base), wiring, start(&set), 2, size.tokens)
+    let bindings = AdapterBindings::new(&[(&set, 1.0)], base.config.layers)?;
+    Decoder::new(Arc::clone(base), bindings, start(&set), 2, size.tokens)
 }
 
 /// Logits behind a text that is fed whole.

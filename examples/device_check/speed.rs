@@ -10,14 +10,14 @@ use engraft::{
         Buffer,
         DType::{self, BF16, F16, F32},
         Device,
-        arena::{Arenas, Place},
+        arena::{Arenas, Placement},
     },
     error::Result,
     kernels::{
         attention::{self, Seen, Shape, packed},
-        matmul::{self, Arithmetic, Matrix, Start},
+        matmul::{self, Arithmetic, InitialValue, Matrix},
     },
-    model::{Base, BaseSource, Decoder, Wiring},
+    model::{AdapterBindings, Base, BaseSource, Decoder},
     optim::{AdamWOptions, Optimizer, OptimizerKind},
     plan::calibrate::attention_flops,
 };
@@ -100,7 +100,7 @@ fn numbers(device: Device, dtype: DType, len: usize) -> Result<Buffer> {
 
 fn zeros(device: Device, dtype: DType, len: usize) -> Result<Buffer> {
     let cut = |arena: &mut engraft::device::arena::Arena| arena.take("zeros", dtype, &[len]);
-    Arenas::real(None).on(device).build("speed", Place::Memory, cut)
+    Arenas::real(None).on(device).build("speed", Placement::Memory, cut)
 }
 
 fn products(device: Device, dtype: DType, scale: &Scale) -> Result<Vec<Speed>> {
@@ -109,7 +109,7 @@ fn products(device: Device, dtype: DType, scale: &Scale) -> Result<Vec<Speed>> {
     let mut y = zeros(device, dtype, n * cols)?;
     let matrix = Matrix::halves(weights.view(), rows, cols);
     let time = seconds(device, scale.repeats, || {
-        matmul::frozen_nn(x.view(), matrix, Start::Zero, y.view_mut(), n);
+        matmul::frozen_nn(x.view(), matrix, InitialValue::Zero, y.view_mut(), n);
     })?;
     let what = format!("frozen product {n} x {rows} x {cols}, {dtype:?}");
     Ok(vec![Speed { what, value: 2e-12 * (n * rows * cols) as f64 / time, unit: "TFLOP/s" }])
@@ -153,7 +153,7 @@ fn updates(device: Device, scale: &Scale) -> Result<Vec<Speed>> {
     let (mut values, gradient) = (numbers(device, F32, len)?, numbers(device, F32, len)?);
     let mut speeds = Vec::new();
     for kind in [OptimizerKind::AdamW, OptimizerKind::AdamW8bit] {
-        for place in [Place::Memory, Place::Host] {
+        for place in [Placement::Memory, Placement::Host] {
             let mut arenas = Arenas::real(None).on(device);
             let mut optimizer = Optimizer::new(kind, &segments, AdamWOptions::default(), place, &mut arenas)?;
             let time = seconds(device, scale.repeats, || {
@@ -205,6 +205,6 @@ fn sample(base: &Arc<Base>, tokens: usize) -> Result<Decoder> {
     let targets = "all-linear".parse::<Targets>().unwrap_or_else(|never| match never {});
     let lora = LoraSpec { rank: 16, targets, ..LoraSpec::default() };
     let set = AdapterSet::new(&AdapterSpec { lora: Some(lora), prefix: None }, &base.description())?;
-    let wiring = Wiring::new(&[(&set, 1.0)], base.config.layers)?;
-    Decoder::new(Arc::clone(base), wiring, start(&set), 1, tokens + 2)
+    let bindings = AdapterBindings::new(&[(&set, 1.0)], base.config.layers)?;
+    Decoder::new(Arc::clone(base), bindings, start(&set), 1, tokens + 2)
 }

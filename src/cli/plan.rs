@@ -23,7 +23,7 @@ use crate::{
     model::{BaseDType, Config, base::check_weights, builtin, weights},
     plan::table::Target,
     train as run,
-    train::{AdapterOptions, DataSource, Draft, RunOptions},
+    train::{AdapterOptions, DataSource, PlanRequest, RunOptions},
 };
 
 /// Runs `engraft plan`.
@@ -64,7 +64,7 @@ pub fn run(typed: TrainArgs) -> Result<()> {
             limit
         }
     };
-    let draft = Draft {
+    let plan_request = PlanRequest {
         config: &base.config,
         base_dtype,
         set: &set,
@@ -72,11 +72,11 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         target,
         streamable: args.base.is_some(),
     };
-    let choice = run::draft(&options, draft)?;
+    let selection = run::plan_request(&options, plan_request)?;
     if args.json.unwrap_or(false) {
-        write_json(&table::event(&choice))
+        write_json(&table::event(&selection))
     } else {
-        write_out(&table::whole(&choice))?;
+        write_out(&table::whole(&selection))?;
         let faster = cpu.then(|| open::faster_in_bf16(args.precision, args.base_dtype)).flatten();
         if let Some(hint) = faster {
             write_note(&format!("hint: {hint}"));

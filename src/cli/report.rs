@@ -13,7 +13,7 @@ use super::{table, write_json, write_note, write_out};
 use crate::{
     error::Result,
     hub::Progress,
-    plan::choose::{Choice, size},
+    plan::choose::{Selection, size},
     train::{
         Event, Reporter,
         events::{Done, Eval, Start, Step},
@@ -27,7 +27,7 @@ impl Reporter for JsonReporter {
     fn event(&mut self, event: &Event<'_>) -> Result<()> {
         match event {
             Event::Start(_) | Event::Saved(_) => Ok(()),
-            Event::Plan(choice) => write_json(&table::event(choice)),
+            Event::Plan(selection) => write_json(&table::event(selection)),
             Event::Note(note) => {
                 write_note(&format!("hint: {note}"));
                 Ok(())
@@ -114,8 +114,8 @@ impl HumanReporter {
     }
 
     /// The plan, and from here on the bar.
-    fn plan(&self, choice: &Choice) {
-        self.note(&format!("memory   the plan\n{}", table::short(choice)));
+    fn plan(&self, selection: &Selection) {
+        self.note(&format!("memory   the plan\n{}", table::short(selection)));
         if let Some(bar) = &self.bar {
             let style = "{bar:32} {pos}/{len}  {msg}  {eta} left";
             bar.set_style(
@@ -178,7 +178,7 @@ impl Reporter for HumanReporter {
     fn event(&mut self, event: &Event<'_>) -> Result<()> {
         match event {
             Event::Start(start) => self.start(start),
-            Event::Plan(choice) => self.plan(choice),
+            Event::Plan(selection) => self.plan(selection),
             Event::Note(note) => self.note(&format!("hint: {note}")),
             Event::Step(step) => self.step(step),
             Event::Saved(_) => {}

@@ -14,7 +14,7 @@ use crate::{
     error::{Error, Result},
     observe::machine,
     optim::{AdamWOptions, OptimizerKind, schedule::Schedule},
-    plan::{budget::Limit, choose::Wish},
+    plan::{budget::Limit, choose::Constraints},
     train::{self, AdapterOptions, DataSource, Kinds, Length, Machine, PrefixStart, RunOptions},
 };
 
@@ -107,7 +107,7 @@ pub fn run_options(args: &TrainArgs, machine: Machine, cache: Option<PathBuf>) -
         },
         clip: not_negative("clip", args.clip.unwrap_or_default(), "1, or 0 for no clipping")?,
         label_smoothing: below_one("label-smoothing", args.label_smoothing.unwrap_or_default())?,
-        wish: wish(args, micro_batch)?,
+        constraints: constraints(args, micro_batch)?,
         memory: args.memory.map_or(Limit::Auto, |memory| memory.0),
         memory_trace: args.memory_trace.clone(),
         cache,
@@ -129,8 +129,8 @@ fn fixed_rows(option: &str, rows: Option<RowsName>) -> Result<Option<usize>> {
 }
 
 /// What of the memory plan is fixed.
-fn wish(args: &TrainArgs, micro_batch: Option<usize>) -> Result<Wish> {
-    Ok(Wish {
+fn constraints(args: &TrainArgs, micro_batch: Option<usize>) -> Result<Constraints> {
+    Ok(Constraints {
         micro_batch,
         recompute: args.recompute.and_then(|recompute| recompute.0),
         head_rows: fixed_rows("head-rows", args.head_rows)?,

@@ -4,16 +4,16 @@ use serde_json::{Value, json};
 
 use crate::{
     device::DType,
-    observe::phase::Moment,
+    observe::phase::Phase,
     plan::{
-        choose::{Alternative, Choice, Predicted, size},
+        choose::{Alternative, Predicted, Selection, size},
         table::{Home, Plan, Row},
     },
 };
 
 /// The whole table: every buffer or group of like buffers, the moments, the choice and its alternatives.
-pub fn whole(choice: &Choice) -> String {
-    let plan = &choice.chosen.plan;
+pub fn whole(selection: &Selection) -> String {
+    let plan = &selection.chosen.plan;
     let mut lines =
         vec![["role", "what", "shape", "type", "count", "bytes", "place", "needed for"].map(str::to_owned)];
     lines.extend(plan.rows.iter().map(|row| {
@@ -29,12 +29,12 @@ pub fn whole(choice: &Choice) -> String {
         ]
     }));
     let moments = plan.moments().map(|(moment, bytes)| format!("{moment} {}", size(bytes))).join(", ");
-    format!("{}\n\nmoments: {moments}\n{}\n", aligned(&lines, &[4, 5]), summary(choice, usize::MAX))
+    format!("{}\n\nmoments: {moments}\n{}\n", aligned(&lines, &[4, 5]), summary(selection, usize::MAX))
 }
 
 /// One line for each role, the choice, and the most telling alternatives.
-pub fn short(choice: &Choice) -> String {
-    let plan = &choice.chosen.plan;
+pub fn short(selection: &Selection) -> String {
+    let plan = &selection.chosen.plan;
     let mut roles: Vec<&str> = plan.rows.iter().map(|row| row.role).collect();
     roles.dedup();
     let mut lines = Vec::new();
@@ -47,19 +47,19 @@ pub fn short(choice: &Choice) -> String {
         let what = if buffers == 1 { "1 buffer".to_owned() } else { format!("{buffers} buffers") };
         lines.push([format!("         {role}"), what, size(bytes), beside]);
     }
-    format!("{}\n{}", aligned(&lines, &[2]), summary(choice, 4))
+    format!("{}\n{}", aligned(&lines, &[2]), summary(selection, 4))
 }
 
 /// What was chosen, what it takes, and up to `most` alternatives.
-fn summary(choice: &Choice, most: usize) -> String {
-    let plan = &choice.chosen.plan;
+fn summary(selection: &Selection, most: usize) -> String {
+    let plan = &selection.chosen.plan;
     let (moment, peak) = plan.peak();
-    let of = choice.budget.map_or(String::new(), |budget| format!(" of {}", size(budget)));
+    let of = selection.budget.map_or(String::new(), |budget| format!(" of {}", size(budget)));
     let mut lines = vec![
-        format!("peak     {}{of} ({moment}){}", size(peak), time(&choice.chosen)),
+        format!("peak     {}{of} ({moment}){}", size(peak), time(&selection.chosen)),
         format!("chosen   {}", plan.setting),
     ];
-    lines.extend(telling(&choice.alternatives, most).map(|other| format!("         {}", sentence(other))));
+    lines.extend(telling(&selection.alternatives, most).map(|other| format!("         {}", sentence(other))));
     lines.join("\n")
 }
 
@@ -135,20 +135,20 @@ fn aligned<const N: usize>(lines: &[[String; N]], right: &[usize]) -> String {
 }
 
 /// The event `plan`.
-pub fn event(choice: &Choice) -> Value {
-    let plan = &choice.chosen.plan;
+pub fn event(selection: &Selection) -> Value {
+    let plan = &selection.chosen.plan;
     let (moment, peak) = plan.peak();
     json!({
         "event": "plan",
         "peak_bytes": peak,
         "peak_moment": moment.name(),
-        "budget_bytes": choice.budget,
-        "seconds_per_step": choice.chosen.measured.then_some(choice.chosen.seconds),
+        "budget_bytes": selection.budget,
+        "seconds_per_step": selection.chosen.measured.then_some(selection.chosen.seconds),
         "policy": policy(plan),
         "moments": plan.moments().map(|(moment, bytes)| (moment.name(), bytes)).into_iter()
             .collect::<std::collections::BTreeMap<_, _>>(),
         "rows": plan.rows.iter().map(row).collect::<Vec<_>>(),
-        "alternatives": choice.alternatives.iter().map(|other| json!({
+        "alternatives": selection.alternatives.iter().map(|other| json!({
             "option": other.option, "bytes": other.bytes, "time": other.time, "fits": other.fits,
         })).collect::<Vec<_>>(),
     })
@@ -170,7 +170,7 @@ fn policy(plan: &Plan) -> Value {
 }
 
 fn row(row: &Row) -> Value {
-    let resident = |moment: &Moment| (moment.name(), row.resident(*moment));
+    let resident = |moment: &Phase| (moment.name(), row.resident(*moment));
     json!({
         "role": row.role,
         "name": row.name,
@@ -180,6 +180,6 @@ fn row(row: &Row) -> Value {
         "bytes": row.bytes,
         "place": row.home.name(),
         "lifetime": row.lifetime,
-        "resident": Moment::ALL.iter().map(resident).collect::<std::collections::BTreeMap<_, _>>(),
+        "resident": Phase::ALL.iter().map(resident).collect::<std::collections::BTreeMap<_, _>>(),
     })
 }

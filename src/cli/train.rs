@@ -45,7 +45,7 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         base_dtype: args.base_dtype,
         allow_base_mismatch: options.allow_base_mismatch,
     };
-    let opened = open::base(&named, &environment, compute, options.wish.stream == Some(true))?;
+    let opened = open::base(&named, &environment, compute, options.constraints.stream == Some(true))?;
     let json = args.json.unwrap_or(false);
     let mut reporter: Box<dyn Reporter> = if json {
         Box::new(JsonReporter)

@@ -2,7 +2,7 @@
 
 use std::{io::Read, path::Path};
 
-use super::records::Place;
+use super::records::SourceLine;
 use crate::error::{Error, Result};
 
 /// Bytes read at a time. More are in memory only while a line, or a stretch without a place to cut
@@ -108,7 +108,7 @@ impl<'a, R: Read> Chunks<'a, R> {
 
     fn no_utf8(&self, at: usize) -> Error {
         let line = 1 + self.newlines + newlines(&self.bytes[..at]);
-        Place { name: self.name, line: Some(line) }.error(format!(
+        SourceLine { name: self.name, line: Some(line) }.error(format!(
             "is not UTF-8 (byte 0x{:02x} at offset {}); convert the file to UTF-8",
             self.bytes[at],
             self.offset + at

@@ -8,7 +8,7 @@ use super::chunks::{CHUNK, Chunks};
 use super::dataset::{DataReport, Dataset};
 use super::documents::{self, Document};
 use super::options::DataOptions;
-use super::records::{self, Kind, Place};
+use super::records::{self, Kind, SourceLine};
 use super::rows::RowBuilder;
 use super::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
@@ -67,7 +67,7 @@ impl<'a> Reader<'a> {
             self.read_lines(name, &mut chunks, kind)?
         };
         if records == 0 {
-            return Err(Place { name, line: None }.error("is empty; give a file with text or records"));
+            return Err(SourceLine { name, line: None }.error("is empty; give a file with text or records"));
         }
         self.report.records += records;
         Ok(())
@@ -104,7 +104,7 @@ impl<'a> Reader<'a> {
                 Ok(encoded) => encoded,
                 Err(error) => {
                     chunks.drain()?;
-                    return Err(Place { name, line: None }.error(error));
+                    return Err(SourceLine { name, line: None }.error(error));
                 }
             };
             chunks.take(read);
@@ -173,7 +173,7 @@ impl<'a> Reader<'a> {
             None => Ok(records),
             Some((line, error)) => {
                 let line = (records > 1 || kind == Kind::Jsonl).then_some(line);
-                Err(Place { name, line }.error(error))
+                Err(SourceLine { name, line }.error(error))
             }
         }
     }
@@ -192,7 +192,7 @@ impl<'a> Reader<'a> {
     ) -> Result<Option<(usize, Error)>> {
         let (tokenizer, options) = (self.tokenizer, self.options);
         let document = |&(line, text): &(usize, &str)| {
-            let place = Place { name, line: Some(line) };
+            let place = SourceLine { name, line: Some(line) };
             let record = records::of_line(place, text, kind, options.vocab).map_err(Fault::Record)?;
             if only_check {
                 return Ok(None);

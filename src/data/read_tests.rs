@@ -51,7 +51,7 @@ fn plain(
     for (line, record) in &records {
         let line = (records.len() > 1 || kind == Kind::Jsonl).then_some(*line);
         let document = Document::new(record, tokenizer, options)
-            .map_err(|error| Place { name: "d", line }.error(error).to_string())?;
+            .map_err(|error| SourceLine { name: "d", line }.error(error).to_string())?;
         report.truncated += usize::from(document.cut);
         plain_windows(&document, options, &mut rows, &mut report);
     }
@@ -90,7 +90,7 @@ fn plain_records(text: &str, kind: Kind, options: &DataOptions) -> Result<Vec<(u
     }
     let lines = (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty());
     let record = |(line, text)| {
-        let place = Place { name: "d", line: Some(line) };
+        let place = SourceLine { name: "d", line: Some(line) };
         let record = records::of_line(place, text, kind, options.vocab);
         record.map(|record| (line, record)).map_err(|error| error.to_string())
     };

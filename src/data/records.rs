@@ -91,21 +91,21 @@ pub enum Record {
 
 /// A file and perhaps a line in it, for messages.
 #[derive(Debug, Clone, Copy)]
-pub struct Place<'a> {
+pub struct SourceLine<'a> {
     /// The file as the user named it.
     pub name: &'a str,
     /// Line, from 1.
     pub line: Option<usize>,
 }
 
-impl Place<'_> {
+impl SourceLine<'_> {
     /// [`Error::Input`] at this place.
     pub fn error(&self, message: impl fmt::Display) -> Error {
         Error::input(format!("{self}: {message}"))
     }
 }
 
-impl fmt::Display for Place<'_> {
+impl fmt::Display for SourceLine<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name)?;
         self.line.map_or(Ok(()), |line| write!(f, ":{line}"))
@@ -121,14 +121,14 @@ pub fn lines(text: &str, first: usize) -> impl Iterator<Item = (usize, &str)> {
 ///
 /// # Errors
 /// Everything a line of JSON can have wrong; `vocab` is the size of the base's vocabulary.
-pub fn of_line(place: Place, line: &str, kind: Kind, vocab: usize) -> Result<Record> {
+pub fn of_line(place: SourceLine, line: &str, kind: Kind, vocab: usize) -> Result<Record> {
     match kind {
         Kind::Text => Ok(Record::File(line.to_owned())),
         Kind::Jsonl => parse(place, line, vocab),
     }
 }
 
-fn parse(place: Place, line: &str, vocab: usize) -> Result<Record> {
+fn parse(place: SourceLine, line: &str, vocab: usize) -> Result<Record> {
     let value: Value = serde_json::from_str(line).map_err(|error| {
         let text = error.to_string();
         // serde_json counts lines within this one line.
@@ -166,21 +166,21 @@ fn kind_of(value: &Value) -> &'static str {
     }
 }
 
-fn string(place: Place, map: &Map<String, Value>, key: &str) -> Result<String> {
+fn string(place: SourceLine, map: &Map<String, Value>, key: &str) -> Result<String> {
     match &map[key] {
         Value::String(text) => Ok(text.clone()),
         other => Err(place.error(format!("\"{key}\" is {}; it must be a string", kind_of(other)))),
     }
 }
 
-fn array<'a>(place: Place, value: &'a Value, key: &str) -> Result<&'a [Value]> {
+fn array<'a>(place: SourceLine, value: &'a Value, key: &str) -> Result<&'a [Value]> {
     match value {
         Value::Array(items) => Ok(items),
         other => Err(place.error(format!("\"{key}\" is {}; it must be an array", kind_of(other)))),
     }
 }
 
-fn messages(place: Place, value: &Value) -> Result<Vec<(Role, String)>> {
+fn messages(place: SourceLine, value: &Value) -> Result<Vec<(Role, String)>> {
     let items = array(place, value, "messages")?;
     if items.is_empty() {
         return Err(place.error("\"messages\" is empty; give at least one message"));
@@ -188,7 +188,7 @@ fn messages(place: Place, value: &Value) -> Result<Vec<(Role, String)>> {
     (1..).zip(items).map(|(number, item)| message(place, number, item)).collect()
 }
 
-fn message(place: Place, number: usize, item: &Value) -> Result<(Role, String)> {
+fn message(place: SourceLine, number: usize, item: &Value) -> Result<(Role, String)> {
     let Some(map) = item.as_object().filter(|map| map.len() == 2) else {
         return Err(malformed(place, number));
     };
@@ -202,13 +202,13 @@ fn message(place: Place, number: usize, item: &Value) -> Result<(Role, String)> 
     Ok((parsed, content.clone()))
 }
 
-fn malformed(place: Place, number: usize) -> Error {
+fn malformed(place: SourceLine, number: usize) -> Error {
     place.error(format!(
         "message {number} is not {{\"role\",\"content\"}} with two strings; give both and nothing else"
     ))
 }
 
-fn token_ids(place: Place, map: &Map<String, Value>, vocab: usize) -> Result<Record> {
+fn token_ids(place: SourceLine, map: &Map<String, Value>, vocab: usize) -> Result<Record> {
     let inputs = array(place, &map["input_ids"], "input_ids")?;
     let targets = array(place, &map["labels"], "labels")?;
     if inputs.len() != targets.len() {
@@ -227,7 +227,7 @@ fn token_ids(place: Place, map: &Map<String, Value>, vocab: usize) -> Result<Rec
     Ok(Record::Ids { ids: ids.collect::<Result<_>>()?, labels: labels.collect::<Result<_>>()? })
 }
 
-fn token(place: Place, key: &str, index: usize, value: &Value, vocab: usize) -> Result<i32> {
+fn token(place: SourceLine, key: &str, index: usize, value: &Value, vocab: usize) -> Result<i32> {
     let ignored = if key == "labels" { ", or -100 for no loss" } else { "" };
     let Some(id) = value.as_i64() else {
         return Err(place.error(format!("\"{key}\"[{index}] is {value}; give a token id{ignored}")));
@@ -246,7 +246,7 @@ mod tests {
 
     fn jsonl(text: &str) -> Result<Vec<(usize, Record)>> {
         let record = |(line, text)| {
-            let place = Place { name: "d.jsonl", line: Some(line) };
+            let place = SourceLine { name: "d.jsonl", line: Some(line) };
             Ok((line, of_line(place, text, Kind::Jsonl, 100)?))
         };
         lines(text, 1).map(record).collect()
@@ -272,7 +272,7 @@ mod tests {
     fn blank_lines_are_counted_and_left_out() {
         let found: Vec<_> = lines("one\r\n\r\n  \n two\n", 7).collect();
         assert_eq!(found, [(7, "one"), (10, " two")]);
-        let place = Place { name: "a.txt", line: None };
+        let place = SourceLine { name: "a.txt", line: None };
         assert_eq!(of_line(place, "{", Kind::Text, 9).unwrap(), Record::File("{".into()));
     }
 

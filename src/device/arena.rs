@@ -21,18 +21,18 @@ use crate::error::{Error, Result};
 
 /// Where the bytes of an arena are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Place {
+pub enum Placement {
     /// Memory of the device that computes.
     #[default]
     Memory,
     /// A nameless file on disk, whose pages are in memory only while they are used.
     Disk,
     /// Memory of the host that a device with memory of its own reads and writes by itself; on a host the same as
-    /// [`Place::Memory`].
+    /// [`Placement::Memory`].
     Host,
 }
 
-impl Place {
+impl Placement {
     /// Whether what is here was moved out of the memory that is planned.
     pub fn is_away(self) -> bool {
         self != Self::Memory
@@ -54,7 +54,7 @@ pub enum Chunk {
 /// Memory of the host, or of a file.
 pub struct HostPages {
     pages: memmap2::MmapMut,
-    place: Place,
+    place: Placement,
 }
 
 static MAPPED: AtomicUsize = AtomicUsize::new(0);
@@ -66,15 +66,15 @@ pub fn mapped() -> usize {
 
 impl Drop for HostPages {
     fn drop(&mut self) {
-        if self.place != Place::Disk {
+        if self.place != Placement::Disk {
             MAPPED.fetch_sub(self.pages.len(), Relaxed);
         }
     }
 }
 
 impl HostPages {
-    fn new(pages: memmap2::MmapMut, place: Place) -> Self {
-        if place != Place::Disk {
+    fn new(pages: memmap2::MmapMut, place: Placement) -> Self {
+        if place != Placement::Disk {
             MAPPED.fetch_add(pages.len(), Relaxed);
         }
         Self { pages, place }
@@ -95,7 +95,7 @@ impl Chunk {
     /// The mapping, if its pages may be released: those of a file come back as they were.
     pub(crate) fn of_file(&self) -> Option<&memmap2::MmapMut> {
         match self {
-            Self::Host(host) => (host.place == Place::Disk).then_some(&host.pages),
+            Self::Host(host) => (host.place == Placement::Disk).then_some(&host.pages),
             #[cfg(feature = "cuda")]
             Self::Cuda(_) | Self::Pinned(_) => None,
         }
@@ -146,7 +146,7 @@ pub struct TableRow {
     /// Shape, outermost first.
     pub shape: Vec<usize>,
     /// Where its bytes are.
-    pub place: Place,
+    pub place: Placement,
 }
 
 impl TableRow {
@@ -165,36 +165,36 @@ const PAGE: usize = 4096;
 /// Memory of one role, handed out front to back and freed as a whole.
 pub struct Arena {
     role: &'static str,
-    place: Place,
+    place: Placement,
     chunk: Option<Arc<Chunk>>,
     used: usize,
     rows: Vec<TableRow>,
 }
 
 impl Arena {
-    fn planning(role: &'static str, place: Place) -> Self {
+    fn planning(role: &'static str, place: Placement) -> Self {
         Self { role, place, chunk: None, used: 0, rows: Vec::new() }
     }
 
     fn sized(
         role: &'static str,
-        place: Place,
+        place: Placement,
         bytes: usize,
         spool: Option<&Path>,
         device: Device,
     ) -> Result<Self> {
         let chunk = match (place, spool, device) {
-            (Place::Disk, Some(folder), Device::Cpu) => {
+            (Placement::Disk, Some(folder), Device::Cpu) => {
                 Chunk::Host(HostPages::new(in_file(role, bytes.max(1), folder)?, place))
             }
-            (Place::Memory | Place::Host, _, Device::Cpu) => {
+            (Placement::Memory | Placement::Host, _, Device::Cpu) => {
                 Chunk::Host(HostPages::new(in_memory(role, bytes.max(1))?, place))
             }
             #[cfg(feature = "cuda")]
-            (Place::Memory, _, Device::Cuda(gpu)) => Chunk::Cuda(Memory::zeroed(gpu, bytes, role)?),
+            (Placement::Memory, _, Device::Cuda(gpu)) => Chunk::Cuda(Memory::zeroed(gpu, bytes, role)?),
             #[cfg(feature = "cuda")]
-            (Place::Host, _, Device::Cuda(gpu)) => Chunk::Pinned(Pinned::zeroed(gpu, bytes, role)?),
-            (Place::Disk, ..) => {
+            (Placement::Host, _, Device::Cuda(gpu)) => Chunk::Pinned(Pinned::zeroed(gpu, bytes, role)?),
+            (Placement::Disk, ..) => {
                 return Err(Error::failed(format!("{role} has no folder to be kept in; please report this")));
             }
         };
@@ -213,8 +213,8 @@ impl Arena {
     pub fn take(&mut self, name: impl Into<String>, dtype: DType, shape: &[usize]) -> Result<Buffer> {
         let len = shape.iter().product::<usize>();
         let start = match self.place {
-            Place::Memory | Place::Host => self.used,
-            Place::Disk => self.used.next_multiple_of(PAGE),
+            Placement::Memory | Placement::Host => self.used,
+            Placement::Disk => self.used.next_multiple_of(PAGE),
         };
         let end = start + (len * dtype.size()).next_multiple_of(ALIGN);
         let row =
@@ -314,7 +314,7 @@ impl Arenas {
     pub fn build<T>(
         &mut self,
         role: &'static str,
-        place: Place,
+        place: Placement,
         mut cut: impl FnMut(&mut Arena) -> Result<T>,
     ) -> Result<T> {
         let mut arena = Arena::planning(role, place);
@@ -355,9 +355,9 @@ mod tests {
     #[test]
     fn a_plan_and_its_arena_agree() {
         let mut plan = Arenas::planning();
-        plan.build("workspace", Place::Memory, cut).unwrap();
+        plan.build("workspace", Placement::Memory, cut).unwrap();
         let mut real = Arenas::real(None);
-        let (mut x, ids) = real.build("workspace", Place::Memory, cut).unwrap();
+        let (mut x, ids) = real.build("workspace", Placement::Memory, cut).unwrap();
         assert_eq!(plan.rows(), real.rows());
         assert_eq!(real.rows().iter().map(TableRow::bytes).sum::<usize>(), 64 + 64);
         x.view_mut().host::<f32>()[14] = 1.5;
@@ -367,7 +367,7 @@ mod tests {
 
     #[test]
     fn an_exhausted_arena_refuses() {
-        let mut arena = Arena::sized("saved", Place::Memory, 64, None, Device::Cpu).unwrap();
+        let mut arena = Arena::sized("saved", Placement::Memory, 64, None, Device::Cpu).unwrap();
         arena.take("a", DType::F32, &[16]).unwrap();
         assert!(arena.take("b", DType::F32, &[1]).is_err());
     }
@@ -376,7 +376,7 @@ mod tests {
     fn a_file_arena_keeps_what_is_released() {
         let folder = tempfile::tempdir().unwrap();
         let mut arenas = Arenas::real(Some(folder.path().to_owned()));
-        let (mut x, mut ids) = arenas.build("saved", Place::Disk, cut).unwrap();
+        let (mut x, mut ids) = arenas.build("saved", Placement::Disk, cut).unwrap();
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "the file has no name");
         x.view_mut().host::<f32>().fill(2.5);
         ids.view_mut().host::<u32>().fill(9);
@@ -385,7 +385,7 @@ mod tests {
         assert_eq!(x.view().host::<f32>(), [2.5; 15]);
         assert_eq!(ids.view().host::<u32>(), [9; 7]);
         std::fs::write(folder.path().join("file"), "").unwrap();
-        let gone = Arenas::real(Some(folder.path().join("file"))).build("saved", Place::Disk, cut);
+        let gone = Arenas::real(Some(folder.path().join("file"))).build("saved", Placement::Disk, cut);
         assert!(gone.unwrap_err().to_string().contains("bytes for saved"));
     }
 }

@@ -1,8 +1,8 @@
 //! Buffers that leave the memory of a device for that of its host and come back, while kernels work on others.
 //!
 //! A place is a buffer of the device that copies go from or to. For each place kernels and copies take turns: a copy
-//! waits for the kernels that were started before it, and kernels are told to wait for it by [`Mover::wait`]. On a host
-//! a copy is done when [`Mover::copy`] returns.
+//! waits for the kernels that were started before it, and kernels are told to wait for it by [`AsyncCopier::wait`]. On a host
+//! a copy is done when [`AsyncCopier::copy`] returns.
 
 #[cfg(feature = "cuda")]
 use super::cuda;
@@ -10,15 +10,15 @@ use super::{Device, View, ViewMut};
 use crate::error::Result;
 
 /// What copies.
-pub enum Mover {
+pub enum AsyncCopier {
     /// A host by itself.
     Host,
     /// A device, beside its kernels.
     #[cfg(feature = "cuda")]
-    Cuda(cuda::async_copy::Mover),
+    Cuda(cuda::async_copy::AsyncCopier),
 }
 
-impl Mover {
+impl AsyncCopier {
     /// For `places` places of `device`.
     ///
     /// # Errors
@@ -30,7 +30,7 @@ impl Mover {
                 Ok(Self::Host)
             }
             #[cfg(feature = "cuda")]
-            Device::Cuda(gpu) => Ok(Self::Cuda(cuda::async_copy::Mover::new(gpu, places)?)),
+            Device::Cuda(gpu) => Ok(Self::Cuda(cuda::async_copy::AsyncCopier::new(gpu, places)?)),
         }
     }
 

@@ -4,7 +4,7 @@ use std::{ptr::NonNull, sync::Arc};
 
 use super::{
     DType, Device, Element,
-    arena::{Arena, Arenas, Chunk, Place},
+    arena::{Arena, Arenas, Chunk, Placement},
     page_cache::Region,
     view::{View, ViewMut},
 };
@@ -40,7 +40,7 @@ impl Buffer {
     /// [`Error::Memory`] when there is no memory for it.
     pub fn on<T: Element>(device: Device, values: &[T]) -> Result<Self> {
         let cut = |arena: &mut Arena| arena.take("values", T::DTYPE, &[values.len()]);
-        let mut buffer = Arenas::real(None).on(device).build("values", Place::Memory, cut)?;
+        let mut buffer = Arenas::real(None).on(device).build("values", Placement::Memory, cut)?;
         buffer.view_mut().upload(values);
         Ok(buffer)
     }

@@ -20,14 +20,14 @@
 
 /// How the buffer of a row-major factor holds it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Stored {
+pub struct FactorLayout {
     /// Whether it holds the transpose.
     pub transposed: bool,
     /// Elements between the rows of the buffer.
     pub ld: usize,
 }
 
-impl Stored {
+impl FactorLayout {
     /// The factor itself.
     pub fn plain(ld: usize) -> Self {
         Self { transposed: false, ld }
@@ -54,7 +54,7 @@ pub struct Operand {
 
 /// Sizes and layouts of `D (m, n) = op(A) op(B) + beta C`, column-major; C is laid out as D.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Product {
+pub struct GemmLayout {
     /// Columns of the row-major result.
     pub m: usize,
     /// Rows of the row-major result.
@@ -69,11 +69,16 @@ pub struct Product {
     pub d: Operand,
 }
 
-impl Product {
+impl GemmLayout {
     /// Row-major `Y (rows, cols) = L (rows, inner) R (inner, cols)`, whose rows stand `ld` apart.
-    pub fn of((rows, cols, inner): (usize, usize, usize), left: Stored, right: Stored, ld: usize) -> Self {
+    pub fn of(
+        (rows, cols, inner): (usize, usize, usize),
+        left: FactorLayout,
+        right: FactorLayout,
+        ld: usize,
+    ) -> Self {
         let (m, n, k) = (cols, rows, inner);
-        let operand = |stored: Stored, plain: (usize, usize)| {
+        let operand = |stored: FactorLayout, plain: (usize, usize)| {
             let (rows, cols) = if stored.transposed { (plain.1, plain.0) } else { plain };
             Operand { transposed: stored.transposed, rows, cols, ld: stored.ld }
         };
@@ -83,17 +88,17 @@ impl Product {
 
     /// Row-major `y (n, cols) = x (n, rows) W (rows, cols)`, all dense.
     pub fn nn(n: usize, rows: usize, cols: usize) -> Self {
-        Self::of((n, cols, rows), Stored::plain(rows), Stored::plain(cols), cols)
+        Self::of((n, cols, rows), FactorLayout::plain(rows), FactorLayout::plain(cols), cols)
     }
 
     /// Row-major `y (n, rows) = x (n, cols) W^T` of a `W (rows, cols)`, all dense.
     pub fn nt(n: usize, rows: usize, cols: usize) -> Self {
-        Self::of((n, rows, cols), Stored::plain(cols), Stored::transposed(cols), rows)
+        Self::of((n, rows, cols), FactorLayout::plain(cols), FactorLayout::transposed(cols), rows)
     }
 
     /// Row-major `dW (outputs, inputs) = dy^T x` of `dy (n, outputs)` and `x (n, inputs)`, all dense.
     pub fn tn(n: usize, inputs: usize, outputs: usize) -> Self {
-        Self::of((outputs, inputs, n), Stored::transposed(outputs), Stored::plain(inputs), inputs)
+        Self::of((outputs, inputs, n), FactorLayout::transposed(outputs), FactorLayout::plain(inputs), inputs)
     }
 }
 
@@ -104,7 +109,14 @@ mod tests {
 
     /// What cuBLASLt's manual says of the descriptor, in plain loops; memory that no matrix covers must not
     /// be touched.
-    fn interpret(p: Product, a: &[f64], b: &[f64], c: &[f64], beta: f64, bias: Option<&[f64]>) -> Vec<f64> {
+    fn interpret(
+        p: GemmLayout,
+        a: &[f64],
+        b: &[f64],
+        c: &[f64],
+        beta: f64,
+        bias: Option<&[f64]>,
+    ) -> Vec<f64> {
         let at = |operand: Operand, row: usize, column: usize| {
             let (row, column) = if operand.transposed { (column, row) } else { (row, column) };
             assert!(row < operand.rows && column < operand.cols && operand.ld >= operand.rows, "{operand:?}");
@@ -138,7 +150,7 @@ mod tests {
                 expected[i * cols + j] += sum + bias[j];
             }
         }
-        close(&interpret(Product::nn(n, rows, cols), &w, &x, &residual, 1.0, Some(&bias)), &expected);
+        close(&interpret(GemmLayout::nn(n, rows, cols), &w, &x, &residual, 1.0, Some(&bias)), &expected);
     }
 
     #[test]
@@ -151,7 +163,7 @@ mod tests {
                 expected[i * rows + j] = (0..cols).map(|k| dy[i * cols + k] * w[j * cols + k]).sum();
             }
         }
-        close(&interpret(Product::nt(n, rows, cols), &w, &dy, &vec![0.0; n * rows], 0.0, None), &expected);
+        close(&interpret(GemmLayout::nt(n, rows, cols), &w, &dy, &vec![0.0; n * rows], 0.0, None), &expected);
     }
 
     #[test]
@@ -165,7 +177,7 @@ mod tests {
                     (0..n).map(|k| dy[k * outputs + o] * x[k * inputs + i]).sum::<f64>();
             }
         }
-        close(&interpret(Product::tn(n, inputs, outputs), &x, &dy, &before, 1.0, None), &expected);
+        close(&interpret(GemmLayout::tn(n, inputs, outputs), &x, &dy, &before, 1.0, None), &expected);
     }
 
     #[test]
@@ -180,10 +192,10 @@ mod tests {
                 expected[i * ld + j] = (0..c).map(|k| hidden[i * c + k] * table[j * c + k]).sum();
             }
         }
-        let whole = Product::of((n, v, c), Stored::plain(c), Stored::transposed(c), ld);
+        let whole = GemmLayout::of((n, v, c), FactorLayout::plain(c), FactorLayout::transposed(c), ld);
         let y = interpret(whole, &table, &hidden, &padding, 0.0, None);
         close(&y, &expected);
-        let part = Product::of((n, 2, c), Stored::plain(c), Stored::transposed(c), ld);
+        let part = GemmLayout::of((n, 2, c), FactorLayout::plain(c), FactorLayout::transposed(c), ld);
         let stretch = interpret(part, &table[3 * c..], &hidden, &padding[3..], 0.0, None);
         (0..n).for_each(|i| close(&stretch[i * ld..i * ld + 2], &expected[i * ld + 3..i * ld + 5]));
     }
@@ -192,8 +204,10 @@ mod tests {
     fn a_product_may_be_summed_in_stretches_of_its_inner_size() {
         let (n, rows, cols) = (3, 7, 4);
         let (x, w) = (doubles(1, n * rows), doubles(2, rows * cols));
-        let whole = interpret(Product::nn(n, rows, cols), &w, &x, &vec![0.0; n * cols], 0.0, None);
-        let stretch = |count| Product::of((n, cols, count), Stored::plain(rows), Stored::plain(cols), cols);
+        let whole = interpret(GemmLayout::nn(n, rows, cols), &w, &x, &vec![0.0; n * cols], 0.0, None);
+        let stretch = |count| {
+            GemmLayout::of((n, cols, count), FactorLayout::plain(rows), FactorLayout::plain(cols), cols)
+        };
         let first = interpret(stretch(5), &w, &x, &vec![0.0; n * cols], 0.0, None);
         close(&interpret(stretch(2), &w[5 * cols..], &x[5..], &first, 1.0, None), &whole);
     }

@@ -12,14 +12,14 @@ use super::Device;
 use super::cuda;
 
 /// Recorded work.
-pub struct Recording {
+pub struct Graph {
     #[cfg(feature = "cuda")]
-    inner: cuda::graph::Recording,
+    inner: cuda::graph::Graph,
     #[cfg(not(feature = "cuda"))]
     inner: Infallible,
 }
 
-impl Recording {
+impl Graph {
     /// Records what `work` starts on `device` instead of doing it. `None` where nothing can be recorded: on a host, and
     /// where the device refuses; `work` has done nothing then, or has not been called.
     ///
@@ -32,7 +32,7 @@ impl Recording {
                 None
             }
             #[cfg(feature = "cuda")]
-            Device::Cuda(gpu) => Some(Self { inner: cuda::graph::Recording::new(gpu, work)? }),
+            Device::Cuda(gpu) => Some(Self { inner: cuda::graph::Graph::new(gpu, work)? }),
         }
     }
 

@@ -10,12 +10,12 @@ use super::{Device, Frozen, fixed::ALIGN};
 use crate::error::Result;
 
 /// How many parts are on the device at a time: the one in use and the one after it.
-pub const PLACES: usize = 2;
+pub const SLOTS: usize = 2;
 
 /// The places, and what moves parts into them.
-pub struct Stages {
+pub struct StagingSlots {
     #[cfg(feature = "cuda")]
-    inner: cuda::staging::Stages,
+    inner: cuda::staging::StagingSlots,
     #[cfg(not(feature = "cuda"))]
     inner: Infallible,
 }
@@ -25,7 +25,7 @@ pub fn bytes(part: &[&Frozen]) -> usize {
     part.iter().map(|tensor| tensor.bytes().next_multiple_of(ALIGN)).sum()
 }
 
-impl Stages {
+impl StagingSlots {
     /// Places for parts like `part`; none on a host, which works with weights where they lie.
     ///
     /// # Errors
@@ -37,7 +37,7 @@ impl Stages {
                 Ok(None)
             }
             #[cfg(feature = "cuda")]
-            Device::Cuda(gpu) => Ok(Some(Self { inner: cuda::staging::Stages::new(gpu, part)? })),
+            Device::Cuda(gpu) => Ok(Some(Self { inner: cuda::staging::StagingSlots::new(gpu, part)? })),
         }
     }
 

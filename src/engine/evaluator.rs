@@ -9,14 +9,14 @@ use crate::{
     data::Batch,
     device::{Buffer, arena::Arenas},
     error::Result,
-    model::{Base, Limits, Policy, Prompt, Stack, Trained, Wiring},
+    model::{AdapterBindings, Base, Limits, Policy, PrefixState, Stack, Trained},
 };
 
 /// A base, perhaps with an adapter, that only reads.
 pub struct Evaluator {
     stack: Stack,
     values: Buffer,
-    prompt: Option<Prompt>,
+    prompt: Option<PrefixState>,
 }
 
 impl Evaluator {
@@ -31,16 +31,16 @@ impl Evaluator {
         head_rows: usize,
     ) -> Result<Self> {
         let sets: Vec<(&AdapterSet, f32)> = adapter.iter().map(|(set, _)| (*set, 1.0)).collect();
-        let wiring = Wiring::new(&sets, base.config.layers)?;
+        let bindings = AdapterBindings::new(&sets, base.config.layers)?;
         let (device, activations) = (base.device, base.activations);
         let values = Buffer::on(device, adapter.map_or(&[][..], |(_, values)| values))?;
         let mut arenas = Arenas::real(None).on(device);
-        let mut prompt = Prompt::new(&wiring, &base.config, activations, false, &mut arenas)?;
+        let mut prompt = PrefixState::new(&bindings, &base.config, activations, false, &mut arenas)?;
         if let Some(prompt) = &mut prompt {
             prompt.refresh(values.view());
         }
         let policy = Policy { head_rows, activations, ..Policy::default() };
-        let stack = Stack::new(base, wiring, limits, policy, false, &mut arenas)?;
+        let stack = Stack::new(base, bindings, limits, policy, false, &mut arenas)?;
         Ok(Self { stack, values, prompt })
     }
 

@@ -10,17 +10,17 @@ use crate::{
         Buffer,
         DType::{F16, F32},
         Device,
-        arena::{Arenas, Place, TableRow},
+        arena::{Arenas, Placement, TableRow},
         cpu::on_pool,
     },
     error::{Error, Result},
     kernels::head_loss::Tally,
     model::{
-        Base, Config, Gradients, Limits, LossSum, Pass, Policy, Prompt, Stack, Trained, Wiring,
-        scratch::{self, Needs},
+        AdapterBindings, Base, Config, Gradients, Limits, LossSum, Pass, Policy, PrefixState, Stack, Trained,
+        scratch::{self, ScratchNeeds},
     },
-    observe::phase::{self, Moment},
-    optim::{AdamWOptions, Kept, LossScale, Optimizer, OptimizerKind, Stored, upload},
+    observe::phase::{self, Phase},
+    optim::{AdamWOptions, LossScale, Optimizer, OptimizerKind, SavedTensor, StateTensor, upload},
 };
 
 use crate::train::save::VALUES;
@@ -52,8 +52,8 @@ impl TrainerOptions {
     }
 
     /// What scratch depends on, for `set` on a base of `config`.
-    pub fn needs(&self, config: &Config, set: &AdapterSet) -> Needs {
-        Needs {
+    pub fn needs(&self, config: &Config, set: &AdapterSet) -> ScratchNeeds {
+        ScratchNeeds {
             rows: self.rows * self.seq_len,
             keys: self.seq_len + set.prefix.as_ref().map_or(0, |prefix| prefix.length),
             width: config.width,
@@ -105,7 +105,7 @@ impl Evaluation {
 
 /// What is trained, with its gradient and the optimizer's memory.
 struct Trainables {
-    prompt: Option<Prompt>,
+    prompt: Option<PrefixState>,
     store: Buffer,
     gradient: Buffer,
     optimizer: Optimizer,
@@ -114,14 +114,14 @@ struct Trainables {
 impl Trainables {
     fn cut(
         config: &Config,
-        wiring: &Wiring,
+        bindings: &AdapterBindings,
         set: &AdapterSet,
         options: TrainerOptions,
         arenas: &mut Arenas,
     ) -> Result<Self> {
         let len = set.layout.len;
-        let prompt = Prompt::new(wiring, config, options.policy.activations, true, arenas)?;
-        let (store, gradient) = arenas.build("trainables", Place::Memory, |arena| {
+        let prompt = PrefixState::new(bindings, config, options.policy.activations, true, arenas)?;
+        let (store, gradient) = arenas.build("trainables", Placement::Memory, |arena| {
             Ok((arena.take("values", F32, &[len])?, arena.take("gradient", F32, &[len])?))
         })?;
         let segments: Vec<usize> = set.layout.tensors.iter().map(TensorSlot::len).collect();
@@ -137,7 +137,7 @@ pub struct Trainer {
     stack: Stack,
     values: Buffer,
     gradient: Buffer,
-    prompt: Option<Prompt>,
+    prompt: Option<PrefixState>,
     optimizer: Optimizer,
     options: TrainerOptions,
     dropout: f64,
@@ -159,7 +159,7 @@ impl Trainer {
         options: TrainerOptions,
         mut arenas: Arenas,
     ) -> Result<Self> {
-        let wiring = Wiring::new(&[(&set, 1.0)], base.config.layers)?;
+        let bindings = AdapterBindings::new(&[(&set, 1.0)], base.config.layers)?;
         let len = set.layout.len;
         if values.len() != len {
             return Err(Error::failed(format!(
@@ -168,11 +168,11 @@ impl Trainer {
             )));
         }
         let Trainables { prompt, mut store, gradient, optimizer } =
-            Trainables::cut(&base.config, &wiring, &set, options, &mut arenas)?;
+            Trainables::cut(&base.config, &bindings, &set, options, &mut arenas)?;
         store.view_mut().upload(values);
         base.device.reserve(options.device_scratch(&base.config, &set))?;
         let scale = if options.policy.activations == F16 { LossScale::dynamic() } else { LossScale::NONE };
-        let stack = Stack::new(base, wiring, options.limits(), options.policy, true, &mut arenas)?;
+        let stack = Stack::new(base, bindings, options.limits(), options.policy, true, &mut arenas)?;
         let dropout = set.spec.lora.as_ref().map_or(0.0, |lora| lora.dropout);
         let table = arenas.into_rows();
         let mut trainer = Self {
@@ -197,10 +197,10 @@ impl Trainer {
     /// # Errors
     /// When the set brings more than one prefix.
     pub fn plan(config: &Config, set: &AdapterSet, options: TrainerOptions) -> Result<Vec<TableRow>> {
-        let wiring = Wiring::new(&[(set, 1.0)], config.layers)?;
+        let bindings = AdapterBindings::new(&[(set, 1.0)], config.layers)?;
         let mut arenas = Arenas::planning();
-        Trainables::cut(config, &wiring, set, options, &mut arenas)?;
-        Stack::plan(config, &wiring, options.limits(), options.policy, true, &mut arenas)?;
+        Trainables::cut(config, &bindings, set, options, &mut arenas)?;
+        Stack::plan(config, &bindings, options.limits(), options.policy, true, &mut arenas)?;
         Ok(arenas.into_rows())
     }
 
@@ -221,7 +221,7 @@ impl Trainer {
                 )));
             }
             let (scale, clip) = (self.gradient_scale, self.options.clip);
-            phase::enter(Moment::Update);
+            phase::enter(Phase::Update);
             let norm = on_pool(|| {
                 let gradient = self.gradient.view();
                 self.optimizer.update(self.values.view_mut(), gradient, lr, clip, scale)
@@ -312,7 +312,7 @@ impl Trainer {
 
     /// Everything that changes in training besides the count of steps: the values, then what the
     /// optimizer keeps, by name. Views of the buffers, for a resume file.
-    pub fn tensors(&self) -> Vec<Kept<'_>> {
+    pub fn tensors(&self) -> Vec<StateTensor<'_>> {
         let mut tensors = vec![(VALUES, self.values.view(), self.values.region())];
         tensors.extend(self.optimizer.tensors());
         tensors
@@ -322,7 +322,7 @@ impl Trainer {
     ///
     /// # Errors
     /// When they belong to another number of trainables or another optimizer; nothing is changed then.
-    pub fn restore(&mut self, step: u64, tensors: &[Stored]) -> Result<()> {
+    pub fn restore(&mut self, step: u64, tensors: &[SavedTensor]) -> Result<()> {
         let len = self.set.layout.len;
         let Some((values, moments)) = tensors.split_first().filter(|(values, _)| values.name == VALUES)
         else {

@@ -15,7 +15,7 @@ use crate::{
     data::Tokenizer,
     device::Frozen,
     error::Result,
-    model::{Base, BlockWeights, Decoder, Wiring},
+    model::{AdapterBindings, Base, BlockWeights, Decoder},
     observe::machine,
 };
 
@@ -65,7 +65,7 @@ pub struct Generator<'a> {
     base: Arc<Base>,
     /// Laid out for many samples, once there were some.
     settled: OnceCell<Arc<Base>>,
-    wiring: Wiring,
+    bindings: AdapterBindings,
     values: Vec<f32>,
     tokenizer: Option<&'a Tokenizer>,
     end_of_text: Option<u32>,
@@ -78,18 +78,18 @@ impl<'a> Generator<'a> {
     /// When more than one adapter brings a prefix.
     pub fn new(base: Arc<Base>, adapters: &[Scaled], tokenizer: Option<&'a Tokenizer>) -> Result<Self> {
         let sets: Vec<(&AdapterSet, f32)> = adapters.iter().map(|(set, _, factor)| (*set, *factor)).collect();
-        let wiring = Wiring::new(&sets, base.config.layers)?;
+        let bindings = AdapterBindings::new(&sets, base.config.layers)?;
         let values = adapters.iter().flat_map(|(_, values, _)| values.iter().copied()).collect();
         let end_of_text = match tokenizer {
             Some(tokenizer) => tokenizer.end_of_text(base.config.eos_token),
             None => base.config.eos_token,
         };
-        Ok(Self { base, settled: OnceCell::new(), wiring, values, tokenizer, end_of_text })
+        Ok(Self { base, settled: OnceCell::new(), bindings, values, tokenizer, end_of_text })
     }
 
     /// Tokens of prompt and continuation together that fit behind the prefix.
     pub fn room(&self) -> usize {
-        self.base.config.positions.saturating_sub(self.wiring.prefix_len())
+        self.base.config.positions.saturating_sub(self.bindings.prefix_len())
     }
 
     /// `options.num_samples` continuations of `prompt`; sample i draws with `options.seed + i`.
@@ -109,9 +109,9 @@ impl<'a> Generator<'a> {
         let mut start = Instant::now();
         let capacity = self.room().min(prompt.len().saturating_add(options.max_new_tokens)).max(prompt.len());
         let rows = options.micro_batch.clamp(1, options.num_samples.max(1));
-        let (wiring, values) = (self.wiring.clone(), self.values.clone());
+        let (bindings, values) = (self.bindings.clone(), self.values.clone());
         let base = self.laid_out(rows, capacity - prompt.len());
-        let mut decoder = Decoder::new(base, wiring, values, rows, capacity)?;
+        let mut decoder = Decoder::new(base, bindings, values, rows, capacity)?;
         let logits = decoder.feed(prompt)?.to_vec();
         let mut samples = Vec::new();
         for first in (0..options.num_samples).step_by(rows) {

@@ -1,22 +1,22 @@
 //! All memory of a [`Stack`](super::Stack): cut here, once to count and once to hold.
 //!
 //! Inputs of blocks that must last until the backward are buffers of their own; or, where they wait in the host's memory
-//! ([`Place::Host`]), three buffers of the device that they take in turn: the forward writes one, reads another, and
+//! ([`Placement::Host`]), three buffers of the device that they take in turn: the forward writes one, reads another, and
 //! the third is on its way out; the backward reads one while the next comes in.
 
 use crate::{
     device::{
         Buffer,
-        arena::{Arenas, Place},
-        async_copy::Mover,
+        arena::{Arenas, Placement},
+        async_copy::AsyncCopier,
         page_cache::Region,
     },
     error::Result,
 };
 
 use super::{
-    bindings::Wiring,
-    buffers::{BackwardWork, BlockBuffers, HeadWork, Owned, Parts, Passes, Sizes, Work},
+    bindings::AdapterBindings,
+    buffers::{BackwardWork, BlockActivations, BlockBuffers, HeadWork, OwnedMask, Passes, Sizes, Workspace},
     policy::{Keep, Policy},
     stack::lost,
 };
@@ -30,7 +30,7 @@ pub const TURNS: usize = 3;
 /// Inputs of blocks in the host's memory.
 struct Waiting {
     // First, so that it is dropped first: it ends when copies have.
-    mover: Mover,
+    mover: AsyncCopier,
     /// Copies of the inputs from the first lasting one on; of the last ones, which nothing overwrites, there are none.
     copies: Vec<Buffer>,
     /// Which layer's input each of the buffers on the device holds.
@@ -38,7 +38,7 @@ struct Waiting {
 }
 
 /// Buffers of a stack.
-pub struct Held {
+pub struct ActivationBuffers {
     /// Where inputs wait, if not in `residual`.
     waiting: Option<Waiting>,
     /// Inputs of the blocks and output of the last, `(n, c)`.
@@ -46,35 +46,35 @@ pub struct Held {
     /// First layer whose input must last until the backward; those below take turns with two buffers.
     lasting: usize,
     /// What each block keeps.
-    layers: Vec<Parts>,
+    layers: Vec<BlockActivations>,
     /// What blocks use in turn.
-    shared: Parts,
+    shared: BlockActivations,
     /// Workspace of a forward.
-    work: Work,
+    work: Workspace,
     /// Workspace of head and loss.
     head: HeadWork,
     /// Workspace of a backward; `None` where there is no training.
     back: Option<BackwardWork>,
 }
 
-impl Held {
-    /// Cuts all buffers for `wiring` under `policy`; `training` adds what a backward needs.
+impl ActivationBuffers {
+    /// Cuts all buffers for `bindings` under `policy`; `training` adds what a backward needs.
     ///
     /// # Errors
     /// When memory cannot be reserved.
     pub fn cut(
         arenas: &mut Arenas,
         sizes: Sizes,
-        wiring: &Wiring,
+        bindings: &AdapterBindings,
         policy: Policy,
         training: bool,
     ) -> Result<Self> {
         let (layers, width) = (sizes.config.layers, sizes.config.width);
-        let lasting = if training { wiring.lowest().min(layers) } else { layers + 1 };
+        let lasting = if training { bindings.lowest().min(layers) } else { layers + 1 };
         let shape = [sizes.limits.cells(), width];
-        let waits = policy.inputs == Place::Host;
+        let waits = policy.inputs == Placement::Host;
         let last = if waits { layers.min(lasting + TURNS - 1) } else { layers };
-        let place = if waits { Place::Memory } else { policy.inputs };
+        let place = if waits { Placement::Memory } else { policy.inputs };
         let residual = arenas.build("saved inputs", place, |arena| {
             let in_turn = lasting.min(2);
             (0..in_turn)
@@ -84,59 +84,65 @@ impl Held {
                 .collect::<Result<Vec<_>>>()
         })?;
         let waiting = if waits {
-            let copies = arenas.build("offloaded inputs", Place::Host, |arena| {
+            let copies = arenas.build("offloaded inputs", Placement::Host, |arena| {
                 (lasting + TURNS..=layers)
                     .map(|above| arena.take(format!("residual {}", above - TURNS), sizes.activations, &shape))
                     .collect::<Result<Vec<_>>>()
             })?;
-            Some(Waiting { mover: Mover::new(arenas.device(), TURNS)?, copies, holds: [None; TURNS] })
+            Some(Waiting { mover: AsyncCopier::new(arenas.device(), TURNS)?, copies, holds: [None; TURNS] })
         } else {
             None
         };
-        let ranks = |layer: usize| std::array::from_fn(|site| wiring.ranks(layer, site));
+        let ranks = |layer: usize| std::array::from_fn(|site| bindings.ranks(layer, site));
         let keeps = |layer: usize| {
             let trained = training && layer >= lasting;
             if trained { policy.recompute.keeps(layer) } else { Keep::Input }
         };
-        let (kept, shared) = arenas.build("saved activations", Place::Memory, |arena| {
+        let (kept, shared) = arenas.build("saved activations", Placement::Memory, |arena| {
             let kept = (0..layers)
                 .map(|layer| {
                     let name = format!("block {layer}");
-                    Parts::cut(arena, &name, sizes, ranks(layer), Parts::kept(keeps(layer)))
+                    BlockActivations::cut(
+                        arena,
+                        &name,
+                        sizes,
+                        ranks(layer),
+                        BlockActivations::kept(keeps(layer)),
+                    )
                 })
                 .collect::<Result<Vec<_>>>()?;
             let most = std::array::from_fn(|site| {
-                (0..layers).map(|layer| wiring.ranks(layer, site)).max().unwrap_or(0)
+                (0..layers).map(|layer| bindings.ranks(layer, site)).max().unwrap_or(0)
             });
             // An evaluation borrows one block for all layers: a kept one serves where all are alike.
             let alike = (0..layers).all(|layer| ranks(layer) == most);
             let missing: [bool; 4] = std::array::from_fn(|part| {
-                let own = (0..layers).all(|layer| Parts::kept(keeps(layer))[part]);
+                let own = (0..layers).all(|layer| BlockActivations::kept(keeps(layer))[part]);
                 !(own && alike)
             });
-            Ok((kept, Parts::cut(arena, "shared block", sizes, most, missing)?))
+            Ok((kept, BlockActivations::cut(arena, "shared block", sizes, most, missing)?))
         })?;
-        let (work, head, back) = arenas.build("workspace", Place::Memory, |arena| {
-            let passes = Passes { head_rows: policy.head_rows, backward: training.then_some(wiring) };
-            let work = Work::cut(arena, sizes, passes)?;
+        let (work, head, back) = arenas.build("workspace", Placement::Memory, |arena| {
+            let passes = Passes { head_rows: policy.head_rows, backward: training.then_some(bindings) };
+            let work = Workspace::cut(arena, sizes, passes)?;
             let head = HeadWork::cut(arena, sizes, policy.head_rows)?;
-            let back = training.then(|| BackwardWork::cut(arena, sizes, wiring)).transpose()?;
+            let back = training.then(|| BackwardWork::cut(arena, sizes, bindings)).transpose()?;
             Ok((work, head, back))
         })?;
         Ok(Self { waiting, residual, lasting, layers: kept, shared, work, head, back })
     }
 
-    /// The memory of block `layer`, to be given back with [`Held::give_back`].
+    /// The memory of block `layer`, to be given back with [`ActivationBuffers::give_back`].
     ///
     /// # Errors
     /// When an earlier failure left it unaccounted for.
-    pub fn block(&mut self, layer: usize) -> Result<(BlockBuffers, Owned)> {
+    pub fn block(&mut self, layer: usize) -> Result<(BlockBuffers, OwnedMask)> {
         let own = self.layers.get_mut(layer).ok_or_else(lost)?;
         own.assemble(&mut self.shared).ok_or_else(lost)
     }
 
     /// Takes back the memory of block `layer`.
-    pub fn give_back(&mut self, layer: usize, buffers: BlockBuffers, owned: Owned) {
+    pub fn give_back(&mut self, layer: usize, buffers: BlockBuffers, owned: OwnedMask) {
         if let Some(own) = self.layers.get_mut(layer) {
             own.dissolve(buffers, owned, &mut self.shared);
         }
@@ -145,10 +151,10 @@ impl Held {
     /// Memory for any block of a pass that keeps nothing, to be given back as that of [`ANY`].
     ///
     /// # Errors
-    /// As [`Held::block`].
-    pub fn any_block(&mut self) -> Result<(BlockBuffers, Owned)> {
+    /// As [`ActivationBuffers::block`].
+    pub fn any_block(&mut self) -> Result<(BlockBuffers, OwnedMask)> {
         if self.shared.is_whole() {
-            return Parts::default().assemble(&mut self.shared).ok_or_else(lost);
+            return BlockActivations::default().assemble(&mut self.shared).ok_or_else(lost);
         }
         self.block(ANY)
     }
@@ -213,7 +219,7 @@ impl Held {
     }
 
     /// Input and output of block `layer` and the workspace of a forward.
-    pub fn step(&mut self, layer: usize) -> (&Buffer, &mut Buffer, &mut Work) {
+    pub fn step(&mut self, layer: usize) -> (&Buffer, &mut Buffer, &mut Workspace) {
         self.claim(layer + 1);
         let (read, write) = (self.place(layer), self.place(layer + 1));
         let (x, y) = two(&mut self.residual, read, write);
@@ -221,7 +227,7 @@ impl Held {
     }
 
     /// Input of block `layer` and the workspace of both directions.
-    pub fn back(&mut self, layer: usize) -> Option<(&Buffer, &mut Work, &mut BackwardWork)> {
+    pub fn back(&mut self, layer: usize) -> Option<(&Buffer, &mut Workspace, &mut BackwardWork)> {
         let place = self.place(layer);
         if let (Some(turn), Some(waiting)) = (self.turn(layer), &mut self.waiting) {
             waiting.mover.wait(turn);
@@ -230,7 +236,7 @@ impl Held {
     }
 
     /// Output of the last block, and the workspace of the head and of a backward.
-    pub fn head(&mut self) -> (&Buffer, &mut Work, &mut HeadWork, Option<&mut BackwardWork>) {
+    pub fn head(&mut self) -> (&Buffer, &mut Workspace, &mut HeadWork, Option<&mut BackwardWork>) {
         let place = self.place(self.layers.len());
         (&self.residual[place], &mut self.work, &mut self.head, self.back.as_mut())
     }

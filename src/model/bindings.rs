@@ -29,18 +29,18 @@ pub type LayerDeltas = [Vec<Delta>; SITES];
 
 /// Adapter sets bound to one flat store of values.
 #[derive(Debug, Clone)]
-pub struct Wiring {
+pub struct AdapterBindings {
     /// Deltas by layer.
     pub layers: Vec<LayerDeltas>,
     /// The prefix, if any set has one.
-    pub prefix: Option<PrefixWiring>,
+    pub prefix: Option<PrefixBinding>,
     /// Length of the flat store.
     pub len: usize,
 }
 
 /// A prefix: its length and where its values lie in the flat store.
 #[derive(Debug, Clone)]
-pub struct PrefixWiring {
+pub struct PrefixBinding {
     /// p.
     pub length: usize,
     /// What is learned of it.
@@ -73,7 +73,7 @@ pub struct Projection {
     pub out_bias: usize,
 }
 
-impl Wiring {
+impl AdapterBindings {
     /// No adapter: the base alone.
     pub fn none(layers: usize) -> Self {
         Self { layers: vec![LayerDeltas::default(); layers], prefix: None, len: 0 }
@@ -84,11 +84,11 @@ impl Wiring {
     /// # Errors
     /// When more than one set brings a prefix.
     pub fn new(sets: &[(&AdapterSet, f32)], layers: usize) -> Result<Self> {
-        let mut wiring = Self::none(layers);
+        let mut bindings = Self::none(layers);
         for (set, factor) in sets {
-            wiring.add(set, *factor)?;
+            bindings.add(set, *factor)?;
         }
-        Ok(wiring)
+        Ok(bindings)
     }
 
     fn add(&mut self, set: &AdapterSet, factor: f32) -> Result<()> {
@@ -117,7 +117,7 @@ impl Wiring {
                     })
                 }
             };
-            let wired = PrefixWiring { length: prefix.length, source };
+            let wired = PrefixBinding { length: prefix.length, source };
             if self.prefix.replace(wired).is_some() {
                 return Err(Error::input(
                     "two of the adapters bring a prefix, and a model has room for one; leave one --adapter out",

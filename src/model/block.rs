@@ -18,7 +18,7 @@ use crate::{
 
 use super::{
     bindings::{LayerDeltas, Site},
-    buffers::{BackwardWork, BlockBuffers, Room, Work},
+    buffers::{BackwardWork, BlockBuffers, SharedScratch, Workspace},
     cache::LayerCache,
     policy::Keep,
 };
@@ -178,7 +178,7 @@ impl<'a> Block<'a> {
         &self,
         x: View,
         mut buffers: BlockBuffers,
-        work: &mut Work,
+        work: &mut Workspace,
         cache: Option<&mut LayerCache>,
         y: ViewMut,
     ) -> Saved {
@@ -194,7 +194,7 @@ impl<'a> Block<'a> {
         &self,
         x: View,
         kept: &mut BlockBuffers,
-        work: &mut Work,
+        work: &mut Workspace,
         cache: Option<&mut LayerCache>,
     ) {
         let (n, m, c) = (self.cells(), self.outputs(), self.config.width);
@@ -210,7 +210,7 @@ impl<'a> Block<'a> {
     }
 
     /// `qkv = c_attn(ln_1(x))`.
-    fn queries_keys_values(&self, x: View, kept: &mut BlockBuffers, work: &mut Work) {
+    fn queries_keys_values(&self, x: View, kept: &mut BlockBuffers, work: &mut Workspace) {
         let (n, c) = (self.cells(), self.config.width);
         let (normed, stats) = (rows!(mut work.normed, n, c), rows!(mut kept.small.stats_1, n, 2));
         layernorm::forward(x, self.norm(&self.weights.ln_1), normed, stats);
@@ -242,7 +242,7 @@ impl<'a> Block<'a> {
     }
 
     /// `inner = c_fc(ln_2(middle))`.
-    fn mlp_inside(&self, kept: &mut BlockBuffers, work: &mut Work) {
+    fn mlp_inside(&self, kept: &mut BlockBuffers, work: &mut Workspace) {
         let (n, c, f) = (self.outputs(), self.config.width, self.config.inner);
         let (normed, stats) = (rows!(mut work.normed, n, c), rows!(mut kept.small.stats_2, n, 2));
         layernorm::forward(rows!(kept.outputs.middle, n, c), self.norm(&self.weights.ln_2), normed, stats);
@@ -251,7 +251,7 @@ impl<'a> Block<'a> {
     }
 
     /// `y = middle + c_proj(f(c_fc(ln_2(middle))))`.
-    fn mlp_half(&self, kept: &mut BlockBuffers, work: &mut Work, y: ViewMut) {
+    fn mlp_half(&self, kept: &mut BlockBuffers, work: &mut Workspace, y: ViewMut) {
         let (n, c, f) = (self.outputs(), self.config.width, self.config.inner);
         self.mlp_inside(kept, work);
         activation::forward(
@@ -271,7 +271,7 @@ impl<'a> Block<'a> {
 
     /// Computes again what a forward from `x (n, c)` filled `kept` with, without the parts that `keep` kept,
     /// by the same functions and hence with the same bits; the block's output is not computed again.
-    pub fn again(&self, x: View, mut kept: BlockBuffers, work: &mut Work, keep: Keep) -> Saved {
+    pub fn again(&self, x: View, mut kept: BlockBuffers, work: &mut Workspace, keep: Keep) -> Saved {
         match keep {
             Keep::All | Keep::Attention => {}
             Keep::Outputs => self.queries_keys_values(x, &mut kept, work),
@@ -297,7 +297,7 @@ impl<'a> Block<'a> {
         &self,
         x: View,
         saved: Saved,
-        work: &mut Work,
+        work: &mut Workspace,
         back: &mut BackwardWork,
         to: &mut Gradients,
         input_gradient: bool,
@@ -312,7 +312,7 @@ impl<'a> Block<'a> {
     fn mlp_half_backward(
         &self,
         kept: &mut BlockBuffers,
-        work: &mut Work,
+        work: &mut Workspace,
         back: &mut BackwardWork,
         to: &mut Gradients,
     ) {
@@ -365,7 +365,7 @@ impl<'a> Block<'a> {
         &self,
         x: View,
         kept: &mut BlockBuffers,
-        work: &mut Work,
+        work: &mut Workspace,
         back: &mut BackwardWork,
         to: &mut Gradients,
         input_gradient: bool,
@@ -396,7 +396,7 @@ impl<'a> Block<'a> {
     fn attention_output_backward(
         &self,
         kept: &BlockBuffers,
-        work: &mut Work,
+        work: &mut Workspace,
         back: &mut BackwardWork,
         to: &mut Gradients,
     ) {
@@ -418,7 +418,7 @@ impl<'a> Block<'a> {
     fn attention_backward(
         &self,
         kept: &BlockBuffers,
-        room: &mut Room,
+        room: &mut SharedScratch,
         back: &mut BackwardWork,
         to: &mut Gradients,
     ) {

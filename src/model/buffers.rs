@@ -16,7 +16,7 @@ use crate::{
 
 use super::{
     Config,
-    bindings::{SITES, Site, Wiring},
+    bindings::{AdapterBindings, SITES, Site},
     policy::Keep,
 };
 
@@ -50,7 +50,7 @@ pub struct Sizes<'a> {
 /// What one block keeps between its forward and its backward, beside its input.
 pub struct BlockBuffers {
     /// Statistics and thin products.
-    pub small: Small,
+    pub small: BlockStatistics,
     /// Queries, keys, values `(n, 3c)`.
     pub qkv: Buffer,
     /// What the attention half yields.
@@ -60,7 +60,7 @@ pub struct BlockBuffers {
 }
 
 /// Statistics and thin products of a block.
-pub struct Small {
+pub struct BlockStatistics {
     /// Mean and rstd of the first layer norm `(n, 2)`.
     pub stats_1: Buffer,
     /// Log-sum-exp of the scores `(b, h, t)`.
@@ -79,7 +79,7 @@ pub struct Outputs {
     pub middle: Buffer,
 }
 
-impl Small {
+impl BlockStatistics {
     fn cut(arena: &mut Arena, name: &str, sizes: Sizes, ranks: [usize; SITES]) -> Result<Self> {
         let Sizes { config, limits, .. } = sizes;
         let n = limits.cells();
@@ -100,8 +100,8 @@ impl Small {
 
 /// The memory of a block as far as it is there: what a layer keeps, or what layers share.
 #[derive(Default)]
-pub struct Parts {
-    small: Option<Small>,
+pub struct BlockActivations {
+    small: Option<BlockStatistics>,
     qkv: Option<Buffer>,
     outputs: Option<Outputs>,
     inner: Option<Buffer>,
@@ -109,17 +109,17 @@ pub struct Parts {
 
 /// Which parts of a [`BlockBuffers`] belong to the layer; the others were lent by the shared ones.
 #[derive(Clone, Copy)]
-pub struct Owned([bool; 4]);
+pub struct OwnedMask([bool; 4]);
 
-impl Owned {
+impl OwnedMask {
     /// What the layer kept.
     pub fn keep(self) -> Keep {
-        let kept = |keep: &Keep| Parts::kept(*keep) == self.0;
+        let kept = |keep: &Keep| BlockActivations::kept(*keep) == self.0;
         [Keep::All, Keep::Attention, Keep::Outputs].into_iter().find(kept).unwrap_or(Keep::Input)
     }
 }
 
-impl Parts {
+impl BlockActivations {
     /// Cuts what a layer keeps, whose sites have these sums of ranks.
     ///
     /// # Errors
@@ -133,7 +133,7 @@ impl Parts {
     ) -> Result<Self> {
         let (n, c) = (sizes.limits.cells(), sizes.config.width);
         let [small, qkv, outputs, inner] = parts;
-        let small = small.then(|| Small::cut(arena, name, sizes, ranks)).transpose()?;
+        let small = small.then(|| BlockStatistics::cut(arena, name, sizes, ranks)).transpose()?;
         let mut take =
             |part: &str, width: usize| arena.take(format!("{name} {part}"), sizes.activations, &[n, width]);
         Ok(Self {
@@ -165,7 +165,7 @@ impl Parts {
 
     /// A whole block out of these parts and, for those that are missing, `shared` ones; `None` when a
     /// part is in neither, which only an earlier failure can bring about.
-    pub fn assemble(&mut self, shared: &mut Self) -> Option<(BlockBuffers, Owned)> {
+    pub fn assemble(&mut self, shared: &mut Self) -> Option<(BlockBuffers, OwnedMask)> {
         let owned = [self.small.is_some(), self.qkv.is_some(), self.outputs.is_some(), self.inner.is_some()];
         let buffers = BlockBuffers {
             small: self.small.take().or_else(|| shared.small.take())?,
@@ -173,13 +173,13 @@ impl Parts {
             outputs: self.outputs.take().or_else(|| shared.outputs.take())?,
             inner: self.inner.take().or_else(|| shared.inner.take())?,
         };
-        Some((buffers, Owned(owned)))
+        Some((buffers, OwnedMask(owned)))
     }
 
     /// Takes the parts of a block back to where they were.
-    pub fn dissolve(&mut self, buffers: BlockBuffers, owned: Owned, shared: &mut Self) {
+    pub fn dissolve(&mut self, buffers: BlockBuffers, owned: OwnedMask, shared: &mut Self) {
         let BlockBuffers { small, qkv, outputs, inner } = buffers;
-        let Owned([own_small, own_qkv, own_outputs, own_inner]) = owned;
+        let OwnedMask([own_small, own_qkv, own_outputs, own_inner]) = owned;
         (if own_small { &mut *self } else { &mut *shared }).small = Some(small);
         (if own_qkv { &mut *self } else { &mut *shared }).qkv = Some(qkv);
         (if own_outputs { &mut *self } else { &mut *shared }).outputs = Some(outputs);
@@ -193,25 +193,25 @@ impl BlockBuffers {
     /// # Errors
     /// When the arena is exhausted.
     pub fn cut(arena: &mut Arena, name: &str, sizes: Sizes, ranks: [usize; SITES]) -> Result<Self> {
-        let parts = &mut Parts::cut(arena, name, sizes, ranks, [true; 4])?;
-        let whole = parts.assemble(&mut Parts::default());
+        let parts = &mut BlockActivations::cut(arena, name, sizes, ranks, [true; 4])?;
+        let whole = parts.assemble(&mut BlockActivations::default());
         whole.map(|(buffers, _)| buffers).ok_or_else(super::stack::lost)
     }
 }
 
 /// Buffers that are free again when an op or a block is done.
-pub struct Work {
+pub struct Workspace {
     /// Output of a layer norm `(n, c)`.
     pub normed: Buffer,
     /// Wide things, in turn.
-    pub room: Room,
+    pub room: SharedScratch,
 }
 
 /// Memory that the widest things of a pass hold in turn: the MLP after its activation `(n, f)`, and before it attention's
 /// output of the tokens that are wanted `(m, c)`; in a backward the
 /// gradient of its inside or of qkv, `(n, max(f, 3c))`, behind the former where an adapter needs both; between forward
 /// and backward the logits of a chunk `(chunk, v)`, the rows of 16-bit activations a little apart.
-pub struct Room {
+pub struct SharedScratch {
     bytes: Buffer,
     activations: DType,
     /// Bytes before the gradient.
@@ -226,10 +226,10 @@ pub struct Passes<'a> {
     /// Rows of logits at a time; 0 where they have memory of their own.
     pub head_rows: usize,
     /// The adapters of a backward.
-    pub backward: Option<&'a Wiring>,
+    pub backward: Option<&'a AdapterBindings>,
 }
 
-impl Room {
+impl SharedScratch {
     fn cut(arena: &mut Arena, sizes: Sizes, passes: Passes) -> Result<Self> {
         let Sizes { config, limits, activations } = sizes;
         let (n, rows) = (limits.cells(), passes.head_rows);
@@ -237,7 +237,7 @@ impl Room {
         let wide = n * config.inner.max(3 * config.width) * activations.size();
         let (before, backward) = match passes.backward {
             None => (0, 0),
-            Some(wiring) if wiring.adapts(Site::MlpProj) => (activated, activated + wide),
+            Some(bindings) if bindings.adapts(Site::MlpProj) => (activated, activated + wide),
             Some(_) => (0, wide),
         };
         let logits = rows.min(n.max(1)) * head_loss::stride(config.vocab, activations) * F32.size();
@@ -291,7 +291,7 @@ pub struct BackwardWork {
     pub d_prefix: Buffer,
 }
 
-impl Work {
+impl Workspace {
     /// Cuts the workspace that all passes share.
     ///
     /// # Errors
@@ -299,7 +299,7 @@ impl Work {
     pub fn cut(arena: &mut Arena, sizes: Sizes, passes: Passes) -> Result<Self> {
         let (n, width) = (sizes.limits.cells(), sizes.config.width);
         let normed = arena.take("normed", sizes.activations, &[n, width])?;
-        Ok(Self { normed, room: Room::cut(arena, sizes, passes)? })
+        Ok(Self { normed, room: SharedScratch::cut(arena, sizes, passes)? })
     }
 }
 
@@ -308,14 +308,14 @@ impl BackwardWork {
     ///
     /// # Errors
     /// When the arena is exhausted.
-    pub fn cut(arena: &mut Arena, sizes: Sizes, wiring: &Wiring) -> Result<Self> {
+    pub fn cut(arena: &mut Arena, sizes: Sizes, bindings: &AdapterBindings) -> Result<Self> {
         let Sizes { config, limits, activations } = sizes;
         let (n, c) = (limits.cells(), config.width);
         Ok(Self {
             grad: arena.take("d residual", activations, &[n, c])?,
             narrow: arena.take("d narrow", activations, &[n, c])?,
-            d_low: arena.take("d low", F32, &[n, wiring.most_ranks()])?,
-            d_prefix: arena.take("d prefix", F32, &[limits.rows, 2, wiring.prefix_len(), c])?,
+            d_low: arena.take("d low", F32, &[n, bindings.most_ranks()])?,
+            d_prefix: arena.take("d prefix", F32, &[limits.rows, 2, bindings.prefix_len(), c])?,
         })
     }
 }

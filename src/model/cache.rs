@@ -3,7 +3,7 @@
 use crate::{
     device::{
         Buffer, DType, View,
-        arena::{Arena, Arenas, Place},
+        arena::{Arena, Arenas, Placement},
     },
     error::Result,
     kernels::attention::{self, Heads},
@@ -90,7 +90,7 @@ impl Cache {
                 })
                 .collect()
         };
-        let layers = arenas.build("KV cache", Place::Memory, cut)?;
+        let layers = arenas.build("KV cache", Placement::Memory, cut)?;
         Ok(Self { layers, capacity })
     }
 

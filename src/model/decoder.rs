@@ -2,35 +2,35 @@
 
 use std::sync::Arc;
 
-use super::scratch::{self, Needs};
+use super::scratch::{self, ScratchNeeds};
 use crate::{
     device::{
         Buffer,
         DType::{F32, U32},
         View,
-        arena::{Arenas, Place},
+        arena::{Arenas, Placement},
         cpu::on_pool,
-        graph::Recording,
+        graph::Graph,
     },
     error::{Error, Result},
     kernels::{
         adapted_linear::Dropout,
         embed, layernorm,
-        matmul::{self, Start},
+        matmul::{self, InitialValue},
     },
 };
 
 use super::{
     Base, Limits,
     base::MANY,
-    bindings::Wiring,
+    bindings::AdapterBindings,
     block::{Block, rows},
-    buffers::{BlockBuffers, Passes, Sizes, Work},
+    buffers::{BlockBuffers, Passes, Sizes, Workspace},
     cache::Cache,
     policy::Policy,
-    prefix::Prompt,
+    prefix::PrefixState,
     stack::{check_length, head_matrix},
-    weight_streamer::{Flow, Input, Stage},
+    weight_streamer::{Input, Stage, WeightStreamer},
 };
 
 /// Tokens a prompt is fed in at a time: workspace stays small, products stay efficient.
@@ -39,15 +39,15 @@ const CHUNK: usize = 512;
 /// A base with adapters, reading one sequence of tokens, or several that begin alike.
 pub struct Decoder {
     base: Arc<Base>,
-    wiring: Wiring,
+    bindings: AdapterBindings,
     values: Buffer,
-    prompt: Option<Prompt>,
+    prompt: Option<PrefixState>,
     cache: Cache,
     /// Sequences read side by side.
     rows: usize,
     x: [Buffer; 2],
     block: Option<BlockBuffers>,
-    work: Work,
+    work: Workspace,
     stats: Buffer,
     logits: Buffer,
     /// Logits of a device, copied.
@@ -55,7 +55,7 @@ pub struct Decoder {
     /// Tokens in the cache, place of the last token that is read, n ids, n positions: `(2 + 2 n)`, in one upload.
     inputs: Buffer,
     starts: Buffer,
-    flow: Flow,
+    flow: WeightStreamer,
     recorded: Recorded,
 }
 
@@ -66,7 +66,7 @@ enum Recorded {
     /// Not for the rows of the last token: a first one loads kernels and scratch.
     Not(usize),
     /// For so many rows.
-    For(usize, Recording),
+    For(usize, Graph),
 }
 
 /// Tokens whose output is read; all others need not pass the last block behind its keys and values.
@@ -85,19 +85,19 @@ impl Decoder {
     /// When `capacity` exceeds the positions, or memory cannot be reserved.
     pub fn new(
         base: Arc<Base>,
-        wiring: Wiring,
+        bindings: AdapterBindings,
         values: Vec<f32>,
         rows: usize,
         capacity: usize,
     ) -> Result<Self> {
-        check_length(&base, &wiring, capacity)?;
+        check_length(&base, &bindings, capacity)?;
         let config = &base.config;
         let (device, activations) = (base.device, base.activations);
         let mut arenas = Arenas::real(None).on(device);
-        let mut prompt = Prompt::new(&wiring, config, activations, false, &mut arenas)?;
-        let (mut wiring, mut values) = (wiring, values);
+        let mut prompt = PrefixState::new(&bindings, config, activations, false, &mut arenas)?;
+        let (mut bindings, mut values) = (bindings, values);
         if device.is_host() {
-            wiring.turn(&mut values, config);
+            bindings.turn(&mut values, config);
         }
         let values = Buffer::on(device, &values)?;
         if let Some(prompt) = &mut prompt {
@@ -108,9 +108,9 @@ impl Decoder {
         // A chunk of the prompt, or one token of each row.
         let limits = Limits { rows: 1, tokens: capacity.clamp(1, CHUNK).max(rows) };
         let n = limits.tokens;
-        let needs = Needs {
+        let needs = ScratchNeeds {
             rows: n,
-            keys: wiring.prefix_len() + capacity,
+            keys: bindings.prefix_len() + capacity,
             width: config.width,
             head_width: config.head_width(),
             inner: config.inner,
@@ -119,16 +119,16 @@ impl Decoder {
         };
         device.reserve(scratch::decoding(needs, activations, config.vocab, rows))?;
         let ranks = std::array::from_fn(|site| {
-            (0..config.layers).map(|layer| wiring.ranks(layer, site)).max().unwrap_or(0)
+            (0..config.layers).map(|layer| bindings.ranks(layer, site)).max().unwrap_or(0)
         });
         let sizes = Sizes { config, limits, activations };
-        let made = arenas.build("decoding", Place::Memory, |arena| {
+        let made = arenas.build("decoding", Placement::Memory, |arena| {
             let x = [
                 arena.take("x", activations, &[n, config.width])?,
                 arena.take("y", activations, &[n, config.width])?,
             ];
             let block = BlockBuffers::cut(arena, "block", sizes, ranks)?;
-            let work = Work::cut(arena, sizes, Passes { head_rows: 0, backward: None })?;
+            let work = Workspace::cut(arena, sizes, Passes { head_rows: 0, backward: None })?;
             let stats = arena.take("stats_f", F32, &[rows, 2])?;
             let logits = arena.take("logits", F32, &[rows, config.vocab])?;
             let inputs = arena.take("inputs", U32, &[2 + 2 * n])?;
@@ -137,12 +137,12 @@ impl Decoder {
         })?;
         let (x, block, work, stats, logits, (inputs, starts)) = made;
         let block = Some(block);
-        let flow = Flow::new(Policy::default(), &base)?;
+        let flow = WeightStreamer::new(Policy::default(), &base)?;
         let records = !device.is_host() && !base.is_streamed();
         let recorded = if records { Recorded::Not(0) } else { Recorded::Never };
         Ok(Self {
             base,
-            wiring,
+            bindings,
             values,
             prompt,
             cache,
@@ -165,7 +165,7 @@ impl Decoder {
     /// # Errors
     /// When no thread can be had.
     pub(super) fn stream(&mut self, stream: bool) -> Result<()> {
-        self.flow = Flow::new(Policy { stream, ..Policy::default() }, &self.base)?;
+        self.flow = WeightStreamer::new(Policy { stream, ..Policy::default() }, &self.base)?;
         Ok(())
     }
 
@@ -262,9 +262,9 @@ impl Decoder {
             }
             Recorded::Not(of) if *of == rows => {
                 let mut done = Ok(());
-                let recording = Recording::new(self.base.device, || done = self.token(rows, true));
+                let recording = Graph::new(self.base.device, || done = self.token(rows, true));
                 done?;
-                if let Some(recording) = recording.filter(Recording::replay) {
+                if let Some(recording) = recording.filter(Graph::replay) {
                     self.recorded = Recorded::For(rows, recording);
                     return Ok(());
                 }
@@ -288,7 +288,7 @@ impl Decoder {
     /// Brings `ids (rows, t)` to the device.
     fn upload(&mut self, ids: &[u32], rows: usize) {
         let (n, past) = (ids.len(), self.position() as u32);
-        let first = past + self.wiring.prefix_len() as u32;
+        let first = past + self.bindings.prefix_len() as u32;
         let positions = (0..rows).flat_map(|_| (first..).take(n / rows));
         let inputs: Vec<u32> =
             [past, n as u32 - 1].into_iter().chain(ids.iter().copied()).chain(positions).collect();
@@ -322,9 +322,12 @@ impl Decoder {
                 config,
                 layer,
                 weights: self.flow.block(weights, layer),
-                deltas: &self.wiring.layers[layer],
+                deltas: &self.bindings.layers[layer],
                 values: self.values.view(),
-                prompt: self.prompt.as_ref().map(|p| (p.view(self.values.view()), self.wiring.prefix_len())),
+                prompt: self
+                    .prompt
+                    .as_ref()
+                    .map(|p| (p.view(self.values.view()), self.bindings.prefix_len())),
                 starts: rows!(self.starts, n, 1),
                 rows,
                 tokens,
@@ -363,9 +366,9 @@ impl Decoder {
         let logits = rows!(mut self.logits, count, config.vocab);
         match &weights.head_turned {
             Some(turned) if MANY.contains(&count) => {
-                matmul::frozen_nn(hidden, turned.view(), Start::Zero, logits, count);
+                matmul::frozen_nn(hidden, turned.view(), InitialValue::Zero, logits, count);
             }
-            _ => matmul::frozen_nt(hidden, head_matrix(&self.base), Start::Zero, logits, count),
+            _ => matmul::frozen_nt(hidden, head_matrix(&self.base), InitialValue::Zero, logits, count),
         }
     }
 

@@ -20,12 +20,12 @@ mod weight_streamer;
 pub mod weights;
 
 pub use base::{Base, BaseSource, TokenizerFiles};
-pub use bindings::{PrefixSource, Projection, Wiring};
+pub use bindings::{AdapterBindings, PrefixSource, Projection};
 pub use block::Gradients;
 pub use buffers::Limits;
 pub use config::{Activation, Config};
 pub use decoder::Decoder;
 pub use policy::{Keep, Policy, Recompute};
-pub use prefix::{Prompt, prefix_from_text};
+pub use prefix::{PrefixState, prefix_from_text};
 pub use stack::{LossSum, Pass, Stack, Trained};
 pub use weights::{BaseDType, BlockWeights, Linear, Norm, Weights};

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::device::{DType, arena::Place};
+use crate::device::{DType, arena::Placement};
 
 /// What blocks keep from their forward for their backward; the rest is computed again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -70,9 +70,9 @@ pub struct Policy {
     /// Whether weights are in memory only while they are used.
     pub stream: bool,
     /// Where the inputs of blocks wait for the backward.
-    pub inputs: Place,
+    pub inputs: Placement,
     /// Where the optimizer keeps its moments.
-    pub moments: Place,
+    pub moments: Placement,
     /// Type of activations; F32 on CPUs.
     pub activations: DType,
 }
@@ -89,8 +89,8 @@ impl Default for Policy {
             recompute: Recompute::None,
             head_rows: Self::HEAD_ROWS,
             stream: false,
-            inputs: Place::Memory,
-            moments: Place::Memory,
+            inputs: Placement::Memory,
+            moments: Placement::Memory,
             activations: DType::F32,
         }
     }

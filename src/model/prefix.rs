@@ -7,7 +7,7 @@ use crate::{
         Buffer,
         DType::{self, F32},
         View, ViewMut,
-        arena::{Arenas, Place},
+        arena::{Arenas, Placement},
         cpu::on_pool,
     },
     error::Result,
@@ -19,13 +19,13 @@ use crate::{
 
 use super::{
     Base, Config, Decoder,
-    bindings::{PrefixSource, PrefixWiring, Projection, Wiring},
+    bindings::{AdapterBindings, PrefixBinding, PrefixSource, Projection},
 };
 
 /// Keys and values `(p, 2 l c)` of a prefix, their gradient, and the network behind them if any.
 ///
 /// The layout is PEFT's: vectors 2l and 2l + 1 of a row are key and value of layer l.
-pub struct Prompt {
+pub struct PrefixState {
     length: usize,
     source: PrefixSource,
     /// `(p, 2 l c)`; used only with a network.
@@ -42,25 +42,25 @@ pub struct Prompt {
     row: usize,
 }
 
-impl Prompt {
+impl PrefixState {
     /// Prepares the prefix of a wiring, if it has one, with memory from `arenas`, for activations of a type.
     ///
     /// # Errors
     /// When memory cannot be reserved.
     pub fn new(
-        wiring: &Wiring,
+        bindings: &AdapterBindings,
         config: &Config,
         activations: DType,
         training: bool,
         arenas: &mut Arenas,
     ) -> Result<Option<Self>> {
-        let Some(PrefixWiring { length, source }) = wiring.prefix else { return Ok(None) };
+        let Some(PrefixBinding { length, source }) = bindings.prefix else { return Ok(None) };
         let whole = [length, 2 * config.layers * config.width];
         let (projected, hidden) = match source {
             PrefixSource::Direct(_) => ([0, 0], 0),
             PrefixSource::Projected(network) => (whole, network.hidden),
         };
-        let prompt = arenas.build("prefix", Place::Memory, |arena| {
+        let prompt = arenas.build("prefix", Placement::Memory, |arena| {
             Ok(Self {
                 length,
                 source,
@@ -109,7 +109,7 @@ impl Prompt {
         matmul::dense_forward(after.view(), w, b, self.values.view_mut(), (p, hidden, outputs));
     }
 
-    /// Keys and values `(p, 2 l c)` in the type of the activations, as of the last [`Prompt::refresh`].
+    /// Keys and values `(p, 2 l c)` in the type of the activations, as of the last [`PrefixState::refresh`].
     pub fn view<'a>(&'a self, store: View<'a>) -> View<'a> {
         match (&self.cast, self.source) {
             (Some(cast), _) => cast.view(),
@@ -176,7 +176,8 @@ fn pair<'a>(grads: ViewMut<'a>, first: (usize, usize), second: (usize, usize)) -
 /// When an id is outside the vocabulary or there are more ids than positions.
 pub fn prefix_from_text(base: &Arc<Base>, ids: &[u32], stream: bool) -> Result<Vec<f32>> {
     let config = &base.config;
-    let mut decoder = Decoder::new(Arc::clone(base), Wiring::none(config.layers), Vec::new(), 1, ids.len())?;
+    let mut decoder =
+        Decoder::new(Arc::clone(base), AdapterBindings::none(config.layers), Vec::new(), 1, ids.len())?;
     decoder.stream(stream)?;
     decoder.feed(ids)?;
     let (c, row) = (config.width, 2 * config.layers * config.width);

@@ -7,14 +7,14 @@ use crate::{
         adamw, adapted_linear, attention,
         matmul::{
             self, Arithmetic,
-            device_scratch::{FEW, product},
+            device_scratch::{SMALL_BATCH, product},
         },
     },
 };
 
 /// What scratch depends on.
 #[derive(Debug, Clone, Copy)]
-pub struct Needs {
+pub struct ScratchNeeds {
     /// Rows n of a micro-batch's activations.
     pub rows: usize,
     /// Longest row of keys, prefix included.
@@ -32,7 +32,7 @@ pub struct Needs {
 }
 
 /// Bytes for a pool of `threads`, with what its tasks share in `arithmetic`.
-pub fn bytes(needs: Needs, threads: usize, arithmetic: Arithmetic) -> usize {
+pub fn bytes(needs: ScratchNeeds, threads: usize, arithmetic: Arithmetic) -> usize {
     let widest = needs.inner.max(3 * needs.width);
     let ops = [
         matmul::scratch(needs.rows),
@@ -46,8 +46,8 @@ pub fn bytes(needs: Needs, threads: usize, arithmetic: Arithmetic) -> usize {
 }
 
 /// Bytes of scratch of a training step over `vocab` tokens and `trainables` values.
-pub fn training(needs: Needs, activations: DType, vocab: usize, trainables: usize) -> usize {
-    let Needs { rows, width: c, inner, rank, head_width, .. } = needs;
+pub fn training(needs: ScratchNeeds, activations: DType, vocab: usize, trainables: usize) -> usize {
+    let ScratchNeeds { rows, width: c, inner, rank, head_width, .. } = needs;
     let others = [
         adapted_linear::device_scratch::deltas(rows, inner.max(3 * c), rank),
         attention::device_scratch::attention_backward(rows, c / head_width.max(1)),
@@ -58,18 +58,18 @@ pub fn training(needs: Needs, activations: DType, vocab: usize, trainables: usiz
 }
 
 /// Bytes of all products of up to `needs.rows` rows.
-fn products(needs: Needs, activations: DType, vocab: usize) -> usize {
-    let Needs { rows, width: c, inner, .. } = needs;
+fn products(needs: ScratchNeeds, activations: DType, vocab: usize) -> usize {
+    let ScratchNeeds { rows, width: c, inner, .. } = needs;
     let matrices = [(c, 3 * c), (c, c), (c, inner), (inner, c), (vocab, c)];
     // A chunk of the head, or the last micro-batch, may have few rows where others have many.
-    let sizes = [rows, rows.min(FEW)];
+    let sizes = [rows, rows.min(SMALL_BATCH)];
     let all = matrices.into_iter().flat_map(|matrix| sizes.map(|rows| product(activations, rows, matrix)));
     all.max().unwrap_or(0)
 }
 
 /// Bytes of scratch of generation: up to `needs.rows` tokens of a prompt at a time, and one token of each of `samples`
 /// behind up to `needs.keys` less one.
-pub fn decoding(needs: Needs, activations: DType, vocab: usize, samples: usize) -> usize {
+pub fn decoding(needs: ScratchNeeds, activations: DType, vocab: usize, samples: usize) -> usize {
     let heads = needs.width / needs.head_width.max(1);
     products(needs, activations, vocab).max(attention::device_scratch::attention_decode(
         samples,
@@ -87,8 +87,15 @@ mod tests {
     fn a_step_is_planned_for_any_number_of_rows_up_to_its_own() {
         let (vocab, width) = (50257, 768);
         for rows in [1, 8, 9, 16, 100, 2048] {
-            let needs =
-                Needs { rows, keys: 16, width, head_width: 64, inner: 4 * width, rank: 1, dropout: false };
+            let needs = ScratchNeeds {
+                rows,
+                keys: 16,
+                width,
+                head_width: 64,
+                inner: 4 * width,
+                rank: 1,
+                dropout: false,
+            };
             for activations in [DType::F16, DType::BF16, DType::F32] {
                 let planned = training(needs, activations, vocab, 1000);
                 for n in 1..=rows {

@@ -8,7 +8,7 @@ use crate::{
     data::{Batch, NO_LOSS},
     device::{
         View,
-        arena::{Arenas, Place},
+        arena::{Arenas, Placement},
         cpu::on_pool,
     },
     error::{Error, Result},
@@ -19,16 +19,16 @@ use crate::{
         layernorm,
         matmul::Matrix,
     },
-    observe::phase::{self, Moment},
+    observe::phase::{self, Phase},
 };
 
 use super::{
     Base, Config, Limits, Policy,
-    activations::{ANY, Held},
-    bindings::{Site, Wiring},
+    activations::{ANY, ActivationBuffers},
+    bindings::{AdapterBindings, Site},
     block::{Block, Gradients, rows},
     buffers::{Inputs, Sizes},
-    weight_streamer::{Flow, Input, Stage},
+    weight_streamer::{Input, Stage, WeightStreamer},
 };
 
 /// Trained values as a forward needs them.
@@ -72,31 +72,31 @@ impl Pass {
 /// A base prepared for micro-batches up to a limit.
 pub struct Stack {
     base: Arc<Base>,
-    wiring: Wiring,
+    bindings: AdapterBindings,
     limits: Limits,
     inputs: Inputs,
-    held: Held,
-    flow: Flow,
+    held: ActivationBuffers,
+    flow: WeightStreamer,
 }
 
 impl Stack {
-    /// Prepares `base` with `wiring` for micro-batches up to `limits`; `training` adds what a backward
+    /// Prepares `base` with `bindings` for micro-batches up to `limits`; `training` adds what a backward
     /// needs. What it holds is cut from `arenas`.
     ///
     /// # Errors
     /// When rows are longer than the base's positions allow, or memory cannot be reserved.
     pub fn new(
         base: Arc<Base>,
-        wiring: Wiring,
+        bindings: AdapterBindings,
         limits: Limits,
         policy: Policy,
         training: bool,
         arenas: &mut Arenas,
     ) -> Result<Self> {
-        check_length(&base, &wiring, limits.tokens)?;
-        let (inputs, held) = Self::cut(&base.config, &wiring, limits, policy, training, arenas)?;
-        let flow = Flow::new(policy, &base)?;
-        Ok(Self { base, wiring, limits, inputs, held, flow })
+        check_length(&base, &bindings, limits.tokens)?;
+        let (inputs, held) = Self::cut(&base.config, &bindings, limits, policy, training, arenas)?;
+        let flow = WeightStreamer::new(policy, &base)?;
+        Ok(Self { base, bindings, limits, inputs, held, flow })
     }
 
     /// The memory of a stack: all of what [`Stack::new`] holds beside the base.
@@ -105,15 +105,15 @@ impl Stack {
     /// When memory cannot be reserved.
     fn cut(
         config: &Config,
-        wiring: &Wiring,
+        bindings: &AdapterBindings,
         limits: Limits,
         policy: Policy,
         training: bool,
         arenas: &mut Arenas,
-    ) -> Result<(Inputs, Held)> {
+    ) -> Result<(Inputs, ActivationBuffers)> {
         let sizes = Sizes { config, limits, activations: policy.activations };
-        let inputs = arenas.build("data", Place::Memory, |arena| Inputs::cut(arena, limits))?;
-        Ok((inputs, Held::cut(arenas, sizes, wiring, policy, training)?))
+        let inputs = arenas.build("data", Placement::Memory, |arena| Inputs::cut(arena, limits))?;
+        Ok((inputs, ActivationBuffers::cut(arenas, sizes, bindings, policy, training)?))
     }
 
     /// Counts the memory of a stack in `arenas` that plan; needs no base.
@@ -122,13 +122,13 @@ impl Stack {
     /// None but those of `arenas`.
     pub fn plan(
         config: &Config,
-        wiring: &Wiring,
+        bindings: &AdapterBindings,
         limits: Limits,
         policy: Policy,
         training: bool,
         arenas: &mut Arenas,
     ) -> Result<()> {
-        Self::cut(config, wiring, limits, policy, training, arenas).map(|_| ())
+        Self::cut(config, bindings, limits, policy, training, arenas).map(|_| ())
     }
 
     /// The base it runs on.
@@ -159,8 +159,15 @@ impl Stack {
             self.flow.enter(&base.weights, Stage::Block(layer), after(layer, layers), self.passed(layer));
             // One block's memory serves all layers.
             let (buffers, owned) = self.held.any_block()?;
-            let block =
-                block((&base, &self.flow), &self.wiring, &self.inputs, trained, layer, batch, Dropout::NONE);
+            let block = block(
+                (&base, &self.flow),
+                &self.bindings,
+                &self.inputs,
+                trained,
+                layer,
+                batch,
+                Dropout::NONE,
+            );
             let (x, y, work) = self.held.step(layer);
             let saved = block.forward(rows!(x, n, c), buffers, work, None, rows!(mut y, n, c));
             self.held.give_back(ANY, saved.discard(), owned);
@@ -210,11 +217,11 @@ impl Stack {
             self.embed(batch);
             let layers = self.base.config.layers;
             let kept = self.forward(trained, batch, pass.dropout)?;
-            let back_to = (self.wiring.lowest() < layers).then(|| Stage::Block(layers - 1));
+            let back_to = (self.bindings.lowest() < layers).then(|| Stage::Block(layers - 1));
             self.flow.enter(&self.base.weights, Stage::Head, back_to, self.passed(layers));
-            phase::enter(Moment::Head);
+            phase::enter(Phase::Head);
             self.head(batch, supervised, pass, (true, tally));
-            phase::enter(Moment::Backward);
+            phase::enter(Phase::Backward);
             self.backward(trained, to, batch, pass.dropout, kept)?;
             Ok(supervised)
         })
@@ -224,12 +231,12 @@ impl Stack {
     fn forward(&mut self, trained: Trained, batch: &Batch, dropout: Dropout) -> Result<Kept> {
         let (n, base) = (batch.ids.len(), Arc::clone(&self.base));
         let (c, layers) = (base.config.width, base.config.layers);
-        phase::enter(Moment::Forward);
+        phase::enter(Phase::Forward);
         for layer in 0..layers {
             self.flow.enter(&base.weights, Stage::Block(layer), after(layer, layers), self.passed(layer));
             let (buffers, owned) = self.held.block(layer)?;
             let block =
-                block((&base, &self.flow), &self.wiring, &self.inputs, trained, layer, batch, dropout);
+                block((&base, &self.flow), &self.bindings, &self.inputs, trained, layer, batch, dropout);
             let (x, y, work) = self.held.step(layer);
             let saved = block.forward(rows!(x, n, c), buffers, work, None, rows!(mut y, n, c));
             // What the layer owns keeps its content until the backward comes by.
@@ -249,7 +256,7 @@ impl Stack {
         Kept: Kept,
     ) -> Result<()> {
         let (n, base) = (batch.ids.len(), Arc::clone(&self.base));
-        let (c, lowest) = (base.config.width, self.wiring.lowest());
+        let (c, lowest) = (base.config.width, self.bindings.lowest());
         for layer in (lowest..base.config.layers).rev() {
             let below = layer.checked_sub(1).filter(|&below| below >= lowest);
             let input = Input {
@@ -261,7 +268,7 @@ impl Stack {
                 self.held.fetch(below, n * c);
             }
             let block =
-                block((&base, &self.flow), &self.wiring, &self.inputs, trained, layer, batch, dropout);
+                block((&base, &self.flow), &self.bindings, &self.inputs, trained, layer, batch, dropout);
             let (buffers, owned) = self.held.block(layer)?;
             // A layer's own buffers tell what it kept; all others are made again.
             let keep = owned.keep();
@@ -300,7 +307,7 @@ impl Stack {
         };
         let (x, work, space, back) = self.held.head();
         // The last block may have computed the supervised tokens alone.
-        let all = wanted(&self.wiring, &self.inputs, config.layers - 1, batch, pass.dropout).is_none();
+        let all = wanted(&self.bindings, &self.inputs, config.layers - 1, batch, pass.dropout).is_none();
         let (n, rows) =
             if all { (n, Some(rows!(self.inputs.rows, supervised, 1))) } else { (supervised, None) };
         let x = rows!(x, n, c);
@@ -311,7 +318,8 @@ impl Stack {
             targets: rows!(self.inputs.targets, supervised, 1),
             smoothing: pass.smoothing,
         };
-        let chunk = head_loss::Work { gathered: space.gathered.view_mut(), logits: work.room.logits() };
+        let chunk =
+            head_loss::HeadScratch { gathered: space.gathered.view_mut(), logits: work.room.logits() };
         let losses = rows!(mut space.losses, supervised, 1);
         let head = head_matrix(&self.base);
         match back.filter(|_| gradient) {
@@ -350,7 +358,7 @@ impl Stack {
             )));
         }
         // Positions of text start behind the prefix.
-        let shift = self.wiring.prefix_len() as u32;
+        let shift = self.bindings.prefix_len() as u32;
         let positions: Vec<u32> = batch.positions.iter().map(|position| position + shift).collect();
         let supervised: Vec<u32> = (0u32..)
             .zip(&batch.targets)
@@ -387,8 +395,8 @@ pub(super) fn head_matrix(base: &Base) -> Matrix<'_> {
 }
 
 /// Rows of `tokens` behind the prefix must fit the position embedding.
-pub(super) fn check_length(base: &Base, wiring: &Wiring, tokens: usize) -> Result<()> {
-    let (positions, prefix) = (base.config.positions, wiring.prefix_len());
+pub(super) fn check_length(base: &Base, bindings: &AdapterBindings, tokens: usize) -> Result<()> {
+    let (positions, prefix) = (base.config.positions, bindings.prefix_len());
     if tokens + prefix <= positions {
         return Ok(());
     }
@@ -402,8 +410,8 @@ pub(super) fn check_length(base: &Base, wiring: &Wiring, tokens: usize) -> Resul
 
 /// Block `layer` as it sees this micro-batch.
 fn block<'a>(
-    (base, flow): (&'a Base, &'a Flow),
-    wiring: &'a Wiring,
+    (base, flow): (&'a Base, &'a WeightStreamer),
+    bindings: &'a AdapterBindings,
     inputs: &'a Inputs,
     trained: Trained<'a>,
     layer: usize,
@@ -414,14 +422,14 @@ fn block<'a>(
         config: &base.config,
         layer,
         weights: flow.block(&base.weights, layer),
-        deltas: &wiring.layers[layer],
+        deltas: &bindings.layers[layer],
         values: trained.values,
-        prompt: trained.prompt.map(|prompt| (prompt, wiring.prefix_len())),
+        prompt: trained.prompt.map(|prompt| (prompt, bindings.prefix_len())),
         starts: inputs.starts.view().slice(0, batch.ids.len()),
         rows: batch.rows,
         tokens: batch.seq_len,
         dropout,
-        wanted: wanted(wiring, inputs, layer, batch, dropout),
+        wanted: wanted(bindings, inputs, layer, batch, dropout),
         count: None,
     }
 }
@@ -429,15 +437,16 @@ fn block<'a>(
 /// The tokens whose output of block `layer` anything reads: the supervised ones of the last block; `None` where that is
 /// (nearly) all. Elements that dropout drops are numbered by where a token stands in the batch, so it sees all.
 fn wanted<'a>(
-    wiring: &Wiring,
+    bindings: &AdapterBindings,
     inputs: &'a Inputs,
     layer: usize,
     batch: &Batch,
     dropout: Dropout,
 ) -> Option<View<'a>> {
     let behind = [Site::AttnProj, Site::CFc, Site::MlpProj];
-    let drops = dropout.p > 0.0 && behind.iter().any(|&site| !wiring.layers[layer][site as usize].is_empty());
-    if layer + 1 < wiring.layers.len() || drops {
+    let drops =
+        dropout.p > 0.0 && behind.iter().any(|&site| !bindings.layers[layer][site as usize].is_empty());
+    if layer + 1 < bindings.layers.len() || drops {
         return None;
     }
     let (m, n) = (batch.supervised(), batch.ids.len());

@@ -10,9 +10,9 @@
 use crate::{
     device::{
         Frozen,
-        arena::Place,
+        arena::Placement,
         page_cache::{Pager, Region, Turn},
-        staging::{PLACES, Stages},
+        staging::{SLOTS, StagingSlots},
     },
     error::Result,
 };
@@ -35,7 +35,7 @@ pub enum Stage {
 }
 
 /// Moves pages ahead of and behind a pass; does nothing for a resident base with inputs in memory.
-pub struct Flow {
+pub struct WeightStreamer {
     pager: Option<Pager>,
     stream: bool,
     inputs: bool,
@@ -43,20 +43,20 @@ pub struct Flow {
     places: Option<Places>,
 }
 
-impl Flow {
+impl WeightStreamer {
     /// Prepares for passes over `base` under `policy`.
     ///
     /// # Errors
     /// When no thread can be had, or a device has no room for two blocks.
     pub fn new(policy: Policy, base: &Base) -> Result<Self> {
-        let inputs = policy.inputs == Place::Disk;
+        let inputs = policy.inputs == Placement::Disk;
         let stream = (policy.stream || base.is_streamed()) && base.device.is_host();
         let pager = if stream || inputs { Some(Pager::start()?) } else { None };
         let places = if base.is_streamed() { Places::new(base)? } else { None };
         Ok(Self { pager, stream, inputs, held: Vec::new(), places })
     }
 
-    /// Block `layer` as kernels read it; of a base streamed to a device what [`Flow::enter`] brought.
+    /// Block `layer` as kernels read it; of a base streamed to a device what [`WeightStreamer::enter`] brought.
     pub fn block<'a>(&'a self, weights: &'a Weights, layer: usize) -> &'a BlockWeights {
         self.places.as_ref().and_then(|places| places.block(layer)).unwrap_or(&weights.blocks[layer])
     }
@@ -125,16 +125,16 @@ fn of_block(block: &BlockWeights) -> Vec<Region> {
 
 /// Two places on a device that the blocks of a streamed base take in turn.
 struct Places {
-    stages: Stages,
+    stages: StagingSlots,
     /// A block as it lies in each place.
-    blocks: [BlockWeights; PLACES],
+    blocks: [BlockWeights; SLOTS],
     turns: Turns,
 }
 
 impl Places {
     fn new(base: &Base) -> Result<Option<Self>> {
         let Some(first) = base.weights.blocks.first() else { return Ok(None) };
-        let Some(stages) = Stages::new(base.device, &first.tensors())? else { return Ok(None) };
+        let Some(stages) = StagingSlots::new(base.device, &first.tensors())? else { return Ok(None) };
         let blocks = std::array::from_fn(|place| {
             let mut block = first.clone();
             let there = stages.tensors(place, &first.tensors());
@@ -173,7 +173,7 @@ impl Places {
 
 /// Which block each place holds.
 #[derive(Default)]
-struct Turns([Option<usize>; PLACES]);
+struct Turns([Option<usize>; SLOTS]);
 
 impl Turns {
     fn place_of(&self, layer: usize) -> Option<usize> {
@@ -186,7 +186,7 @@ impl Turns {
             return (place, true);
         }
         let taken = other.and_then(|other| self.place_of(other));
-        let place = (0..PLACES).find(|place| Some(*place) != taken).unwrap_or(0);
+        let place = (0..SLOTS).find(|place| Some(*place) != taken).unwrap_or(0);
         self.0[place] = Some(layer);
         (place, false)
     }

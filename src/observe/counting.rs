@@ -146,7 +146,7 @@ mod tests {
         const BYTES: usize = 2 << 30; // reserved, never touched; far more than other tests map meanwhile
         let before = measured();
         let arena = arena::Arenas::real(None)
-            .build("test", arena::Place::Memory, |arena| {
+            .build("test", arena::Placement::Memory, |arena| {
                 arena.take("x", crate::device::DType::F32, &[BYTES / 4])
             })
             .unwrap();

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[repr(u8)]
-pub enum Moment {
+pub enum Phase {
     /// Opening the base, the adapter and the data; allocation.
     Loading,
     /// Forward through the blocks.
@@ -28,9 +28,9 @@ pub enum Moment {
     Saving,
 }
 
-impl Moment {
+impl Phase {
     /// All of them, in the order in which a run comes to them.
-    pub const ALL: [Moment; 7] = [
+    pub const ALL: [Phase; 7] = [
         Self::Loading,
         Self::Forward,
         Self::Head,
@@ -54,24 +54,24 @@ impl Moment {
     }
 }
 
-impl fmt::Display for Moment {
+impl fmt::Display for Phase {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
     }
 }
 
-static CURRENT: AtomicU8 = AtomicU8::new(Moment::Loading as u8);
+static CURRENT: AtomicU8 = AtomicU8::new(Phase::Loading as u8);
 
 /// From now on the process is in `moment`; costs one relaxed store.
 #[inline]
-pub fn enter(moment: Moment) {
+pub fn enter(moment: Phase) {
     CURRENT.store(moment as u8, Relaxed);
 }
 
-/// The moment entered last; [`Moment::Loading`] before the first.
-pub fn current() -> Moment {
+/// The moment entered last; [`Phase::Loading`] before the first.
+pub fn current() -> Phase {
     let code = usize::from(CURRENT.load(Relaxed));
-    Moment::ALL.get(code).copied().unwrap_or(Moment::Loading)
+    Phase::ALL.get(code).copied().unwrap_or(Phase::Loading)
 }
 
 #[cfg(test)]
@@ -80,10 +80,10 @@ mod tests {
 
     #[test]
     fn codes_names_and_files_agree() {
-        for (code, moment) in Moment::ALL.into_iter().enumerate() {
+        for (code, moment) in Phase::ALL.into_iter().enumerate() {
             assert_eq!(moment as usize, code);
             assert_eq!(serde_json::to_string(&moment).unwrap(), format!("\"{moment}\""));
         }
-        assert_eq!(format!("{:>9}|", Moment::Head), "     head|");
+        assert_eq!(format!("{:>9}|", Phase::Head), "     head|");
     }
 }

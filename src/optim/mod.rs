@@ -8,6 +8,6 @@ mod windows;
 
 pub use loss_scale::LossScale;
 pub(crate) use moments::upload;
-pub use moments::{Kept, Moments, OptimizerKind, Stored};
+pub use moments::{Moments, OptimizerKind, SavedTensor, StateTensor};
 pub use optimizer::{AdamWOptions, Optimizer};
 pub use windows::{Window, windows};

@@ -50,7 +50,7 @@ const SCALES: [&str; 2] = ["first_scales", "second_scales"];
 
 /// A named tensor as a save holds it.
 #[derive(Clone)]
-pub struct Stored<'a> {
+pub struct SavedTensor<'a> {
     /// Its name.
     pub name: &'a str,
     /// Type of its elements.
@@ -62,9 +62,9 @@ pub struct Stored<'a> {
 }
 
 /// A tensor that a save must hold: its name, its elements, and their pages.
-pub type Kept<'a> = (&'static str, View<'a>, Option<Region>);
+pub type StateTensor<'a> = (&'static str, View<'a>, Option<Region>);
 
-impl Stored<'_> {
+impl SavedTensor<'_> {
     /// Hands over the bytes piece by piece, each with its place, and gives back the pages of those that have been
     /// taken: moments in a file, and saves, are never in memory as a whole.
     ///
@@ -111,7 +111,7 @@ impl Moments {
 
     /// Everything a resume file must hold, by name: FP32 before 8-bit parts, first before second moment. A
     /// part without elements is left out.
-    pub fn tensors(&self) -> Vec<Kept<'_>> {
+    pub fn tensors(&self) -> Vec<StateTensor<'_>> {
         let wide = WIDE.into_iter().zip(&self.wide);
         let coded = self.coded.iter().flatten().zip(CODES.into_iter().zip(SCALES));
         let coded = coded.flat_map(|((codes, scales), (c, s))| [(c, codes), (s, scales)]);
@@ -120,7 +120,7 @@ impl Moments {
     }
 
     /// Refuses `tensors` that are not those of [`Moments::tensors`] in name, type and size.
-    pub(super) fn check(&self, tensors: &[Stored]) -> Result<()> {
+    pub(super) fn check(&self, tensors: &[SavedTensor]) -> Result<()> {
         let found: Vec<_> = tensors.iter().map(|t| (t.name, t.dtype, t.bytes.len())).collect();
         let own: Vec<_> =
             self.tensors().iter().map(|(name, view, _)| (*name, view.dtype(), view.size())).collect();
@@ -140,7 +140,7 @@ impl Moments {
     }
 
     /// Takes over tensors that [`Moments::check`] has accepted.
-    pub(super) fn upload(&mut self, tensors: &[Stored]) {
+    pub(super) fn upload(&mut self, tensors: &[SavedTensor]) {
         let coded = self.coded.iter_mut().flatten().flat_map(|(codes, scales)| [codes, scales]);
         let own = self.wide.iter_mut().chain(coded).filter(|buffer| !buffer.is_empty());
         own.zip(tensors).for_each(|(buffer, stored)| upload(buffer, stored));
@@ -177,7 +177,7 @@ impl Moments {
 }
 
 /// Writes what is stored into a buffer, in pieces.
-pub(crate) fn upload(buffer: &mut Buffer, stored: &Stored) {
+pub(crate) fn upload(buffer: &mut Buffer, stored: &SavedTensor) {
     let size = buffer.view().dtype().size();
     let Ok(()) = stored.each_piece(|start, piece| -> Result<(), Infallible> {
         let elements = start / size..(start + piece.len()) / size;
@@ -204,7 +204,7 @@ fn pair(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::arena::{Arenas, Place, TableRow};
+    use crate::device::arena::{Arenas, Placement, TableRow};
 
     /// Rank 84 on c_attn, attn.c_proj and c_fc of gpt2 (12 layers of width 768), and a few biases' worth of
     /// small tensors: 10.9M trainables.
@@ -217,7 +217,7 @@ mod tests {
 
     fn planned(kind: OptimizerKind) -> usize {
         let mut arenas = Arenas::planning();
-        arenas.build("moments", Place::Memory, |arena| Moments::cut(arena, &segments(), kind)).unwrap();
+        arenas.build("moments", Placement::Memory, |arena| Moments::cut(arena, &segments(), kind)).unwrap();
         arenas.rows().iter().map(TableRow::bytes).sum()
     }
 
@@ -235,7 +235,7 @@ mod tests {
     #[test]
     fn pieces_are_all_the_bytes_in_order() {
         let bytes: Vec<u8> = (0..2 * PIECE + 12).map(|at| (at % 253) as u8).collect();
-        let stored = Stored { name: "first_moment", dtype: F32, bytes: &bytes, pages: None };
+        let stored = SavedTensor { name: "first_moment", dtype: F32, bytes: &bytes, pages: None };
         let mut seen: Vec<u8> = Vec::new();
         let all = stored.each_piece(|start, piece| {
             assert!(start == seen.len() && piece.len() <= PIECE);
@@ -244,7 +244,7 @@ mod tests {
         });
         assert!(all.is_ok() && seen == bytes);
         let mut buffer = Arenas::real(None)
-            .build("moments", Place::Memory, |arena| arena.take("m", F32, &[bytes.len() / 4]))
+            .build("moments", Placement::Memory, |arena| arena.take("m", F32, &[bytes.len() / 4]))
             .unwrap();
         upload(&mut buffer, &stored);
         assert!(buffer.view().bytes() == bytes);
@@ -253,7 +253,7 @@ mod tests {
 
     fn held(segments: &[usize], kind: OptimizerKind) -> Moments {
         let cut = |arena: &mut Arena| Moments::cut(arena, segments, kind);
-        Arenas::real(None).build("moments", Place::Memory, cut).unwrap()
+        Arenas::real(None).build("moments", Placement::Memory, cut).unwrap()
     }
 
     #[test]

@@ -1,10 +1,10 @@
 //! AdamW over one flat FP32 store, with clipping by the global norm.
 
-use super::{Kept, Moments, OptimizerKind, Stored, Window, windows};
+use super::{Moments, OptimizerKind, SavedTensor, StateTensor, Window, windows};
 use crate::{
     device::{
         View, ViewMut,
-        arena::{Arenas, Place},
+        arena::{Arenas, Placement},
         page_cache::{Pager, Turn},
     },
     error::Result,
@@ -51,11 +51,11 @@ impl Optimizer {
         kind: OptimizerKind,
         segments: &[usize],
         options: AdamWOptions,
-        place: Place,
+        place: Placement,
         arenas: &mut Arenas,
     ) -> Result<Self> {
         let moments = arenas.build("moments", place, |arena| Moments::cut(arena, segments, kind))?;
-        let pager = if place == Place::Disk && arenas.are_real() { Some(Pager::start()?) } else { None };
+        let pager = if place == Placement::Disk && arenas.are_real() { Some(Pager::start()?) } else { None };
         Ok(Self { kind, options, moments, windows: windows(segments, kind), step: 0, pager })
     }
 
@@ -106,7 +106,7 @@ impl Optimizer {
     }
 
     /// Everything a resume file must hold besides the values, by name.
-    pub fn tensors(&self) -> Vec<Kept<'_>> {
+    pub fn tensors(&self) -> Vec<StateTensor<'_>> {
         self.moments.tensors()
     }
 
@@ -114,7 +114,7 @@ impl Optimizer {
     ///
     /// # Errors
     /// When they are not those of this optimizer in name, type and size; it is then as before.
-    pub fn restore(&mut self, step: u64, tensors: &[Stored]) -> Result<()> {
+    pub fn restore(&mut self, step: u64, tensors: &[SavedTensor]) -> Result<()> {
         self.moments.check(tensors)?;
         self.moments.upload(tensors);
         self.step = step;
@@ -139,13 +139,13 @@ mod tests {
     /// Small tensors between large ones, odd lengths, more than one window.
     const SEGMENTS: [usize; 5] = [100, 5_000_003, 4095, 4096, 70_001];
 
-    fn optimizer(kind: OptimizerKind, place: Place) -> Optimizer {
+    fn optimizer(kind: OptimizerKind, place: Placement) -> Optimizer {
         let mut arenas = Arenas::real(Some(std::env::temp_dir()));
         Optimizer::new(kind, &SEGMENTS, AdamWOptions::default(), place, &mut arenas).unwrap()
     }
 
     fn trained(kind: OptimizerKind, steps: u64) -> (Vec<f32>, Optimizer) {
-        let mut optimizer = optimizer(kind, Place::Memory);
+        let mut optimizer = optimizer(kind, Placement::Memory);
         let len = SEGMENTS.iter().sum();
         let mut values = numbers(1, len);
         for step in 0..steps {
@@ -169,11 +169,11 @@ mod tests {
         for kind in [OptimizerKind::AdamW, OptimizerKind::AdamW8bit] {
             let (mut values, mut first) = trained(kind, 2);
             let saved = copies(&first);
-            let stored: Vec<Stored> = saved
+            let stored: Vec<SavedTensor> = saved
                 .iter()
-                .map(|(name, dtype, bytes)| Stored { name, dtype: *dtype, bytes, pages: None })
+                .map(|(name, dtype, bytes)| SavedTensor { name, dtype: *dtype, bytes, pages: None })
                 .collect();
-            let mut second = optimizer(kind, Place::Disk);
+            let mut second = optimizer(kind, Placement::Disk);
             assert!(second.restore(2, &stored[1..]).is_err(), "a missing tensor is refused");
             second.restore(2, &stored).unwrap();
             let mut again = values.clone();
@@ -188,9 +188,9 @@ mod tests {
         let (wide_values, wide) = trained(OptimizerKind::AdamW, 3);
         let (values, mut coded) = trained(OptimizerKind::AdamW8bit, 3);
         let saved = copies(&wide);
-        let stored: Vec<Stored> = saved
+        let stored: Vec<SavedTensor> = saved
             .iter()
-            .map(|(name, dtype, bytes)| Stored { name, dtype: *dtype, bytes, pages: None })
+            .map(|(name, dtype, bytes)| SavedTensor { name, dtype: *dtype, bytes, pages: None })
             .collect();
         let message = coded.restore(3, &stored).unwrap_err().to_string();
         assert!(message.contains("second_codes (U8") && message.contains("first_moment (F32"), "{message}");

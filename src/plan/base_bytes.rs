@@ -1,7 +1,7 @@
 //! How many bytes the parts of a base take: in its file, in the memory of a device, and while it is streamed.
 
 use super::table::{MOMENTS, by_moment};
-use crate::observe::phase::Moment;
+use crate::observe::phase::Phase;
 use crate::{
     device::fixed,
     model::{BaseDType, Config},
@@ -81,10 +81,10 @@ impl BaseBytes {
         let block = pages(self.block, 12 + 4 * self.scales);
         let (embeddings, head) = (pages(self.embeddings, 2 + self.scales), pages(self.head, 1 + self.scales));
         by_moment(|moment| match moment {
-            Moment::Loading | Moment::Update | Moment::Saving => self.last_norm,
-            Moment::Forward | Moment::Evaluation => block + block.max(embeddings).max(head),
-            Moment::Head => block + head,
-            Moment::Backward => 2 * block,
+            Phase::Loading | Phase::Update | Phase::Saving => self.last_norm,
+            Phase::Forward | Phase::Evaluation => block + block.max(embeddings).max(head),
+            Phase::Head => block + head,
+            Phase::Backward => 2 * block,
         })
     }
 }

@@ -3,10 +3,10 @@
 use super::{
     calibrate::Rates,
     predict::seconds,
-    table::{Job, Plan, Setting, Target, plan},
+    table::{Plan, PlanConfig, Target, TrainingJob, plan},
 };
 use crate::{
-    device::{DType, arena::Place},
+    device::{DType, arena::Placement},
     error::{Error, Report, Result},
     model::{Policy, Recompute},
     optim::OptimizerKind,
@@ -14,7 +14,7 @@ use crate::{
 
 /// What is fixed; `None` leaves it to the choice.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Wish {
+pub struct Constraints {
     /// Rows at a time.
     pub micro_batch: Option<usize>,
     /// What blocks compute again.
@@ -46,20 +46,20 @@ pub struct Predicted {
     pub measured: bool,
 }
 
-impl Choice {
-    /// Whether `wish` was left nothing to trade: what speeds decide is as it would be with any memory.
-    pub fn trades_nothing(&self, wish: Wish) -> bool {
-        let Setting { policy, optimizer, .. } = self.chosen.plan.setting;
-        policy.recompute == wish.recompute.unwrap_or_default()
-            && policy.stream == wish.stream.unwrap_or_default()
-            && policy.inputs.is_away() == wish.inputs.unwrap_or_default()
-            && policy.moments.is_away() == wish.moments.unwrap_or_default()
-            && optimizer == wish.optimizer.unwrap_or_default()
+impl Selection {
+    /// Whether `constraints` was left nothing to trade: what speeds decide is as it would be with any memory.
+    pub fn trades_nothing(&self, constraints: Constraints) -> bool {
+        let PlanConfig { policy, optimizer, .. } = self.chosen.plan.setting;
+        policy.recompute == constraints.recompute.unwrap_or_default()
+            && policy.stream == constraints.stream.unwrap_or_default()
+            && policy.inputs.is_away() == constraints.inputs.unwrap_or_default()
+            && policy.moments.is_away() == constraints.moments.unwrap_or_default()
+            && optimizer == constraints.optimizer.unwrap_or_default()
     }
 }
 
 impl Predicted {
-    fn of(job: &Job, setting: Setting, rates: &Rates) -> Result<Self> {
+    fn of(job: &TrainingJob, setting: PlanConfig, rates: &Rates) -> Result<Self> {
         Ok(Self { plan: plan(job, setting)?, seconds: seconds(job, setting, rates), measured: true })
     }
 
@@ -84,7 +84,7 @@ pub struct Alternative {
 
 /// What was chosen, and what could have been.
 #[derive(Debug, Clone)]
-pub struct Choice {
+pub struct Selection {
     /// The plan to run.
     pub chosen: Predicted,
     /// The bytes it had to fit into; `None` for any number.
@@ -105,12 +105,17 @@ const WORTH: u64 = 1 << 20;
 /// Chunks of the head to choose from.
 const HEAD_ROWS: [usize; 3] = [Policy::HEAD_ROWS, 128, 32];
 
-/// The fastest predicted setting of `job` under `wish` that fits into `budget` bytes.
+/// The fastest predicted setting of `job` under `constraints` that fits into `budget` bytes.
 ///
 /// # Errors
 /// [`Error::Input`] when none fits, with the smallest that there is.
-pub fn choose(job: &Job, wish: Wish, budget: Option<u64>, rates: &Rates) -> Result<Choice> {
-    let mut settings: Vec<(Setting, f64)> = candidates(job, wish)
+pub fn choose(
+    job: &TrainingJob,
+    constraints: Constraints,
+    budget: Option<u64>,
+    rates: &Rates,
+) -> Result<Selection> {
+    let mut settings: Vec<(PlanConfig, f64)> = candidates(job, constraints)
         .into_iter()
         .map(|setting| (setting, risky(setting) * seconds(job, setting, rates)))
         .collect();
@@ -134,25 +139,26 @@ pub fn choose(job: &Job, wish: Wish, budget: Option<u64>, rates: &Rates) -> Resu
         };
         // With as many whole MiB as it takes, a faster setting may fit too.
         let enough = least.peak().1.next_multiple_of(1 << 20);
-        let would = choose(job, wish, Some(enough), rates)?.chosen.plan.setting;
-        return Err(Error::Input(nothing_fits(job, wish, budget, (enough, would))));
+        let would = choose(job, constraints, Some(enough), rates)?.chosen.plan.setting;
+        return Err(Error::Input(nothing_fits(job, constraints, budget, (enough, would))));
     };
     let best = same_everywhere(job, &settings, best, budget)?;
     let chosen = Predicted { seconds: seconds(job, best.setting, rates), plan: best, measured: true };
-    let alternatives = alternatives(job, wish, budget, &chosen, rates)?;
-    let remedies = remedies(job, wish, &chosen)?;
-    Ok(Choice { chosen, budget, alternatives, remedies })
+    let alternatives = alternatives(job, constraints, budget, &chosen, rates)?;
+    let remedies = remedies(job, constraints, &chosen)?;
+    Ok(Selection { chosen, budget, alternatives, remedies })
 }
 
 /// The single changes that save most at the peak of `chosen`, with what they save.
-fn remedies(job: &Job, wish: Wish, chosen: &Predicted) -> Result<Vec<String>> {
+fn remedies(job: &TrainingJob, constraints: Constraints, chosen: &Predicted) -> Result<Vec<String>> {
     let now = chosen.plan.setting;
     // On a device streaming is never chosen, but may be asked for.
     let streamed = (job.target == Target::Cuda && job.streamable)
-        .then_some(Setting { policy: Policy { stream: true, ..now.policy }, ..now });
-    let free = Wish { activations: wish.activations, ..Wish::default() };
-    let Wish { micro_batch, head_rows, optimizer, .. } = wish;
-    let free = if wish.resumed { Wish { micro_batch, head_rows, optimizer, ..free } } else { free };
+        .then_some(PlanConfig { policy: Policy { stream: true, ..now.policy }, ..now });
+    let free = Constraints { activations: constraints.activations, ..Constraints::default() };
+    let Constraints { micro_batch, head_rows, optimizer, .. } = constraints;
+    let free =
+        if constraints.resumed { Constraints { micro_batch, head_rows, optimizer, ..free } } else { free };
     let mut less: Vec<(u64, String)> = Vec::new();
     for setting in candidates(job, free).into_iter().chain(streamed) {
         let Some(option) = only_difference(now, setting) else { continue };
@@ -170,7 +176,7 @@ fn remedies(job: &Job, wish: Wish, chosen: &Predicted) -> Result<Vec<String>> {
     Ok(less.into_iter().take(3).map(|(saved, option)| format!("--{option} (-{})", size(saved))).collect())
 }
 
-impl Choice {
+impl Selection {
     /// `report` with what would take less.
     pub fn with_remedies(&self, report: Report) -> Report {
         match self.remedies.as_slice() {
@@ -182,10 +188,15 @@ impl Choice {
 
 /// `best` with the rows at a time, and rows of logits, that are as fast as any by nominal speeds and take
 /// the least memory. Rounding depends on these two: they must not follow the noise of a measurement.
-fn same_everywhere(job: &Job, settings: &[(Setting, f64)], best: Plan, budget: Option<u64>) -> Result<Plan> {
-    let alike = |setting: Setting| {
+fn same_everywhere(
+    job: &TrainingJob,
+    settings: &[(PlanConfig, f64)],
+    best: Plan,
+    budget: Option<u64>,
+) -> Result<Plan> {
+    let alike = |setting: PlanConfig| {
         let policy = Policy { head_rows: best.setting.policy.head_rows, ..setting.policy };
-        Setting { micro_batch: best.setting.micro_batch, policy, ..setting } == best.setting
+        PlanConfig { micro_batch: best.setting.micro_batch, policy, ..setting } == best.setting
     };
     let mut family = Vec::new();
     for &(setting, _) in settings.iter().filter(|(setting, _)| alike(*setting)) {
@@ -199,7 +210,7 @@ fn same_everywhere(job: &Job, settings: &[(Setting, f64)], best: Plan, budget: O
     Ok(near.map(|(_, plan)| plan).min_by_key(|plan| plan.peak().1).unwrap_or(best))
 }
 
-fn risky(setting: Setting) -> f64 {
+fn risky(setting: PlanConfig) -> f64 {
     let Policy { stream, inputs, moments, .. } = setting.policy;
     let moving = [stream, inputs.is_away(), moments.is_away()];
     let eight_bit = setting.optimizer == OptimizerKind::AdamW8bit;
@@ -208,33 +219,33 @@ fn risky(setting: Setting) -> f64 {
     last * (1.0 + MOVING_RISK * moving.into_iter().filter(|moves| *moves).count() as f64)
 }
 
-/// Every setting that `wish` leaves.
-fn candidates(job: &Job, wish: Wish) -> Vec<Setting> {
+/// Every setting that `constraints` leaves.
+fn candidates(job: &TrainingJob, constraints: Constraints) -> Vec<PlanConfig> {
     let cuda = job.target == Target::Cuda;
-    let activations = wish.activations.unwrap_or(if cuda { DType::F16 } else { DType::F32 });
-    let micro_batches = wish.micro_batch.map_or_else(|| divisors(job.batch), |rows| vec![rows]);
-    let recompute = wish.recompute.map_or_else(|| recomputes(job.config.layers), |one| vec![one]);
-    let chunks = wish.head_rows.map_or_else(|| HEAD_ROWS.to_vec(), |rows| vec![rows]);
+    let activations = constraints.activations.unwrap_or(if cuda { DType::F16 } else { DType::F32 });
+    let micro_batches = constraints.micro_batch.map_or_else(|| divisors(job.batch), |rows| vec![rows]);
+    let recompute = constraints.recompute.map_or_else(|| recomputes(job.config.layers), |one| vec![one]);
+    let chunks = constraints.head_rows.map_or_else(|| HEAD_ROWS.to_vec(), |rows| vec![rows]);
     let either = |fixed: Option<bool>, possible: bool| match fixed {
         Some(fixed) => vec![fixed],
         None if possible => vec![false, true],
         None => vec![false],
     };
-    let place = |away: bool| if away { job.target.away() } else { Place::Memory };
-    let optimizers = wish
+    let place = |away: bool| if away { job.target.away() } else { Placement::Memory };
+    let optimizers = constraints
         .optimizer
         .map_or_else(|| vec![OptimizerKind::AdamW, OptimizerKind::AdamW8bit], |kind| vec![kind]);
     let mut all = Vec::new();
     for &micro_batch in &micro_batches {
         for &recompute in &recompute {
             for &head_rows in &chunks {
-                for stream in either(wish.stream, job.streamable && !cuda) {
-                    for inputs in either(wish.inputs, true).into_iter().map(place) {
-                        for moments in either(wish.moments, true).into_iter().map(place) {
+                for stream in either(constraints.stream, job.streamable && !cuda) {
+                    for inputs in either(constraints.inputs, true).into_iter().map(place) {
+                        for moments in either(constraints.moments, true).into_iter().map(place) {
                             for &optimizer in &optimizers {
                                 let policy =
                                     Policy { recompute, head_rows, stream, inputs, moments, activations };
-                                all.push(Setting { micro_batch, policy, optimizer });
+                                all.push(PlanConfig { micro_batch, policy, optimizer });
                             }
                         }
                     }
@@ -268,15 +279,15 @@ fn divisors(batch: usize) -> Vec<usize> {
 
 /// Every single choice made otherwise.
 fn alternatives(
-    job: &Job,
-    wish: Wish,
+    job: &TrainingJob,
+    constraints: Constraints,
     budget: Option<u64>,
     chosen: &Predicted,
     rates: &Rates,
 ) -> Result<Vec<Alternative>> {
     let now = chosen.plan.setting;
     let mut list = Vec::new();
-    for setting in candidates(job, wish) {
+    for setting in candidates(job, constraints) {
         let Some(option) = only_difference(now, setting) else { continue };
         let other = Predicted::of(job, setting, rates)?;
         list.push(Alternative {
@@ -290,7 +301,7 @@ fn alternatives(
 }
 
 /// The option in which `other` differs, if it is one.
-fn only_difference(now: Setting, other: Setting) -> Option<String> {
+fn only_difference(now: PlanConfig, other: PlanConfig) -> Option<String> {
     let (a, b) = (now.policy, other.policy);
     let on = |flag: bool| if flag { "on" } else { "off" };
     let differences = [
@@ -307,7 +318,12 @@ fn only_difference(now: Setting, other: Setting) -> Option<String> {
 }
 
 /// The sentence for a job that fits in no way.
-fn nothing_fits(job: &Job, wish: Wish, budget: Option<u64>, (enough, would): (u64, Setting)) -> Report {
+fn nothing_fits(
+    job: &TrainingJob,
+    constraints: Constraints,
+    budget: Option<u64>,
+    (enough, would): (u64, PlanConfig),
+) -> Report {
     let report = Report::new(format!(
         "--memory {}: is too small for {} rows of up to {} tokens; the smallest plan takes {}",
         size(budget.unwrap_or(u64::MAX)),
@@ -316,7 +332,7 @@ fn nothing_fits(job: &Job, wish: Wish, budget: Option<u64>, (enough, would): (u6
         size_up(enough)
     ));
     // On a device streaming has to be asked for: the base is brought there before anything is planned.
-    let resident = job.target == Target::Cuda && wish.stream != Some(true);
+    let resident = job.target == Target::Cuda && constraints.stream != Some(true);
     let report = match resident {
         true => report.with_hint("--stream-base on keeps two blocks of the base on the device at a time"),
         false => report,

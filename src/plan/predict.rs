@@ -6,9 +6,9 @@
 
 use super::{
     calibrate::{Rates, attention_flops},
-    table::{BaseBytes, Job, Setting, Target},
+    table::{BaseBytes, PlanConfig, Target, TrainingJob},
 };
-use crate::{device::arena::Place, model::Keep, optim::OptimizerKind};
+use crate::{device::arena::Placement, model::Keep, optim::OptimizerKind};
 
 /// An update of 8-bit states takes this many times that of FP32 ones (docs/BENCHMARKS.md).
 const EIGHT_BIT: f64 = 1.35;
@@ -16,13 +16,13 @@ const EIGHT_BIT: f64 = 1.35;
 const WRITING: f64 = 3.0;
 
 /// Seconds of an optimizer step.
-pub fn seconds(job: &Job, setting: Setting, rates: &Rates) -> f64 {
+pub fn seconds(job: &TrainingJob, setting: PlanConfig, rates: &Rates) -> f64 {
     let passes = job.batch.div_ceil(setting.micro_batch.max(1)) as f64;
     passes * micro_batch(job, setting, rates) + update(job, setting, rates)
 }
 
 /// Seconds of a micro-batch, forward and backward.
-fn micro_batch(job: &Job, setting: Setting, rates: &Rates) -> f64 {
+fn micro_batch(job: &TrainingJob, setting: PlanConfig, rates: &Rates) -> f64 {
     let config = job.config;
     let n = setting.micro_batch * job.seq_len;
     let lowest = lowest(job);
@@ -41,7 +41,7 @@ fn micro_batch(job: &Job, setting: Setting, rates: &Rates) -> f64 {
 }
 
 /// The lowest layer with anything trainable.
-fn lowest(job: &Job) -> usize {
+fn lowest(job: &TrainingJob) -> usize {
     let layers = job.config.layers;
     if job.set.prefix.is_some() {
         return 0;
@@ -63,7 +63,7 @@ struct Block {
 }
 
 impl Block {
-    fn new(job: &Job, n: usize, rows: usize, rates: &Rates) -> Self {
+    fn new(job: &TrainingJob, n: usize, rows: usize, rates: &Rates) -> Self {
         let config = job.config;
         let (c, f) = (config.width, config.inner);
         let forward = |weights: usize| rates.product_forward.seconds(n, weights);
@@ -121,7 +121,7 @@ impl Block {
 }
 
 /// Deltas, forward and backward: 2 and 4 FLOP a value and row.
-fn deltas(job: &Job, n: usize, rates: &Rates) -> f64 {
+fn deltas(job: &TrainingJob, n: usize, rates: &Rates) -> f64 {
     let config = job.config;
     let inputs = [config.width, config.width, config.width, config.inner];
     let values: usize = job
@@ -134,7 +134,7 @@ fn deltas(job: &Job, n: usize, rates: &Rates) -> f64 {
 }
 
 /// Head and loss, forward and backward, in chunks: the head is widened twice for each.
-fn head(job: &Job, n: usize, rows: usize, rates: &Rates) -> f64 {
+fn head(job: &TrainingJob, n: usize, rows: usize, rates: &Rates) -> f64 {
     let weights = job.config.vocab * job.config.width;
     let chunk = rows.clamp(1, n.max(1));
     let chunks = n.div_ceil(chunk) as f64;
@@ -146,7 +146,7 @@ fn head(job: &Job, n: usize, rows: usize, rates: &Rates) -> f64 {
 
 /// Seconds for bytes of the base and of inputs that come and go; on a CPU the thread that moves them takes its time from
 /// those that compute.
-fn moved(job: &Job, setting: Setting, n: usize, rates: &Rates) -> f64 {
+fn moved(job: &TrainingJob, setting: PlanConfig, n: usize, rates: &Rates) -> f64 {
     let threads = match job.target {
         Target::Cpu { threads, .. } => threads.max(1) as f64,
         Target::Cuda => 1.0,
@@ -155,25 +155,25 @@ fn moved(job: &Job, setting: Setting, n: usize, rates: &Rates) -> f64 {
     let streamed = if setting.policy.stream { 2 * parts.blocks + parts.embeddings + parts.head } else { 0 };
     let each = (job.config.layers * n * job.config.width * setting.policy.activations.size()) as f64;
     let inputs = match setting.policy.inputs {
-        Place::Disk => each * (1.0 + WRITING),
-        Place::Host => 2.0 * each,
-        Place::Memory => 0.0,
+        Placement::Disk => each * (1.0 + WRITING),
+        Placement::Host => 2.0 * each,
+        Placement::Memory => 0.0,
     };
     (streamed as f64 + inputs) / (threads * rates.reading)
 }
 
 /// Norm, clipping and AdamW.
-fn update(job: &Job, setting: Setting, rates: &Rates) -> f64 {
+fn update(job: &TrainingJob, setting: PlanConfig, rates: &Rates) -> f64 {
     let len = job.set.layout.len as f64;
     let (work, bytes) = match setting.optimizer {
         OptimizerKind::AdamW => (1.0, 8.0),
         OptimizerKind::AdamW8bit => (EIGHT_BIT, 2.0),
     };
     let moved = match setting.policy.moments {
-        Place::Disk => len * bytes * (1.0 + WRITING) / rates.reading,
+        Placement::Disk => len * bytes * (1.0 + WRITING) / rates.reading,
         // Read and written at the same time, each in its direction.
-        Place::Host => len * bytes / rates.reading,
-        Place::Memory => 0.0,
+        Placement::Host => len * bytes / rates.reading,
+        Placement::Memory => 0.0,
     };
     len * work / rates.adamw + moved
 }

@@ -1,6 +1,6 @@
 //! The plan: every buffer of a run with its size, place and lifetime, from sizes alone.
 //!
-//! A pure function of a [`Job`] and a [`Setting`]: no weights, no data, no device. The buffers come
+//! A pure function of a [`TrainingJob`] and a [`PlanConfig`]: no weights, no data, no device. The buffers come
 //! from the very code that cuts them for a run, run against arenas that only count; what the base,
 //! the kernels' scratch and the rows of a step take is added here.
 
@@ -10,11 +10,11 @@ use engraft_adapters::AdapterSet;
 use engraft_util::atomic::BUFFER;
 
 pub use super::base_bytes::BaseBytes;
-use crate::observe::phase::Moment;
+use crate::observe::phase::Phase;
 use crate::{
     device::{
         DType,
-        arena::{Place, TableRow},
+        arena::{Placement, TableRow},
     },
     engine::{Trainer, TrainerOptions},
     error::Result,
@@ -39,17 +39,17 @@ pub enum Target {
 
 impl Target {
     /// Where what is moved out of its memory goes.
-    pub fn away(self) -> Place {
+    pub fn away(self) -> Placement {
         match self {
-            Self::Cpu { .. } => Place::Disk,
-            Self::Cuda => Place::Host,
+            Self::Cpu { .. } => Placement::Disk,
+            Self::Cuda => Placement::Host,
         }
     }
 }
 
 /// What is to be done, whatever the machine.
 #[derive(Debug, Clone, Copy)]
-pub struct Job<'a> {
+pub struct TrainingJob<'a> {
     /// Sizes of the base.
     pub config: &'a Config,
     /// What its matrices are kept in.
@@ -72,7 +72,7 @@ pub struct Job<'a> {
 
 /// One way to do a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Setting {
+pub struct PlanConfig {
     /// Rows at a time.
     pub micro_batch: usize,
     /// Recompute, chunks, streaming, places.
@@ -82,7 +82,7 @@ pub struct Setting {
 }
 
 /// As options are written.
-impl fmt::Display for Setting {
+impl fmt::Display for PlanConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Policy { recompute, head_rows, stream, inputs, moments, .. } = self.policy;
         let on = |flag: bool| if flag { "on" } else { "off" };
@@ -127,7 +127,7 @@ impl fmt::Display for Home {
     }
 }
 
-pub(super) const MOMENTS: usize = Moment::ALL.len();
+pub(super) const MOMENTS: usize = Phase::ALL.len();
 
 /// One line of a plan: a buffer, or several alike.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -154,7 +154,7 @@ pub struct Row {
 
 impl Row {
     /// Bytes of it that are in the planned memory in `moment`.
-    pub fn resident(&self, moment: Moment) -> u64 {
+    pub fn resident(&self, moment: Phase) -> u64 {
         self.resident[moment as usize]
     }
 
@@ -168,22 +168,22 @@ impl Row {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
     /// What was planned for.
-    pub setting: Setting,
+    pub setting: PlanConfig,
     /// The buffers.
     pub rows: Vec<Row>,
 }
 
 impl Plan {
     /// Bytes in `moment`.
-    pub fn at(&self, moment: Moment) -> u64 {
+    pub fn at(&self, moment: Phase) -> u64 {
         self.rows.iter().map(|row| row.resident(moment)).sum()
     }
 
     /// The moment with the most bytes, and how many.
-    pub fn peak(&self) -> (Moment, u64) {
-        let moments = Moment::ALL.map(|moment| (moment, self.at(moment)));
+    pub fn peak(&self) -> (Phase, u64) {
+        let moments = Phase::ALL.map(|moment| (moment, self.at(moment)));
         // Of equal moments the first one.
-        moments.into_iter().rev().max_by_key(|(_, bytes)| *bytes).unwrap_or((Moment::Loading, 0))
+        moments.into_iter().rev().max_by_key(|(_, bytes)| *bytes).unwrap_or((Phase::Loading, 0))
     }
 
     /// Most bytes that pass through the allocator or an arena: all but what the process had before, the
@@ -194,8 +194,8 @@ impl Plan {
     }
 
     /// Bytes of each moment.
-    pub fn moments(&self) -> [(Moment, u64); MOMENTS] {
-        Moment::ALL.map(|moment| (moment, self.at(moment)))
+    pub fn moments(&self) -> [(Phase, u64); MOMENTS] {
+        Phase::ALL.map(|moment| (moment, self.at(moment)))
     }
 
     /// Bytes that rows with one of these roles take at the peak.
@@ -213,7 +213,7 @@ pub const CUDA_RUNTIME: u64 = 352 << 20;
 ///
 /// # Errors
 /// When the adapter brings more than one prefix.
-pub fn plan(job: &Job, setting: Setting) -> Result<Plan> {
+pub fn plan(job: &TrainingJob, setting: PlanConfig) -> Result<Plan> {
     let buffers = Trainer::plan(job.config, job.set, trainer_options(job, setting))?;
     let mut rows = base(job, setting.policy);
     rows.extend(grouped(&buffers, job, setting));
@@ -222,7 +222,7 @@ pub fn plan(job: &Job, setting: Setting) -> Result<Plan> {
 }
 
 /// Options that sizes depend on; the others are left at rest.
-fn trainer_options(job: &Job, setting: Setting) -> TrainerOptions {
+fn trainer_options(job: &TrainingJob, setting: PlanConfig) -> TrainerOptions {
     TrainerOptions {
         rows: setting.micro_batch,
         seq_len: job.seq_len,
@@ -237,16 +237,16 @@ fn trainer_options(job: &Job, setting: Setting) -> TrainerOptions {
 
 /// Which bytes are in memory, by moment: nothing while loading, then `bytes`.
 fn from_the_first_pass(bytes: u64) -> [u64; MOMENTS] {
-    by_moment(|moment| if moment == Moment::Loading { 0 } else { bytes })
+    by_moment(|moment| if moment == Phase::Loading { 0 } else { bytes })
 }
 
-pub(super) fn by_moment(bytes: impl Fn(Moment) -> u64) -> [u64; MOMENTS] {
-    Moment::ALL.map(bytes)
+pub(super) fn by_moment(bytes: impl Fn(Phase) -> u64) -> [u64; MOMENTS] {
+    Phase::ALL.map(bytes)
 }
 
 const POSITIONS: &str = "position embedding";
 
-fn base(job: &Job, policy: Policy) -> Vec<Row> {
+fn base(job: &TrainingJob, policy: Policy) -> Vec<Row> {
     let config = job.config;
     let parts = match job.target {
         Target::Cpu { .. } => BaseBytes::of(config, job.base_dtype),
@@ -328,14 +328,14 @@ fn plain(role: &'static str, name: &str, bytes: u64, home: Home, lifetime: &'sta
 }
 
 /// The buffers of the arenas, those that are alike in one line.
-fn grouped(buffers: &[TableRow], job: &Job, setting: Setting) -> Vec<Row> {
+fn grouped(buffers: &[TableRow], job: &TrainingJob, setting: PlanConfig) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
     for buffer in buffers.iter().filter(|buffer| buffer.bytes() > 0) {
         let name = without_numbers(&buffer.name);
         let home = match (buffer.place, job.target) {
-            (Place::Disk, _) => Home::Disk,
-            (Place::Memory, Target::Cuda) => Home::Device,
-            (Place::Host, _) | (Place::Memory, Target::Cpu { .. }) => Home::Host,
+            (Placement::Disk, _) => Home::Disk,
+            (Placement::Memory, Target::Cuda) => Home::Device,
+            (Placement::Host, _) | (Placement::Memory, Target::Cpu { .. }) => Home::Host,
         };
         let row = match rows.iter_mut().find(|row| row.is_like(buffer, &name, home)) {
             Some(row) => row,
@@ -357,13 +357,13 @@ fn grouped(buffers: &[TableRow], job: &Job, setting: Setting) -> Vec<Row> {
         row.resident = match (row.home, row.role) {
             (Home::Disk, "moments") => {
                 let window = setting.optimizer.window_bytes().min(row.bytes);
-                by_moment(|moment| if moment == Moment::Update { window } else { 0 })
+                by_moment(|moment| if moment == Phase::Update { window } else { 0 })
             }
             (Home::Disk, _) => {
                 // The input of a block, its output, and one that is being fetched or given back.
                 let one = row.bytes / row.count as u64;
                 let most = row.bytes.min(3 * one);
-                let pass = [Moment::Forward, Moment::Head, Moment::Backward, Moment::Evaluation];
+                let pass = [Phase::Forward, Phase::Head, Phase::Backward, Phase::Evaluation];
                 by_moment(|moment| if pass.contains(&moment) { most } else { 0 })
             }
             // Of the host, whose memory a device's plan lists and does not count.
@@ -406,7 +406,7 @@ fn lifetime(role: &str, name: &str) -> &'static str {
 }
 
 /// What is no buffer of an arena: the process itself, rows on their way, scratch of the kernels.
-fn around(job: &Job, setting: Setting) -> Vec<Row> {
+fn around(job: &TrainingJob, setting: PlanConfig) -> Vec<Row> {
     let always = |bytes: u64| by_moment(|_| bytes);
     let cells = (job.batch * job.seq_len) as u64;
     let micro = (setting.micro_batch * job.seq_len) as u64;
@@ -432,7 +432,7 @@ fn around(job: &Job, setting: Setting) -> Vec<Row> {
             ..plain("data", "lists, names, events", small, home, "run")
         },
         Row {
-            resident: by_moment(|moment| if moment == Moment::Saving { BUFFER as u64 } else { 0 }),
+            resident: by_moment(|moment| if moment == Phase::Saving { BUFFER as u64 } else { 0 }),
             ..plain("data", "buffer of a file being written", BUFFER as u64, home, "save")
         },
     ];

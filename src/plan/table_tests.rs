@@ -6,7 +6,7 @@ use engraft_adapters::{AdapterSpec, LoraSpec, PrefixSpec};
 
 use super::{calibrate::Rates, choose::*, table::*, *};
 use crate::{
-    device::{DType, arena::Place},
+    device::{DType, arena::Placement},
     kernels::matmul::Arithmetic,
     model::{BaseDType, Config, Policy, Recompute},
     optim::OptimizerKind,
@@ -25,8 +25,8 @@ fn set(config: &Config, targets: &str) -> AdapterSet {
 
 use engraft_adapters::AdapterSet;
 
-fn job<'a>(config: &'a Config, set: &'a AdapterSet, batch: usize) -> Job<'a> {
-    Job {
+fn job<'a>(config: &'a Config, set: &'a AdapterSet, batch: usize) -> TrainingJob<'a> {
+    TrainingJob {
         config,
         base_dtype: BaseDType::F16,
         set,
@@ -39,8 +39,8 @@ fn job<'a>(config: &'a Config, set: &'a AdapterSet, batch: usize) -> Job<'a> {
     }
 }
 
-fn setting(policy: Policy) -> Setting {
-    Setting { micro_batch: 1, policy, optimizer: OptimizerKind::AdamW }
+fn setting(policy: Policy) -> PlanConfig {
+    PlanConfig { micro_batch: 1, policy, optimizer: OptimizerKind::AdamW }
 }
 
 #[test]
@@ -69,8 +69,8 @@ fn every_saving_saves_what_it_says() {
     let least = Policy { recompute: Recompute::All, stream: true, head_rows: 32, ..base };
     assert!(peak(least) < 1_200 << 20, "{}", peak(least));
     assert!(peak(least) < peak(Policy { stream: false, ..least }) - (2 << 30));
-    assert!(peak(Policy { inputs: Place::Disk, ..least }) < peak(least) - (250 << 20));
-    assert!(peak(Policy { moments: Place::Disk, ..least }) < peak(least) - (40 << 20));
+    assert!(peak(Policy { inputs: Placement::Disk, ..least }) < peak(least) - (250 << 20));
+    assert!(peak(Policy { moments: Placement::Disk, ..least }) < peak(least) - (40 << 20));
 }
 
 #[test]
@@ -81,7 +81,7 @@ fn rows_add_up_in_every_moment() {
         let plan = plan(&job(&config, &set, 4), setting(Policy { stream, ..Policy::default() })).unwrap();
         let (moment, peak) = plan.peak();
         assert_eq!(plan.at(moment), peak);
-        for moment in crate::observe::phase::Moment::ALL {
+        for moment in crate::observe::phase::Phase::ALL {
             assert!(plan.at(moment) <= peak);
             assert_eq!(plan.at(moment), plan.rows.iter().map(|row| row.resident(moment)).sum::<u64>());
         }
@@ -98,16 +98,16 @@ fn less_memory_is_slower_and_always_fits() {
     let mut last = 0.0;
     for gib in [64u64, 32, 16, 8, 6, 4, 3, 2] {
         let budget = gib << 30;
-        let choice = choose(&job, Wish::default(), Some(budget), &rates).unwrap();
-        assert!(choice.chosen.peak() <= budget, "{gib} GiB");
-        assert!(choice.chosen.seconds >= 0.97 * last, "{gib} GiB is faster than more memory");
-        assert_eq!(choice.chosen.plan.setting.optimizer, OptimizerKind::AdamW, "8 bits only where needed");
-        assert!(job.batch.is_multiple_of(choice.chosen.plan.setting.micro_batch));
-        last = choice.chosen.seconds;
+        let selection = choose(&job, Constraints::default(), Some(budget), &rates).unwrap();
+        assert!(selection.chosen.peak() <= budget, "{gib} GiB");
+        assert!(selection.chosen.seconds >= 0.97 * last, "{gib} GiB is faster than more memory");
+        assert_eq!(selection.chosen.plan.setting.optimizer, OptimizerKind::AdamW, "8 bits only where needed");
+        assert!(job.batch.is_multiple_of(selection.chosen.plan.setting.micro_batch));
+        last = selection.chosen.seconds;
     }
-    let plenty = choose(&job, Wish::default(), None, &rates).unwrap().chosen.plan.setting.policy;
+    let plenty = choose(&job, Constraints::default(), None, &rates).unwrap().chosen.plan.setting.policy;
     assert_eq!((plenty.recompute, plenty.stream), (Recompute::None, false));
-    assert_eq!((plenty.inputs, plenty.moments), (Place::Memory, Place::Memory));
+    assert_eq!((plenty.inputs, plenty.moments), (Placement::Memory, Placement::Memory));
 }
 
 #[test]
@@ -115,19 +115,19 @@ fn a_wish_is_kept() {
     let config = xl();
     let set = set(&config, "c_attn");
     let job = job(&config, &set, 8);
-    let wish = Wish {
+    let constraints = Constraints {
         micro_batch: Some(2),
         recompute: Some(Recompute::Every(5)),
         stream: Some(true),
         optimizer: Some(OptimizerKind::AdamW8bit),
-        ..Wish::default()
+        ..Constraints::default()
     };
-    let choice = choose(&job, wish, None, &Rates::NOMINAL).unwrap();
-    let Setting { micro_batch, policy, optimizer } = choice.chosen.plan.setting;
+    let selection = choose(&job, constraints, None, &Rates::NOMINAL).unwrap();
+    let PlanConfig { micro_batch, policy, optimizer } = selection.chosen.plan.setting;
     assert_eq!((micro_batch, policy.recompute, policy.stream), (2, Recompute::Every(5), true));
     assert_eq!(optimizer, OptimizerKind::AdamW8bit);
     let options: Vec<&str> =
-        choice.alternatives.iter().filter_map(|other| other.option.split(' ').next()).collect();
+        selection.alternatives.iter().filter_map(|other| other.option.split(' ').next()).collect();
     assert!(options.contains(&"head-rows") && !options.contains(&"recompute"), "{options:?}");
 }
 
@@ -136,9 +136,9 @@ fn remedies_are_the_single_changes_that_save_most() {
     let config = xl();
     let set = set(&config, "c_attn");
     for target in [Target::Cuda, Target::Cpu { threads: 2, arithmetic: Arithmetic::F32 }] {
-        let job = Job { target, ..job(&config, &set, 8) };
+        let job = TrainingJob { target, ..job(&config, &set, 8) };
         // All is fixed: there are no alternatives, but there are remedies.
-        let wish = Wish {
+        let constraints = Constraints {
             micro_batch: Some(8),
             recompute: Some(Recompute::Mlp),
             head_rows: Some(512),
@@ -149,23 +149,24 @@ fn remedies_are_the_single_changes_that_save_most() {
             activations: None,
             resumed: false,
         };
-        let choice = choose(&job, wish, None, &Rates::NOMINAL).unwrap();
-        assert!(choice.alternatives.is_empty());
+        let selection = choose(&job, constraints, None, &Rates::NOMINAL).unwrap();
+        assert!(selection.alternatives.is_empty());
         let names: Vec<&str> =
-            choice.remedies.iter().map(|remedy| remedy.split(" (-").next().unwrap()).collect();
+            selection.remedies.iter().map(|remedy| remedy.split(" (-").next().unwrap()).collect();
         assert_eq!(
             names,
             ["--micro-batch 1", "--recompute all", "--stream-base on"],
             "{:?}",
-            choice.remedies
+            selection.remedies
         );
-        let setting = choice.chosen.plan.setting;
-        let less = plan(&job, Setting { micro_batch: 1, ..setting }).unwrap().peak().1;
-        let saved = size(choice.chosen.peak() - less);
-        assert_eq!(choice.remedies[0], format!("--micro-batch 1 (-{saved})"));
+        let setting = selection.chosen.plan.setting;
+        let less = plan(&job, PlanConfig { micro_batch: 1, ..setting }).unwrap().peak().1;
+        let saved = size(selection.chosen.peak() - less);
+        assert_eq!(selection.remedies[0], format!("--micro-batch 1 (-{saved})"));
         // Rows at a time are those of the save.
-        let resumed = choose(&job, Wish { resumed: true, ..wish }, None, &Rates::NOMINAL).unwrap();
-        assert_eq!(resumed.remedies[..2], choice.remedies[1..], "{:?}", resumed.remedies);
+        let resumed =
+            choose(&job, Constraints { resumed: true, ..constraints }, None, &Rates::NOMINAL).unwrap();
+        assert_eq!(resumed.remedies[..2], selection.remedies[1..], "{:?}", resumed.remedies);
     }
 }
 
@@ -174,26 +175,26 @@ fn nothing_fits_names_the_smallest() {
     let config = xl();
     let set = set(&config, "all-linear");
     let job = job(&config, &set, 8);
-    let error = choose(&job, Wish::default(), Some(100 << 20), &Rates::NOMINAL).unwrap_err();
+    let error = choose(&job, Constraints::default(), Some(100 << 20), &Rates::NOMINAL).unwrap_err();
     assert_eq!(error.exit_code(), 2);
     let text = error.to_string();
     let named = text.split("--memory ").nth(2).and_then(|rest| rest.split("MiB").next()).unwrap();
     let bytes = named.parse::<u64>().unwrap() << 20;
-    let fits = choose(&job, Wish::default(), Some(bytes), &Rates::NOMINAL).unwrap();
+    let fits = choose(&job, Constraints::default(), Some(bytes), &Rates::NOMINAL).unwrap();
     assert!(text.contains(&fits.chosen.plan.setting.to_string()), "{text}\n{}", fits.chosen.plan.setting);
-    assert!(choose(&job, Wish::default(), Some(bytes - (1 << 20)), &Rates::NOMINAL).is_err());
+    assert!(choose(&job, Constraints::default(), Some(bytes - (1 << 20)), &Rates::NOMINAL).is_err());
 }
 
 #[test]
 fn a_device_is_planned_without_one() {
     let config = xl();
     let set = set(&config, "c_attn");
-    let job = Job { target: Target::Cuda, ..job(&config, &set, 8) };
-    let choice = choose(&job, Wish::default(), Some(12 << 30), &Rates::NOMINAL).unwrap();
-    assert!(choice.chosen.peak() <= 12 << 30);
-    assert_eq!(choice.chosen.plan.setting.policy.activations, DType::F16);
+    let job = TrainingJob { target: Target::Cuda, ..job(&config, &set, 8) };
+    let selection = choose(&job, Constraints::default(), Some(12 << 30), &Rates::NOMINAL).unwrap();
+    assert!(selection.chosen.peak() <= 12 << 30);
+    assert_eq!(selection.chosen.plan.setting.policy.activations, DType::F16);
     let device: u64 =
-        choice.chosen.plan.rows.iter().filter(|row| row.home == Home::Device).map(|r| r.bytes).sum();
+        selection.chosen.plan.rows.iter().filter(|row| row.home == Home::Device).map(|r| r.bytes).sum();
     assert!(device >= 3 << 30, "{device}");
 }
 
@@ -201,7 +202,7 @@ fn a_device_is_planned_without_one() {
 fn a_streamed_base_takes_two_blocks_of_a_device() {
     let config = xl();
     let set = set(&config, "c_attn");
-    let job = Job { target: Target::Cuda, ..job(&config, &set, 8) };
+    let job = TrainingJob { target: Target::Cuda, ..job(&config, &set, 8) };
     let of_base = |row: &&Row| matches!(row.role, "base" | "stages");
     let planned = |stream| plan(&job, setting(Policy { stream, ..Policy::default() })).unwrap();
     let device = |plan: &Plan| -> u64 {
@@ -225,22 +226,22 @@ fn a_streamed_base_takes_two_blocks_of_a_device() {
 fn what_a_device_offloads_is_listed_and_not_counted() {
     let config = xl();
     let set = set(&config, "c_attn");
-    let job = Job { target: Target::Cuda, ..job(&config, &set, 8) };
+    let job = TrainingJob { target: Target::Cuda, ..job(&config, &set, 8) };
     let policy = Policy { recompute: Recompute::All, activations: DType::F16, ..Policy::default() };
     let planned = |policy| plan(&job, setting(policy)).unwrap();
     let kept = planned(policy);
-    let inputs = planned(Policy { inputs: Place::Host, ..policy });
+    let inputs = planned(Policy { inputs: Placement::Host, ..policy });
     // 49 inputs and outputs of 1024 tokens where three take turns; the last three need no copy.
     let one = 1024 * 1600 * 2;
     assert_eq!(kept.peak().1 - inputs.peak().1, 46 * one);
     let copies = inputs.rows.iter().find(|row| row.role == "offloaded inputs").unwrap();
     assert_eq!((copies.count, copies.bytes, copies.home), (46, 46 * one, Home::Host));
     assert_eq!(copies.most_resident(), 0);
-    let moments = planned(Policy { moments: Place::Host, ..policy });
+    let moments = planned(Policy { moments: Placement::Host, ..policy });
     assert_eq!(kept.peak().1 - moments.peak().1, 8 * set.layout.len as u64);
-    let wish = Wish { stream: Some(true), ..Wish::default() };
-    let least = |wish| {
-        let error = choose(&job, wish, Some(400 << 20), &Rates::NOMINAL_GPU).unwrap_err().to_string();
+    let constraints = Constraints { stream: Some(true), ..Constraints::default() };
+    let least = |constraints| {
+        let error = choose(&job, constraints, Some(400 << 20), &Rates::NOMINAL_GPU).unwrap_err().to_string();
         error
             .split("--memory ")
             .nth(2)
@@ -249,9 +250,9 @@ fn what_a_device_offloads_is_listed_and_not_counted() {
             .parse::<u64>()
             .unwrap()
     };
-    let without = least(Wish { inputs: Some(false), moments: Some(false), ..wish });
+    let without = least(Constraints { inputs: Some(false), moments: Some(false), ..constraints });
     // 46 inputs of 3.1 MiB, and moments of 2.3 M trainables.
-    assert!(least(wish) + 143 + 4 < without, "{} and {without} MiB", least(wish));
+    assert!(least(constraints) + 143 + 4 < without, "{} and {without} MiB", least(constraints));
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::{data::DataReport, error::Result, optim::LossScale, plan::choose::Choice};
+use crate::{data::DataReport, error::Result, optim::LossScale, plan::choose::Selection};
 
 /// Receives events; an error it returns ends the run.
 pub trait Reporter {
@@ -19,7 +19,7 @@ pub enum Event<'a> {
     /// Everything is loaded and the run begins.
     Start(&'a Start),
     /// How memory will be used.
-    Plan(&'a Choice),
+    Plan(&'a Selection),
     /// Something the user should know, without effect on the exit code.
     Note(&'a str),
     /// An optimizer step is done.

@@ -21,18 +21,18 @@ use crate::{
     plan::{
         budget::{self, Limit},
         calibrate::Rates,
-        choose::{Choice, Wish, choose, size},
-        table::{BaseBytes, Home, Job, Row, Setting, Target},
+        choose::{Constraints, Selection, choose, size},
+        table::{BaseBytes, Home, PlanConfig, Row, Target, TrainingJob},
     },
 };
 
 /// What a plan of the run is made for.
-pub(super) fn job<'a>(options: &RunOptions, base: &'a Base, prepared: &'a Prepared) -> Job<'a> {
+pub(super) fn job<'a>(options: &RunOptions, base: &'a Base, prepared: &'a Prepared) -> TrainingJob<'a> {
     let heap = |data: &Dataset| data.memory().0 as u64;
     // Rows on the heap are there already, and so in what the process holds.
     let held = machine::resident().is_some();
     let rows_on_heap = heap(&prepared.train) + prepared.eval.as_ref().map_or(0, heap);
-    Job {
+    TrainingJob {
         config: &base.config,
         base_dtype: base.dtype,
         set: &prepared.set,
@@ -49,8 +49,8 @@ pub(super) fn job<'a>(options: &RunOptions, base: &'a Base, prepared: &'a Prepar
 ///
 /// # Errors
 /// [`Error::Input`] with the option.
-fn check_wish(wish: Wish, target: Target) -> Result<()> {
-    match (target, wish.activations) {
+fn check_wish(constraints: Constraints, target: Target) -> Result<()> {
+    match (target, constraints.activations) {
         (Target::Cpu { .. }, Some(DType::F16)) => Err(no_f16()),
         _ => Ok(()),
     }
@@ -63,7 +63,7 @@ pub fn cpu(arithmetic: Arithmetic) -> Target {
 
 /// A run that is only planned: no weights, perhaps no data.
 #[derive(Debug, Clone, Copy)]
-pub struct Draft<'a> {
+pub struct PlanRequest<'a> {
     /// Sizes of the base.
     pub config: &'a Config,
     /// What its matrices are kept in.
@@ -82,83 +82,89 @@ pub struct Draft<'a> {
 ///
 /// # Errors
 /// When nothing fits, with the smallest plan that there is.
-pub fn draft(options: &RunOptions, draft: Draft) -> Result<Choice> {
+pub fn plan_request(options: &RunOptions, plan_request: PlanRequest) -> Result<Selection> {
     let program = budget::assumed_program();
-    let job = Job {
-        config: draft.config,
-        base_dtype: draft.base_dtype,
-        set: draft.set,
+    let job = TrainingJob {
+        config: plan_request.config,
+        base_dtype: plan_request.base_dtype,
+        set: plan_request.set,
         batch: options.batch,
-        seq_len: draft.seq_len,
-        target: draft.target,
+        seq_len: plan_request.seq_len,
+        target: plan_request.target,
         program,
         rows_on_heap: 0,
-        streamable: draft.streamable,
+        streamable: plan_request.streamable,
     };
-    check_wish(options.wish, draft.target)?;
-    check_weights(draft.target != Target::Cuda, draft.base_dtype)?;
+    check_wish(options.constraints, plan_request.target)?;
+    check_weights(plan_request.target != Target::Cuda, plan_request.base_dtype)?;
     // BF16 on a CPU is arithmetic alone.
-    let activations = options.wish.activations.filter(|_| draft.target == Target::Cuda);
-    let wish = Wish { activations, ..options.wish };
-    let budget = match draft.target {
+    let activations = options.constraints.activations.filter(|_| plan_request.target == Target::Cuda);
+    let constraints = Constraints { activations, ..options.constraints };
+    let budget = match plan_request.target {
         // Nobody knows how much an absent device has.
         Target::Cuda => budget::device_bytes(options.memory, None, 0),
         Target::Cpu { .. } => budget::bytes(options.memory, program),
     };
-    match draft.target {
+    match plan_request.target {
         Target::Cpu { arithmetic, .. } => {
-            choose(&job, wish, budget, &Rates::load_or_measure(options.cache.as_deref(), arithmetic))
+            choose(&job, constraints, budget, &Rates::load_or_measure(options.cache.as_deref(), arithmetic))
         }
-        Target::Cuda => choose(&job, wish, budget, &Rates::NOMINAL_GPU).map(unmeasured),
+        Target::Cuda => choose(&job, constraints, budget, &Rates::NOMINAL_GPU).map(unmeasured),
     }
 }
 
 /// A choice whose seconds are those of some other machine: ratios hold, times do not.
-fn unmeasured(mut choice: Choice) -> Choice {
-    choice.chosen.measured = false;
-    choice
+fn unmeasured(mut selection: Selection) -> Selection {
+    selection.chosen.measured = false;
+    selection
 }
 
 /// The choice by the speeds of this machine, which are measured only where they decide anything.
-fn by_speed(cache: Option<&Path>, job: &Job, wish: Wish, budget: Option<u64>) -> Result<Choice> {
+fn by_speed(
+    cache: Option<&Path>,
+    job: &TrainingJob,
+    constraints: Constraints,
+    budget: Option<u64>,
+) -> Result<Selection> {
     let Target::Cpu { arithmetic, .. } = job.target else {
-        return choose(job, wish, budget, &Rates::NOMINAL_GPU).map(unmeasured);
+        return choose(job, constraints, budget, &Rates::NOMINAL_GPU).map(unmeasured);
     };
     if let Some(rates) = Rates::cached(cache, arithmetic) {
-        return choose(job, wish, budget, &rates);
+        return choose(job, constraints, budget, &rates);
     }
-    let choice = choose(job, wish, budget, &Rates::NOMINAL)?;
-    if choice.trades_nothing(wish) {
-        return Ok(unmeasured(choice));
+    let selection = choose(job, constraints, budget, &Rates::NOMINAL)?;
+    if selection.trades_nothing(constraints) {
+        return Ok(unmeasured(selection));
     }
-    choose(job, wish, budget, &Rates::load_or_measure(cache, arithmetic))
+    choose(job, constraints, budget, &Rates::load_or_measure(cache, arithmetic))
 }
 
 /// What is fixed: by options, and what results depend on by the save that the run goes on from.
 ///
 /// # Errors
 /// When the save holds something else than numbers where they belong.
-pub(super) fn wish(options: &RunOptions, base: &Base, past: Option<&SaveInfo>) -> Wish {
-    let mut wish = Wish { activations: Some(base.activations), ..options.wish };
+pub(super) fn constraints(options: &RunOptions, base: &Base, past: Option<&SaveInfo>) -> Constraints {
+    let mut constraints = Constraints { activations: Some(base.activations), ..options.constraints };
     // On a device that was settled when the base was brought there.
     if !base.device.is_host() {
-        wish.stream = Some(base.is_streamed());
+        constraints.stream = Some(base.is_streamed());
     }
-    let Some(past) = past else { return wish };
-    wish.resumed = true;
+    let Some(past) = past else { return constraints };
+    constraints.resumed = true;
     let number = |name: &str| past.options.get(name).and_then(|value| value.parse().ok());
-    wish.micro_batch = wish.micro_batch.or_else(|| number(MICRO_BATCH));
-    wish.head_rows = wish.head_rows.or_else(|| number(HEAD_ROWS));
+    constraints.micro_batch = constraints.micro_batch.or_else(|| number(MICRO_BATCH));
+    constraints.head_rows = constraints.head_rows.or_else(|| number(HEAD_ROWS));
     let kinds = [OptimizerKind::AdamW, OptimizerKind::AdamW8bit];
-    wish.optimizer = wish.optimizer.or_else(|| kinds.into_iter().find(|kind| kind.name() == past.optimizer));
-    wish
+    constraints.optimizer =
+        constraints.optimizer.or_else(|| kinds.into_iter().find(|kind| kind.name() == past.optimizer));
+    constraints
 }
 
 const MICRO_BATCH: &str = "micro-batch";
 const HEAD_ROWS: &str = "head-rows";
 
 /// What a plan chose and results depend on, as options are written.
-pub(super) fn identity(setting: Setting) -> [(String, String); 3] {
+pub(super) fn identity(setting: PlanConfig) -> [(String, String); 3] {
     [
         (MICRO_BATCH.to_owned(), setting.micro_batch.to_string()),
         (HEAD_ROWS.to_owned(), setting.policy.head_rows.to_string()),
@@ -170,13 +176,18 @@ pub(super) fn identity(setting: Setting) -> [(String, String); 3] {
 ///
 /// # Errors
 /// When nothing fits, with the smallest plan that there is.
-pub(super) fn plan(options: &RunOptions, base: &Base, job: &Job, wish: Wish) -> Result<Choice> {
-    check_wish(wish, job.target)?;
+pub(super) fn plan(
+    options: &RunOptions,
+    base: &Base,
+    job: &TrainingJob,
+    constraints: Constraints,
+) -> Result<Selection> {
+    check_wish(constraints, job.target)?;
     let budget = match job.target {
         Target::Cuda => budget::device_bytes(options.memory, base.device.free(), base_bytes(base)),
         Target::Cpu { .. } => budget::bytes(options.memory, job.program),
     };
-    by_speed(options.cache.as_deref(), job, wish, budget)
+    by_speed(options.cache.as_deref(), job, constraints, budget)
 }
 
 /// Bytes that a device holds of a base before a trainer is made.
@@ -188,7 +199,7 @@ fn base_bytes(base: &Base) -> u64 {
     if base.is_streamed() { parts.total() - parts.blocks } else { parts.total() }
 }
 
-/// The next smaller plan after `choice`, which the machine has no room for: within what is free now, and
+/// The next smaller plan after `selection`, which the machine has no room for: within what is free now, and
 /// within three quarters of what the other wanted.
 ///
 /// # Errors
@@ -196,25 +207,25 @@ fn base_bytes(base: &Base) -> u64 {
 pub(super) fn smaller(
     options: &RunOptions,
     base: &Base,
-    job: &Job,
-    wish: Wish,
-    choice: &Choice,
-) -> Result<Choice> {
-    let less = choice.chosen.peak() - budget::wanted(&choice.chosen.plan) / 4;
+    job: &TrainingJob,
+    constraints: Constraints,
+    selection: &Selection,
+) -> Result<Selection> {
+    let less = selection.chosen.peak() - budget::wanted(&selection.chosen.plan) / 4;
     let free = match job.target {
         Target::Cuda => budget::device_bytes(Limit::Auto, base.device.free(), base_bytes(base)),
         Target::Cpu { .. } => budget::bytes(Limit::Auto, job.program),
     };
     let free = free.unwrap_or(less);
-    by_speed(options.cache.as_deref(), job, wish, Some(less.min(free)))
+    by_speed(options.cache.as_deref(), job, constraints, Some(less.min(free)))
 }
 
 /// Refuses a plan that wants more than is free.
 ///
 /// # Errors
 /// [`Error::Memory`] with both numbers.
-pub(super) fn check(choice: &Choice, free: Option<u64>) -> Result<()> {
-    let wanted = budget::wanted(&choice.chosen.plan);
+pub(super) fn check(selection: &Selection, free: Option<u64>) -> Result<()> {
+    let wanted = budget::wanted(&selection.chosen.plan);
     match free {
         Some(free) if free < wanted => Err(Error::memory(format!(
             "the plan takes {} more memory where {} are free; free some, or give a smaller --memory",
@@ -229,10 +240,10 @@ pub(super) fn check(choice: &Choice, free: Option<u64>) -> Result<()> {
 ///
 /// # Errors
 /// [`Error::Failed`], as a smaller plan would offload more.
-fn check_pinned(choice: &Choice, free: Option<u64>) -> Result<()> {
+fn check_pinned(selection: &Selection, free: Option<u64>) -> Result<()> {
     let away =
         |row: &&Row| row.home == Home::Host && matches!(row.role, "offloaded inputs" | "moments" | "stages");
-    let pinned: u64 = choice.chosen.plan.rows.iter().filter(away).map(|row| row.bytes).sum();
+    let pinned: u64 = selection.chosen.plan.rows.iter().filter(away).map(|row| row.bytes).sum();
     match free {
         Some(free) if free < pinned => Err(Error::failed(format!(
             "the plan pins {} of the host's memory where {} are free; free some, or give --offload-inputs off and \
@@ -244,7 +255,7 @@ fn check_pinned(choice: &Choice, free: Option<u64>) -> Result<()> {
     }
 }
 
-/// A trainer as `choice` says.
+/// A trainer as `selection` says.
 ///
 /// # Errors
 /// [`Error::Memory`] when the machine has less than planned; and as [`Trainer::new`].
@@ -253,15 +264,15 @@ pub(super) fn trainer(
     base: &Arc<Base>,
     prepared: &Prepared,
     values: &[f32],
-    choice: &Choice,
+    selection: &Selection,
     spool: &Path,
 ) -> Result<Trainer> {
     let free = if base.device.is_host() { (options.free_memory)() } else { base.device.free() };
-    check(choice, free)?;
+    check(selection, free)?;
     if !base.device.is_host() {
-        check_pinned(choice, (options.free_memory)())?;
+        check_pinned(selection, (options.free_memory)())?;
     }
-    let Setting { micro_batch, policy, optimizer } = choice.chosen.plan.setting;
+    let PlanConfig { micro_batch, policy, optimizer } = selection.chosen.plan.setting;
     let trainer_options = TrainerOptions {
         rows: micro_batch,
         seq_len: prepared.longest(),

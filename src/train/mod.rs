@@ -12,7 +12,7 @@ pub mod save;
 
 pub use adapter::{AdapterOptions, Kinds, PrefixStart};
 pub use events::{Event, Reporter};
-pub use fit::{Draft, cpu, draft};
+pub use fit::{PlanRequest, cpu, plan_request};
 pub use folder::RunFolder;
 pub use options::{DataSource, Length, Machine, RunOptions, Warmup};
 pub use prepare::{brings_valid, end_of_text, load_split, row_limit};

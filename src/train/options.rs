@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, path::PathBuf};
 use super::{AdapterOptions, PrefixStart};
 use crate::{
     optim::{AdamWOptions, schedule::Schedule},
-    plan::{budget::Limit, choose::Wish},
+    plan::{budget::Limit, choose::Constraints},
 };
 
 /// Everything a run needs besides the base and its tokenizer.
@@ -52,7 +52,7 @@ pub struct RunOptions {
     /// Part of the target probability spread over the vocabulary.
     pub label_smoothing: f64,
     /// What of the memory plan is fixed; a fixed micro-batch divides `batch`.
-    pub wish: Wish,
+    pub constraints: Constraints,
     /// What the plan must fit into.
     pub memory: Limit,
     /// Where memory over time is recorded.

@@ -13,7 +13,7 @@ use crate::{
     embedded,
     error::{Error, Result},
     model::{Base, Config},
-    plan::table::Setting,
+    plan::table::PlanConfig,
 };
 
 /// Longest row when none is asked for and the base has the positions.
@@ -229,7 +229,12 @@ fn prefix_text(start: &PrefixStart, tokenizer: Option<&Tokenizer>, train: &Datas
 }
 
 /// What saves of a run say, at step 0.
-pub(super) fn describe(options: &RunOptions, base: &Base, prepared: &Prepared, setting: Setting) -> SaveInfo {
+pub(super) fn describe(
+    options: &RunOptions,
+    base: &Base,
+    prepared: &Prepared,
+    setting: PlanConfig,
+) -> SaveInfo {
     let Prepared { set, train, steps, seq_len, .. } = prepared;
     let mut identity = options.identity.clone();
     // What was typed may leave it to the base, or to the memory plan.

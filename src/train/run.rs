@@ -24,14 +24,14 @@ use crate::{
     model::Base,
     observe::{
         counting, machine,
-        phase::{self, Moment},
+        phase::{self, Phase},
         trace::Trace,
     },
     optim::schedule::rate,
     plan::{
         budget,
         calibrate::Rates,
-        choose::{Choice, Wish, size, size_up},
+        choose::{Constraints, Selection, size, size_up},
     },
 };
 
@@ -90,9 +90,9 @@ fn go(
     let (past, damaged) = past.map_or((None, Vec::new()), |(past, damaged)| (Some(past), damaged));
     let trace = options.memory_trace.as_ref().map(|_| Trace::start()).transpose()?;
     let mut prepared = prepare(options, base, tokenizer, past.as_ref(), folder.path())?;
-    let wish = fit::wish(options, base, past.as_ref().map(|past| &past.info));
-    let choice = fit::plan(options, base, &fit::job(options, base, &prepared), wish)?;
-    let info = describe(options, base, &prepared, choice.chosen.plan.setting);
+    let constraints = fit::constraints(options, base, past.as_ref().map(|past| &past.info));
+    let selection = fit::plan(options, base, &fit::job(options, base, &prepared), constraints)?;
+    let info = describe(options, base, &prepared, selection.chosen.plan.setting);
     let longer = match &past {
         None => None,
         Some(past) => {
@@ -101,11 +101,12 @@ fn go(
             resume::changed_length(&past.info, &info, options.schedule, options.lr, warmup)?
         }
     };
-    let planned = Planned::new(options, base, &mut prepared, tokenizer, (wish, choice), folder.path())?;
-    let Planned { mut trainer, choice, before, smaller } = planned;
+    let planned =
+        Planned::new(options, base, &mut prepared, tokenizer, (constraints, selection), folder.path())?;
+    let Planned { mut trainer, selection, before, smaller } = planned;
     counting::reset_peak();
     // Of a smaller plan, other rows at a time.
-    let info = describe(options, base, &prepared, choice.chosen.plan.setting);
+    let info = describe(options, base, &prepared, selection.chosen.plan.setting);
     if let Some(past) = past {
         resume::check_finite(&past)?;
         trainer.restore(past.info.step, &past.tensors())?;
@@ -113,17 +114,25 @@ fn go(
     }
     folder.claim()?;
     folder.write_config(&options.config_text)?;
-    let run =
-        Run { options, base, prepared: &prepared, info, choice: &choice, before, folder: &folder, interrupt };
+    let run = Run {
+        options,
+        base,
+        prepared: &prepared,
+        info,
+        selection: &selection,
+        before,
+        folder: &folder,
+        interrupt,
+    };
     reporter.event(&Event::Start(&run.start(&trainer)))?;
-    reporter.event(&Event::Plan(&choice))?;
+    reporter.event(&Event::Plan(&selection))?;
     for note in damaged.iter().chain(&smaller).chain(&prepared.hints).chain(&longer) {
         reporter.event(&Event::Note(note))?;
     }
     let finished = run.train(&mut trainer, reporter);
     // Also of a run that failed: that is when somebody wants to see it.
     if let (Some(trace), Some(path)) = (trace, &options.memory_trace) {
-        let plan = &choice.chosen.plan;
+        let plan = &selection.chosen.plan;
         let written = trace.finish()?.write(path, &plan.moments(), plan.peak().1);
         return finished.and_then(|finished| written.map(|()| finished));
     }
@@ -133,7 +142,7 @@ fn go(
 /// A trainer and the plan it was made by.
 struct Planned {
     trainer: Trainer,
-    choice: Choice,
+    selection: Selection,
     /// Bytes on heap and in arenas before any of the plan was there.
     before: usize,
     /// Why it is not the plan that was chosen first.
@@ -141,39 +150,41 @@ struct Planned {
 }
 
 impl Planned {
-    /// Cuts the memory of `choice`; when the machine has less than it said, somebody took it meanwhile,
+    /// Cuts the memory of `selection`; when the machine has less than it said, somebody took it meanwhile,
     /// and the next smaller plan is tried, once.
     fn new(
         options: &RunOptions,
         base: &Arc<Base>,
         prepared: &mut Prepared,
         tokenizer: Option<&Tokenizer>,
-        (wish, choice): (Wish, Choice),
+        (constraints, selection): (Constraints, Selection),
         spool: &Path,
     ) -> Result<Self> {
         let before = counting::measured();
-        let stream = choice.chosen.plan.setting.policy.stream;
+        let stream = selection.chosen.plan.setting.policy.stream;
         let values = prepared.values(options, base, tokenizer, stream)?;
-        let reason = match fit::trainer(options, base, prepared, &values, &choice, spool) {
+        let reason = match fit::trainer(options, base, prepared, &values, &selection, spool) {
             Err(Error::Memory(reason)) => reason,
-            trainer => return Ok(Self { trainer: trainer?, choice, before, smaller: None }),
+            trainer => return Ok(Self { trainer: trainer?, selection, before, smaller: None }),
         };
         let job = fit::job(options, base, prepared);
-        let Ok(choice) = fit::smaller(options, base, &job, wish, &choice) else {
-            return Err(Error::Memory(choice.with_remedies(reason)));
+        let Ok(selection) = fit::smaller(options, base, &job, constraints, &selection) else {
+            return Err(Error::Memory(selection.with_remedies(reason)));
         };
         let trainer =
-            fit::trainer(options, base, prepared, &values, &choice, spool).map_err(|error| match error {
-                Error::Memory(reason) => Error::Memory(choice.with_remedies(reason)),
-                other => other,
-            })?;
+            fit::trainer(options, base, prepared, &values, &selection, spool).map_err(
+                |error| match error {
+                    Error::Memory(reason) => Error::Memory(selection.with_remedies(reason)),
+                    other => other,
+                },
+            )?;
         let smaller = format!(
             "{}; going on with the next smaller plan, {} at its peak: {}",
             reason.message,
-            size(choice.chosen.peak()),
-            choice.chosen.plan.setting
+            size(selection.chosen.peak()),
+            selection.chosen.plan.setting
         );
-        Ok(Self { trainer, choice, before, smaller: Some(smaller) })
+        Ok(Self { trainer, selection, before, smaller: Some(smaller) })
     }
 }
 
@@ -184,7 +195,7 @@ struct Run<'a> {
     prepared: &'a Prepared,
     /// What saves say, at step 0.
     info: SaveInfo,
-    choice: &'a Choice,
+    selection: &'a Selection,
     before: usize,
     folder: &'a RunFolder,
     interrupt: &'a AtomicBool,
@@ -236,7 +247,7 @@ impl Run<'_> {
     /// Whether steps of `tokens_per_s` say that the plan's rates are wrong: that a machine is slower than they are may
     /// be the work of others.
     fn is_faster_than_planned(&self, tokens_per_s: f64) -> bool {
-        let chosen = &self.choice.chosen;
+        let chosen = &self.selection.chosen;
         let tokens = self.options.batch * self.prepared.longest();
         chosen.measured && tokens_per_s > FASTER * tokens as f64 / chosen.seconds
     }
@@ -272,7 +283,7 @@ impl Run<'_> {
     }
 
     fn micro_batch(&self) -> usize {
-        self.choice.chosen.plan.setting.micro_batch
+        self.selection.chosen.plan.setting.micro_batch
     }
 
     /// The rows of the step after `done` steps, cut into micro-batches.
@@ -285,7 +296,7 @@ impl Run<'_> {
     /// Loss over the held-out rows, if there are any.
     fn evaluate(&self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<()> {
         let Some(eval) = &self.prepared.eval else { return Ok(()) };
-        phase::enter(Moment::Evaluation);
+        phase::enter(Phase::Evaluation);
         let mut batches =
             eval.batches(self.micro_batch()).take_while(|_| !self.interrupt.load(Ordering::Relaxed));
         let found = trainer.evaluate(&mut batches);
@@ -326,7 +337,7 @@ impl Run<'_> {
             return Error::Memory(report.with_hint(unsaved.to_string()));
         }
         let output = self.folder.path().display();
-        let less = size_up(self.choice.chosen.peak() / 4 * 3);
+        let less = size_up(self.selection.chosen.peak() / 4 * 3);
         Error::Memory(
             report
                 .with_hint(format!("everything is saved after step {}", trainer.steps_done()))
@@ -342,7 +353,7 @@ impl Run<'_> {
     }
 
     fn write_save(&self, trainer: &Trainer) -> Result<PathBuf> {
-        phase::enter(Moment::Saving);
+        phase::enter(Phase::Saving);
         let loss_scale = trainer.loss_scale();
         let info = save::SaveInfo { step: trainer.steps_done(), loss_scale, ..self.info.clone() };
         let path = save::write(&self.folder.saves(), &info, &trainer.tensors())?;
@@ -361,7 +372,7 @@ impl Run<'_> {
         let done = events::Done {
             step: trainer.steps_done(),
             adapter: adapter.clone(),
-            peak_bytes: self.choice.chosen.peak(),
+            peak_bytes: self.selection.chosen.peak(),
             counted: self.counted(),
             measured_bytes: machine::resident().map(|resident| resident.peak),
             tokens_per_s,
@@ -372,7 +383,7 @@ impl Run<'_> {
     }
 
     fn counted(&self) -> Option<events::Counted> {
-        let planned = self.before as u64 + self.choice.chosen.plan.counted();
+        let planned = self.before as u64 + self.selection.chosen.plan.counted();
         let counted = counting::measured_peak() as u64;
         // Of a device's run the host holds what no plan counts.
         (counting::peak() > 0 && self.base.device.is_host()).then_some(events::Counted { planned, counted })

@@ -39,7 +39,7 @@ impl Reporter for Events {
     fn event(&mut self, event: &Event<'_>) -> Result<()> {
         match event {
             Event::Note(note) => self.0.push((*note).to_owned()),
-            Event::Plan(choice) => self.0.push(choice.chosen.plan.setting.to_string()),
+            Event::Plan(selection) => self.0.push(selection.chosen.plan.setting.to_string()),
             Event::Step(step) => self.0.push(format!("{} {:?}", step.step, step.loss)),
             _ => {}
         }
@@ -69,7 +69,7 @@ fn options() -> RunOptions {
         adamw: AdamWOptions::default(),
         clip: 1.0,
         label_smoothing: 0.0,
-        wish: Wish::default(),
+        constraints: Constraints::default(),
         memory: Limit::Bytes(1 << 40),
         memory_trace: None,
         free_memory: free,

@@ -26,7 +26,7 @@ use super::Machine;
 use crate::{
     device::{Bytes, DType, page_cache::Region},
     error::{Error, Result},
-    optim::{Kept, LossScale, Stored},
+    optim::{LossScale, SavedTensor, StateTensor},
 };
 
 /// Version of the file format; another one is refused.
@@ -71,11 +71,11 @@ pub struct Save {
     /// Where and of what.
     pub info: SaveInfo,
     source: Arc<dyn Bytes>,
-    tensors: Vec<Place>,
+    tensors: Vec<Extent>,
 }
 
 /// A tensor's bytes in its file.
-struct Place {
+struct Extent {
     name: String,
     dtype: DType,
     bytes: Range<usize>,
@@ -83,10 +83,10 @@ struct Place {
 
 impl Save {
     /// The tensors in the order of the file.
-    pub fn tensors(&self) -> Vec<Stored<'_>> {
+    pub fn tensors(&self) -> Vec<SavedTensor<'_>> {
         self.tensors
             .iter()
-            .map(|Place { name, dtype, bytes }| Stored {
+            .map(|Extent { name, dtype, bytes }| SavedTensor {
                 name,
                 dtype: *dtype,
                 bytes: &self.source.bytes()[bytes.clone()],
@@ -112,7 +112,7 @@ impl std::fmt::Debug for Save {
 ///
 /// # Errors
 /// [`Error::Failed`] when it cannot be written; saves written before stay.
-pub fn write(folder: &Path, info: &SaveInfo, tensors: &[Kept]) -> Result<PathBuf> {
+pub fn write(folder: &Path, info: &SaveInfo, tensors: &[StateTensor]) -> Result<PathBuf> {
     let path = folder.join(file_name(info.step));
     atomic::write_with(&path, |file| stream(file, info, tensors)).map_err(|error| {
         Error::from(error).hint("what was saved before is still good; --resume goes on from there")
@@ -120,13 +120,13 @@ pub fn write(folder: &Path, info: &SaveInfo, tensors: &[Kept]) -> Result<PathBuf
     Ok(path)
 }
 
-fn stream(file: &mut dyn Write, info: &SaveInfo, tensors: &[Kept]) -> io::Result<()> {
+fn stream(file: &mut dyn Write, info: &SaveInfo, tensors: &[StateTensor]) -> io::Result<()> {
     let info = serde_json::to_string(info)?;
     // Of a device a copy, made once.
     let held: Vec<_> = tensors.iter().map(|(_, view, _)| view.to_bytes()).collect();
     let stored = || {
         let stored = tensors.iter().zip(&held);
-        stored.map(|((name, view, pages), bytes)| Stored {
+        stored.map(|((name, view, pages), bytes)| SavedTensor {
             name,
             dtype: view.dtype(),
             bytes,
@@ -138,11 +138,11 @@ fn stream(file: &mut dyn Write, info: &SaveInfo, tensors: &[Kept]) -> io::Result
 }
 
 /// BLAKE3 over the description, and for each tensor a line `NAME TYPE BYTES` and its bytes.
-fn checksum<'a>(info: &str, tensors: impl Iterator<Item = Stored<'a>>) -> String {
+fn checksum<'a>(info: &str, tensors: impl Iterator<Item = SavedTensor<'a>>) -> String {
     let mut hasher = blake3::Hasher::new();
     hasher.update(info.as_bytes());
     for tensor in tensors {
-        let Stored { name, dtype, bytes, .. } = &tensor;
+        let SavedTensor { name, dtype, bytes, .. } = &tensor;
         hasher.update(format!("\n{name} {dtype:?} {}\n", bytes.len()).as_bytes());
         let Ok(()) = tensor.each_piece(|_, piece| -> Result<(), Infallible> {
             hasher.update(piece);
@@ -153,10 +153,14 @@ fn checksum<'a>(info: &str, tensors: impl Iterator<Item = Stored<'a>>) -> String
 }
 
 /// The length and the JSON object a safetensors file begins with.
-fn header<'a>(info: &str, checksum: &str, tensors: impl Iterator<Item = Stored<'a>>) -> io::Result<Vec<u8>> {
+fn header<'a>(
+    info: &str,
+    checksum: &str,
+    tensors: impl Iterator<Item = SavedTensor<'a>>,
+) -> io::Result<Vec<u8>> {
     let mut object = json!({ "__metadata__": { INFO: info, CHECKSUM: checksum } });
     let mut start = 0;
-    for Stored { name, dtype, bytes, .. } in tensors {
+    for SavedTensor { name, dtype, bytes, .. } in tensors {
         let known = TYPES.iter().find(|(own, _)| *own == dtype).ok_or(io::ErrorKind::InvalidInput)?;
         let (end, count) = (start + bytes.len(), bytes.len() / dtype.size());
         object[name] = json!({ "dtype": known.1, "shape": [count], "data_offsets": [start, end] });
@@ -224,14 +228,14 @@ fn describe(text: &str) -> Result<SaveInfo, String> {
 }
 
 /// Where the tensors lie, in the order of their bytes.
-fn places(bytes: &[u8]) -> Result<Vec<Place>, String> {
+fn places(bytes: &[u8]) -> Result<Vec<Extent>, String> {
     let file = SafeTensors::deserialize(bytes).map_err(|cause| format!("it is damaged ({cause})"))?;
     let mut places = Vec::new();
     for (name, tensor) in file.tensors() {
         let known = TYPES.iter().find(|(_, theirs)| *theirs == tensor.dtype());
         let (dtype, _) = known.ok_or_else(|| format!("{name} has the unknown type {:?}", tensor.dtype()))?;
         let start = tensor.data().as_ptr() as usize - bytes.as_ptr() as usize;
-        places.push((start, Place { name, dtype: *dtype, bytes: start..start + tensor.data().len() }));
+        places.push((start, Extent { name, dtype: *dtype, bytes: start..start + tensor.data().len() }));
     }
     // Empty tensors share their offset with the next one.
     places.sort_by_key(|(start, place)| (*start, place.bytes.end));

@@ -4,7 +4,7 @@ use candle_core::{Device, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW, loss::cross_entropy};
 use engraft::kernels::{
     adamw::{self, Update},
-    head_loss::{self, Supervised, Work},
+    head_loss::{self, HeadScratch, Supervised},
     matmul::Matrix,
 };
 use engraft_util::rng;
@@ -61,7 +61,7 @@ fn head_and_loss_agree_with_candles_cross_entropy() {
         smoothing: 0.0,
     };
     let matrix = Matrix::halves(head[..].into(), v, c);
-    let work = Work { gathered: gathered.as_mut_slice().into(), logits: logits.as_mut_slice().into() };
+    let work = HeadScratch { gathered: gathered.as_mut_slice().into(), logits: logits.as_mut_slice().into() };
     let to = Some((gradient.as_mut_slice().into(), 1.0 / m as f32));
     head_loss::forward_backward(input, matrix, work, losses.as_mut_slice().into(), to);
 

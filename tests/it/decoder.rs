@@ -6,7 +6,7 @@ use engraft::{
     data::{NO_LOSS, Row},
     device::{Buffer, DType, arena::Arenas, cpu::vectors, page_cache::large_pages},
     kernels::matmul::Layout,
-    model::{Base, Decoder, Limits, Policy, Prompt, Stack, Trained, Wiring},
+    model::{AdapterBindings, Base, Decoder, Limits, Policy, PrefixState, Stack, Trained},
 };
 use engraft_util::rng;
 
@@ -25,12 +25,12 @@ fn long() -> RandomBase {
     random_base(LONG, "gelu_new")
 }
 
-fn wiring(base: &Base, case: &Case) -> Wiring {
-    Wiring::new(&[(&case.set, 1.0)], base.config.layers).unwrap()
+fn bindings(base: &Base, case: &Case) -> AdapterBindings {
+    AdapterBindings::new(&[(&case.set, 1.0)], base.config.layers).unwrap()
 }
 
 fn decoder(base: &Arc<Base>, case: &Case, capacity: usize) -> Decoder {
-    Decoder::new(Arc::clone(base), wiring(base, case), case.values.clone(), 1, capacity).unwrap()
+    Decoder::new(Arc::clone(base), bindings(base, case), case.values.clone(), 1, capacity).unwrap()
 }
 
 /// Logits after `ids`, read at once.
@@ -67,11 +67,11 @@ fn stack_losses(base: &Arc<Base>, case: &Case, ids: &[u32], places: Range<usize>
     let targets = (0..ids.len()).map(target).collect();
     let row = Row { ids: ids.to_vec(), targets, starts: vec![0; ids.len()] };
     let limits = Limits { rows: 1, tokens: ids.len() };
-    let wiring = wiring(base, case);
+    let bindings = bindings(base, case);
     let mut arenas = Arenas::real(None);
-    let mut prompt = Prompt::new(&wiring, &base.config, DType::F32, false, &mut arenas).unwrap();
+    let mut prompt = PrefixState::new(&bindings, &base.config, DType::F32, false, &mut arenas).unwrap();
     let mut stack =
-        Stack::new(Arc::clone(base), wiring, limits, Policy::default(), false, &mut arenas).unwrap();
+        Stack::new(Arc::clone(base), bindings, limits, Policy::default(), false, &mut arenas).unwrap();
     let store = Buffer::from_slice(&case.values).unwrap();
     if let Some(prompt) = &mut prompt {
         prompt.refresh(store.view());
@@ -181,7 +181,7 @@ fn what_cannot_be_read_changes_nothing() {
         assert_eq!(bits(decoder.feed(&[4; 7]).unwrap()), bits(calm.feed(&[4; 7]).unwrap()));
     }
     let case = &cases(&base, 0.0)[2];
-    let too_long = Decoder::new(Arc::clone(&base), wiring(&base, case), case.values.clone(), 1, 36);
+    let too_long = Decoder::new(Arc::clone(&base), bindings(&base, case), case.values.clone(), 1, 36);
     let error = too_long.err().map(|error| error.to_string()).unwrap_or_default();
     assert!(error.contains("36 tokens behind a prefix of 5"), "{error}");
 }
@@ -191,7 +191,7 @@ fn what_cannot_be_read_changes_nothing() {
 fn adapters_change_the_logits() {
     let base = golden("tiny");
     let ids = row(5, 20, 0, base.config.vocab).ids;
-    let none = Wiring::none(base.config.layers);
+    let none = AdapterBindings::none(base.config.layers);
     let bare = Decoder::new(Arc::clone(&base), none, Vec::new(), 1, 20).unwrap().feed(&ids).unwrap().to_vec();
     for case in cases(&base, 0.0) {
         assert!(difference(&at_once(&base, &case, &ids), &wide(&bare)) > 1e-2, "{}", case.name);
@@ -206,7 +206,7 @@ fn forked_sequences_do_not_see_each_other() {
         let prompt = [3u32, 1, 4, 1, 5];
         let ends = [[9u32, 2, 6], [5, 3, 5], [8, 9, 7]];
         let mut side_by_side =
-            Decoder::new(Arc::clone(&base), wiring(&base, &case), case.values.clone(), 3, 12).unwrap();
+            Decoder::new(Arc::clone(&base), bindings(&base, &case), case.values.clone(), 3, 12).unwrap();
         side_by_side.feed(&prompt).unwrap();
         side_by_side.fork(3);
         let vocab = base.config.vocab;
@@ -239,8 +239,8 @@ fn a_base_laid_out_for_many_samples_says_the_same() {
     let ids = row(2, 130, 0, LONG.vocab).ids;
     for case in cases(base, 0.0) {
         let of = |base: &Arc<Base>| {
-            let (wiring, values) = (wiring(base, &case), case.values.clone());
-            let mut decoder = Decoder::new(Arc::clone(base), wiring, values, 30, ids.len() + 2).unwrap();
+            let (bindings, values) = (bindings(base, &case), case.values.clone());
+            let mut decoder = Decoder::new(Arc::clone(base), bindings, values, 30, ids.len() + 2).unwrap();
             let mut logits = decoder.feed(&ids).unwrap().to_vec();
             for (count, id) in [(1, 7), (30, 3)] {
                 decoder.rewind(ids.len());

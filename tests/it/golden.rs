@@ -13,7 +13,7 @@ use engraft::{
     data::{Batch, NO_LOSS, Row},
     device::{Buffer, arena::Arenas},
     engine::{Trainer, TrainerOptions},
-    model::{Base, BaseSource, Decoder, Limits, Policy, Recompute, Stack, Trained, Wiring},
+    model::{AdapterBindings, Base, BaseSource, Decoder, Limits, Policy, Recompute, Stack, Trained},
     optim::{AdamWOptions, OptimizerKind},
 };
 use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, PrefixSpec, peft};
@@ -91,19 +91,25 @@ fn base(name: &str) -> Arc<Base> {
 }
 
 /// Logits of every position, one token at a time: golden logits test the cache too.
-fn assert_logits(base: &Arc<Base>, wiring: &Wiring, values: &[f32], expected: &Expected, what: &str) {
+fn assert_logits(
+    base: &Arc<Base>,
+    bindings: &AdapterBindings,
+    values: &[f32],
+    expected: &Expected,
+    what: &str,
+) {
     let vocab = base.config.vocab;
     let rows = expected.rows();
     let t = rows[0].ids.len();
     for (index, row) in rows.iter().enumerate() {
-        let mut decoder = Decoder::new(Arc::clone(base), wiring.clone(), values.to_vec(), 1, t).unwrap();
+        let mut decoder = Decoder::new(Arc::clone(base), bindings.clone(), values.to_vec(), 1, t).unwrap();
         for (position, &id) in row.ids.iter().enumerate() {
             let logits = decoder.feed(&[id]).unwrap();
             let at = (index * t + position) * vocab;
             assert_near(logits, &expected.get("logits")[at..at + vocab], LOGITS, &format!("{what} logits"));
         }
         // The whole row at once gives the same last logits.
-        let mut decoder = Decoder::new(Arc::clone(base), wiring.clone(), values.to_vec(), 1, t).unwrap();
+        let mut decoder = Decoder::new(Arc::clone(base), bindings.clone(), values.to_vec(), 1, t).unwrap();
         let last = decoder.feed(&row.ids).unwrap();
         let at = (index * t + t - 1) * vocab;
         assert_near(last, &expected.get("logits")[at..at + vocab], LOGITS, &format!("{what} prefill"));
@@ -118,12 +124,12 @@ fn every_base_gives_transformers_logits_and_loss() {
         let name = path.file_name().unwrap().to_str().unwrap();
         let expected = Expected::read(&path.join("expected.safetensors"));
         let base = base(name);
-        let wiring = Wiring::none(base.config.layers);
-        assert_logits(&base, &wiring, &[], &expected, name);
+        let bindings = AdapterBindings::none(base.config.layers);
+        assert_logits(&base, &bindings, &[], &expected, name);
         let batch = expected.batch();
         let limits = Limits { rows: batch.rows, tokens: batch.seq_len };
         let policy = Policy { head_rows: 4, ..Policy::default() };
-        let mut stack = Stack::new(base, wiring, limits, policy, false, &mut Arenas::real(None)).unwrap();
+        let mut stack = Stack::new(base, bindings, limits, policy, false, &mut Arenas::real(None)).unwrap();
         let none = Buffer::from_slice::<f32>(&[]).unwrap();
         let loss = stack.loss(Trained { values: none.view(), prompt: None }, &batch).unwrap();
         assert_near(&[(loss.sum / loss.tokens as f64) as f32], expected.get("loss"), LOSS, name);
@@ -167,8 +173,8 @@ fn load(name: &'static str, base: &Base, golden_name: fn(&str) -> String) -> Cas
 fn check(case: &Case, base: &Arc<Base>, policy: Policy) {
     let expected = Expected::read(&golden(&format!("cases/{}/expected.safetensors", case.name)));
     let what = case.name;
-    let wiring = Wiring::new(&[(&case.set, 1.0)], base.config.layers).unwrap();
-    assert_logits(base, &wiring, &case.values, &expected, what);
+    let bindings = AdapterBindings::new(&[(&case.set, 1.0)], base.config.layers).unwrap();
+    assert_logits(base, &bindings, &case.values, &expected, what);
 
     let options = options(policy, &expected);
     let mut trainer =

@@ -7,10 +7,10 @@ use engraft::{
     data::{Batch, NO_LOSS, Row},
     device::{
         Frozen,
-        arena::{Arenas, Place},
+        arena::{Arenas, Placement},
     },
     engine::{StepReport, Trainer, TrainerOptions},
-    model::{Base, Decoder, Linear, Policy, Recompute, Wiring},
+    model::{AdapterBindings, Base, Decoder, Linear, Policy, Recompute},
     optim::{AdamWOptions, OptimizerKind},
 };
 use engraft_adapters::LoraSpec;
@@ -120,11 +120,11 @@ fn streaming_and_offloading_change_no_bit() {
             [Recompute::None, Recompute::Mlp, Recompute::Linear, Recompute::Every(2), Recompute::All]
         {
             for (stream, inputs, moments) in [
-                (true, Place::Memory, Place::Memory),
-                (false, Place::Disk, Place::Memory),
-                (false, Place::Memory, Place::Disk),
-                (true, Place::Disk, Place::Disk),
-                (true, Place::Host, Place::Host),
+                (true, Placement::Memory, Placement::Memory),
+                (false, Placement::Disk, Placement::Memory),
+                (false, Placement::Memory, Placement::Disk),
+                (true, Placement::Disk, Placement::Disk),
+                (true, Placement::Host, Placement::Host),
             ] {
                 let policy = Policy { recompute, stream, inputs, moments, ..Policy::default() };
                 let what = format!("{}, {policy:?}", case.name);
@@ -159,8 +159,8 @@ fn inputs_that_take_turns_come_back() {
             (loss.to_bits(), bits(&trainer.gradient()), state(&trainer))
         };
         for recompute in [Recompute::None, Recompute::All] {
-            let kept = trained(Place::Memory, recompute);
-            assert!(kept == trained(Place::Host, recompute), "layers {layers:?}, recompute {recompute}");
+            let kept = trained(Placement::Memory, recompute);
+            assert!(kept == trained(Placement::Host, recompute), "layers {layers:?}, recompute {recompute}");
         }
     }
 }
@@ -336,18 +336,18 @@ fn label_smoothing_is_the_definition() {
         for case in cases(&base, 0.0) {
             let options = TrainerOptions { label_smoothing: smoothing, ..options(Policy::default()) };
             let found = trainer(&base, &case, options).accumulate(&cut(&rows(), 4)).unwrap();
-            let wiring = Wiring::new(&[(&case.set, 1.0)], base.config.layers).unwrap();
+            let bindings = AdapterBindings::new(&[(&case.set, 1.0)], base.config.layers).unwrap();
             let expected: f64 =
-                rows().iter().map(|row| row_loss(&base, &wiring, &case, row, smoothing)).sum();
+                rows().iter().map(|row| row_loss(&base, &bindings, &case, row, smoothing)).sum();
             within((found.sum / expected - 1.0).abs(), LOSS, "smoothed loss");
         }
     }
 }
 
 /// `sum of (1 - e) (lse(z) - z_y) + e (lse(z) - mean(z))`.
-fn row_loss(base: &Arc<Base>, wiring: &Wiring, case: &Case, row: &Row, e: f64) -> f64 {
+fn row_loss(base: &Arc<Base>, bindings: &AdapterBindings, case: &Case, row: &Row, e: f64) -> f64 {
     let mut decoder =
-        Decoder::new(Arc::clone(base), wiring.clone(), case.values.clone(), 1, row.ids.len()).unwrap();
+        Decoder::new(Arc::clone(base), bindings.clone(), case.values.clone(), 1, row.ids.len()).unwrap();
     let mut sum = 0.0;
     for (&id, &target) in row.ids.iter().zip(&row.targets) {
         let z = wide(decoder.feed(&[id]).unwrap());

@@ -9,7 +9,7 @@ use engraft::{
         matmul::FrozenMatrix,
         q8::{BLOCK, blocks},
     },
-    model::{Base, BaseDType, BaseSource, Decoder, Policy, Wiring},
+    model::{AdapterBindings, Base, BaseDType, BaseSource, Decoder, Policy},
     optim::{AdamWOptions, OptimizerKind},
     plan::table::BaseBytes,
 };
@@ -213,8 +213,8 @@ fn trained(base: &Arc<Base>, case: &Case, policy: Policy) -> (f64, Vec<f32>, Tra
 }
 
 fn logits(base: &Arc<Base>, case: &Case) -> Vec<Vec<f32>> {
-    let wiring = Wiring::new(&[(&case.set, 1.0)], base.config.layers).unwrap();
-    let mut decoder = Decoder::new(Arc::clone(base), wiring, case.values.clone(), 1, 32).unwrap();
+    let bindings = AdapterBindings::new(&[(&case.set, 1.0)], base.config.layers).unwrap();
+    let mut decoder = Decoder::new(Arc::clone(base), bindings, case.values.clone(), 1, 32).unwrap();
     let ids = row(5, 18, 0, ODD.vocab).ids;
     // Many rows, few, one.
     [&ids[..12], &ids[12..17], &ids[17..]].map(|ids| decoder.feed(ids).unwrap().to_vec()).into()

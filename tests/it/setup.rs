@@ -8,7 +8,7 @@ use engraft::{
     engine::Trainer,
     error::Result,
     model::{Base, BaseSource},
-    optim::Stored,
+    optim::SavedTensor,
 };
 use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, PrefixSpec};
 use engraft_util::rng;
@@ -171,8 +171,8 @@ pub fn state(trainer: &Trainer) -> TrainerState {
 pub fn restore(trainer: &mut Trainer, state: &TrainerState) -> Result<()> {
     let values: View = state.values[..].into();
     let mut stored =
-        vec![Stored { name: "values", dtype: values.dtype(), bytes: values.bytes(), pages: None }];
-    stored.extend(state.moments.iter().map(|(name, dtype, bytes)| Stored {
+        vec![SavedTensor { name: "values", dtype: values.dtype(), bytes: values.bytes(), pages: None }];
+    stored.extend(state.moments.iter().map(|(name, dtype, bytes)| SavedTensor {
         name,
         dtype: *dtype,
         bytes,

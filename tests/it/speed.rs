@@ -8,7 +8,7 @@ use engraft::{
     kernels::{
         activation::{self, Activation},
         attention::{self, Seen, Shape},
-        matmul::{Arithmetic, Matrix, Start, frozen_nn, frozen_nt},
+        matmul::{Arithmetic, InitialValue, Matrix, frozen_nn, frozen_nt},
     },
 };
 use engraft_util::rng;
@@ -65,13 +65,19 @@ fn ratios() {
     };
     for rows in [1, 16, n] {
         check(&format!("x W of {rows} rows"), &mut || {
-            frozen_nn(x[..rows * width].into(), matrix, Start::Zero, (&mut y[..rows * inner]).into(), rows);
+            frozen_nn(
+                x[..rows * width].into(),
+                matrix,
+                InitialValue::Zero,
+                (&mut y[..rows * inner]).into(),
+                rows,
+            );
         });
         check(&format!("x W^T of {rows} rows"), &mut || {
             frozen_nt(
                 wide[..rows * inner].into(),
                 matrix,
-                Start::Zero,
+                InitialValue::Zero,
                 (&mut y[..rows * width]).into(),
                 rows,
             );

@@ -17,7 +17,7 @@ fn resolve(text: &str) -> Result<RunOptions> {
 fn defaults_make_a_run() {
     let options = resolve("").unwrap();
     assert_eq!(options.data, DataSource::Embedded);
-    assert_eq!((options.batch, options.wish, options.shuffle), (8, Wish::default(), true));
+    assert_eq!((options.batch, options.constraints, options.shuffle), (8, Constraints::default(), true));
     assert_eq!(options.length, Length::Epochs(1.0));
     assert_eq!(options.adapter.kinds, Some(Kinds { lora: true, prefix: false }));
     assert_eq!(options.adapter.spec(), AdapterOptions::default().spec());
@@ -122,7 +122,7 @@ fn what_is_fixed_reaches_the_plan() {
          offload-optimizer = 'on'\noffload-inputs = 'off'\noptimizer = 'adamw8bit'\nmemory = '1.5GiB'",
     )
     .unwrap();
-    let wish = Wish {
+    let constraints = Constraints {
         micro_batch: Some(3),
         recompute: Some(Recompute::Linear),
         head_rows: Some(7),
@@ -133,11 +133,11 @@ fn what_is_fixed_reaches_the_plan() {
         activations: None,
         resumed: false,
     };
-    assert_eq!((options.wish, options.memory), (wish, Limit::Bytes(1536 << 20)));
+    assert_eq!((options.constraints, options.memory), (constraints, Limit::Bytes(1536 << 20)));
     let auto =
         "micro-batch = 'auto'\nrecompute = 'auto'\nhead-rows = 'auto'\nmemory = 'auto'\noptimizer = 'auto'";
     let options = resolve(auto).unwrap();
-    assert_eq!((options.wish, options.memory), (Wish::default(), Limit::Auto));
+    assert_eq!((options.constraints, options.memory), (Constraints::default(), Limit::Auto));
     for wrong in ["memory = '4 bananas'", "memory = '0'", "memory = '-1GiB'", "stream-base = 'maybe'"] {
         assert_eq!(resolve(wrong).unwrap_err().exit_code(), 2, "{wrong}");
     }

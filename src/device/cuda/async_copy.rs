@@ -11,7 +11,7 @@ use crate::{
 };
 
 /// Two moments of a place that copies go from or to.
-struct Place {
+struct Slot {
     /// The kernels that were started before the last copy was asked for.
     used: Event,
     /// That copy.
@@ -20,20 +20,20 @@ struct Place {
     open: bool,
 }
 
-/// As [`mover::Mover`](crate::device::async_copy::Mover).
-pub struct Mover {
+/// As [`mover::AsyncCopier`](crate::device::async_copy::AsyncCopier).
+pub struct AsyncCopier {
     gpu: &'static Gpu,
     stream: Arc<CudaStream>,
-    places: Vec<Place>,
+    places: Vec<Slot>,
 }
 
-impl Mover {
-    /// As [`mover::Mover::new`](crate::device::async_copy::Mover::new).
+impl AsyncCopier {
+    /// As [`mover::AsyncCopier::new`](crate::device::async_copy::AsyncCopier::new).
     pub fn new(gpu: &'static Gpu, places: usize) -> Result<Self> {
         let made = || -> Result<_, DriverError> {
             gpu.bind()?;
             let place = |_| {
-                Ok::<_, DriverError>(Place { used: Event::new(gpu)?, moved: Event::new(gpu)?, open: false })
+                Ok::<_, DriverError>(Slot { used: Event::new(gpu)?, moved: Event::new(gpu)?, open: false })
             };
             Ok((gpu.context.new_stream()?, (0..places).map(place).collect::<Result<_, _>>()?))
         };
@@ -46,7 +46,7 @@ impl Mover {
         Ok(Self { gpu, stream, places })
     }
 
-    /// As [`mover::Mover::copy`](crate::device::async_copy::Mover::copy).
+    /// As [`mover::AsyncCopier::copy`](crate::device::async_copy::AsyncCopier::copy).
     pub fn copy(&mut self, place: usize, from: View, to: ViewMut) {
         let done = self.start(place, from, to);
         self.gpu.attempt("offloading", done);
@@ -65,7 +65,7 @@ impl Mover {
         Ok(())
     }
 
-    /// As [`mover::Mover::wait`](crate::device::async_copy::Mover::wait).
+    /// As [`mover::AsyncCopier::wait`](crate::device::async_copy::AsyncCopier::wait).
     pub fn wait(&mut self, place: usize) {
         let place = &mut self.places[place];
         if std::mem::take(&mut place.open) {
@@ -75,7 +75,7 @@ impl Mover {
     }
 }
 
-impl Drop for Mover {
+impl Drop for AsyncCopier {
     fn drop(&mut self) {
         // What copies read and write outlives them.
         let _ = self.gpu.bind().and_then(|()| self.stream.synchronize());

@@ -15,7 +15,7 @@ use super::{Gpu, Memory, lock};
 use crate::device::{
     DType,
     fixed::WORKSPACE,
-    gemm_layout::{Operand, Product},
+    gemm_layout::{GemmLayout, Operand},
 };
 
 /// A product to be computed: `D = op(A) op(B) + beta C`, and a bias where there is one. Sums are FP32, and of
@@ -23,7 +23,7 @@ use crate::device::{
 #[derive(Debug, Clone, Copy)]
 pub struct Call {
     /// Sizes and layouts.
-    pub product: Product,
+    pub product: GemmLayout,
     /// Address of A.
     pub a: u64,
     /// Address of B.
@@ -45,7 +45,7 @@ pub struct Call {
 /// What an algorithm is chosen by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
-    product: Product,
+    product: GemmLayout,
     factors: DType,
     result: DType,
     bias: bool,
@@ -75,7 +75,7 @@ impl Products {
 impl Gpu {
     /// Computes a product.
     pub fn product(&'static self, call: Call) {
-        let Product { m, n, k, .. } = call.product;
+        let GemmLayout { m, n, k, .. } = call.product;
         if m == 0 || n == 0 || k == 0 || self.attempt("a product", self.bind()).is_none() {
             return;
         }
@@ -160,7 +160,7 @@ impl Description {
         let product = result::create_matmul_desc(CUBLAS_COMPUTE_32F, data_type(DType::F32))?;
         // From here on dropped, and with it whatever was made.
         let mut made = Self { product, a: none, b: none, d: none };
-        let Product { a, b, d, .. } = call.product;
+        let GemmLayout { a, b, d, .. } = call.product;
         made.a = layout(a, call.factors)?;
         made.b = layout(b, call.factors)?;
         made.d = layout(d, call.result)?;

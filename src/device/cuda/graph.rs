@@ -11,8 +11,8 @@ use cudarc::driver::{
 
 use super::{Gpu, lock, memory::Memory};
 
-/// As [`recording::Recording`](crate::device::graph::Recording).
-pub struct Recording {
+/// As [`recording::Graph`](crate::device::graph::Graph).
+pub struct Graph {
     gpu: &'static Gpu,
     whole: sys::CUgraphExec,
     /// Where scratch was.
@@ -20,16 +20,16 @@ pub struct Recording {
 }
 
 // SAFETY: the driver takes graphs from any thread, one at a time.
-unsafe impl Send for Recording {}
+unsafe impl Send for Graph {}
 
 /// Where a thread's launches go while it records, and whether one of them failed.
-struct Recorder {
+struct Capture {
     stream: Arc<CudaStream>,
     failed: bool,
 }
 
 thread_local! {
-    static RECORDER: RefCell<Option<Recorder>> = const { RefCell::new(None) };
+    static RECORDER: RefCell<Option<Capture>> = const { RefCell::new(None) };
 }
 
 /// The stream that this thread records from, if it does.
@@ -57,8 +57,8 @@ impl Drop for Ended {
     }
 }
 
-impl Recording {
-    /// As [`recording::Recording::new`](crate::device::graph::Recording::new).
+impl Graph {
+    /// As [`recording::Graph::new`](crate::device::graph::Graph::new).
     pub fn new(gpu: &'static Gpu, work: impl FnOnce()) -> Option<Self> {
         Self::capture(gpu, work).ok().flatten()
     }
@@ -67,7 +67,7 @@ impl Recording {
     fn capture(gpu: &'static Gpu, work: impl FnOnce()) -> Result<Option<Self>, DriverError> {
         gpu.bind()?;
         let (scratch, own) = (gpu.scratch_address(), gpu.context.new_stream()?);
-        RECORDER.set(Some(Recorder { stream: Arc::clone(&own), failed: false }));
+        RECORDER.set(Some(Capture { stream: Arc::clone(&own), failed: false }));
         let ended = Ended;
         // SAFETY: the stream is alive and nobody else's; a thread ends what it began.
         let captured = unsafe {
@@ -87,7 +87,7 @@ impl Recording {
         Ok((!failed).then_some(recording))
     }
 
-    /// As [`recording::Recording::replay`](crate::device::graph::Recording::replay).
+    /// As [`recording::Graph::replay`](crate::device::graph::Graph::replay).
     pub fn replay(&self) -> bool {
         // Held until the work is started: nobody moves scratch in between.
         let scratch = lock(&self.gpu.scratch);
@@ -101,7 +101,7 @@ impl Recording {
     }
 }
 
-impl Drop for Recording {
+impl Drop for Graph {
     fn drop(&mut self) {
         if self.gpu.bind().is_ok() {
             // SAFETY: it was made once and is dropped once; the driver lets it finish.

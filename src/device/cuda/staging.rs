@@ -23,13 +23,13 @@ use crate::{
     device::{
         Frozen,
         fixed::ALIGN,
-        staging::{PLACES, bytes},
+        staging::{SLOTS, bytes},
     },
     error::{Error, Result},
 };
 
 /// A stretch of the device's memory, and the two moments that matter for it.
-struct Place {
+struct Slot {
     memory: Arc<Memory>,
     used: Event,
     copied: Event,
@@ -42,21 +42,21 @@ struct Errand {
 }
 
 /// The places, and the thread that fills them.
-pub struct Stages {
+pub struct StagingSlots {
     gpu: &'static Gpu,
-    places: Arc<[Place; PLACES]>,
+    places: Arc<[Slot; SLOTS]>,
     errands: Option<Sender<Errand>>,
     /// A place whose copy has been handed to the device.
     started: Receiver<usize>,
     /// Copies that were asked for and that no kernel waits for yet, by place.
-    open: [bool; PLACES],
+    open: [bool; SLOTS],
     /// How many were asked for that the thread has not reported.
-    unreported: [usize; PLACES],
+    unreported: [usize; SLOTS],
     thread: Option<JoinHandle<()>>,
 }
 
-impl Stages {
-    /// As [`stages::Stages::new`](crate::device::staging::Stages::new).
+impl StagingSlots {
+    /// As [`stages::StagingSlots::new`](crate::device::staging::StagingSlots::new).
     pub fn new(gpu: &'static Gpu, part: &[&Frozen]) -> Result<Self> {
         let len = bytes(part);
         let failed = |cause: DriverError| {
@@ -65,10 +65,10 @@ impl Stages {
                 gpu.ordinal()
             ))
         };
-        let place = || -> Result<Place> {
+        let place = || -> Result<Slot> {
             let memory = Arc::new(Memory::zeroed(gpu, len, "a block of the base")?);
             let event = || Event::new(gpu).map_err(failed);
-            Ok(Place { memory, used: event()?, copied: event()? })
+            Ok(Slot { memory, used: event()?, copied: event()? })
         };
         let places = Arc::new([place()?, place()?]);
         let pinned = [Pinned::new(gpu, len)?, Pinned::new(gpu, len)?];
@@ -82,11 +82,11 @@ impl Stages {
                 "a thread for reading ahead cannot be started: {cause}; use --stream-base off"
             ))
         })?;
-        let (open, unreported) = ([false; PLACES], [0; PLACES]);
+        let (open, unreported) = ([false; SLOTS], [0; SLOTS]);
         Ok(Self { gpu, places, errands: Some(errands), started, open, unreported, thread: Some(thread) })
     }
 
-    /// As [`stages::Stages::tensors`](crate::device::staging::Stages::tensors).
+    /// As [`stages::StagingSlots::tensors`](crate::device::staging::StagingSlots::tensors).
     pub fn tensors(&self, place: usize, part: &[&Frozen]) -> Vec<Frozen> {
         let starts = part.iter().scan(0, |next, tensor| {
             let start = *next;
@@ -97,7 +97,7 @@ impl Stages {
         part.iter().zip(starts).map(|(tensor, start)| tensor.on_device(Arc::clone(memory), start)).collect()
     }
 
-    /// As [`stages::Stages::bring`](crate::device::staging::Stages::bring).
+    /// As [`stages::StagingSlots::bring`](crate::device::staging::StagingSlots::bring).
     pub fn bring(&mut self, place: usize, part: Vec<Frozen>) {
         let recorded = self.gpu.bind().and_then(|()| self.places[place].used.record(self.gpu.stream()));
         self.gpu.attempt("streaming weights", recorded);
@@ -109,7 +109,7 @@ impl Stages {
         }
     }
 
-    /// As [`stages::Stages::wait`](crate::device::staging::Stages::wait).
+    /// As [`stages::StagingSlots::wait`](crate::device::staging::StagingSlots::wait).
     pub fn wait(&mut self, place: usize) {
         if !std::mem::take(&mut self.open[place]) {
             return;
@@ -126,7 +126,7 @@ impl Stages {
     }
 }
 
-impl Drop for Stages {
+impl Drop for StagingSlots {
     fn drop(&mut self) {
         self.errands = None;
         if let Some(thread) = self.thread.take() {
@@ -138,8 +138,8 @@ impl Drop for Stages {
 /// What the thread works with.
 struct Carrier {
     gpu: &'static Gpu,
-    places: Arc<[Place; PLACES]>,
-    pinned: [Pinned; PLACES],
+    places: Arc<[Slot; SLOTS]>,
+    pinned: [Pinned; SLOTS],
     stream: Arc<CudaStream>,
 }
 
@@ -155,7 +155,7 @@ impl Carrier {
     }
 
     fn carry(&self, Errand { place, part }: &Errand) -> Result<(), DriverError> {
-        let (Place { memory, used, copied }, pinned) = (&self.places[*place], &self.pinned[*place]);
+        let (Slot { memory, used, copied }, pinned) = (&self.places[*place], &self.pinned[*place]);
         self.gpu.bind()?;
         copied.synchronize()?;
         let mut start = 0;

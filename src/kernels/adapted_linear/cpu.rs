@@ -12,7 +12,7 @@ use crate::device::cpu::{
 /// Rows a task takes; its slice of `y` stays in the second-level cache.
 const ROWS: usize = 128;
 /// Rows up to which a task takes columns of `y` instead: there would be one task.
-const FEW: usize = 64;
+const SMALL_BATCH: usize = 64;
 /// Columns of y, and of A or rows of B, come in multiples of this many where there is a task for every thread.
 const COLUMNS: usize = 64;
 /// Columns of A or rows of B a task takes.
@@ -22,7 +22,7 @@ const OUTER: usize = 256;
 /// takes beside it.
 pub fn scratch(n: usize, widest: usize, rank: usize, dropout: bool) -> (usize, usize) {
     let packing = packing(n, widest, rank);
-    let low = if n <= FEW { n * rank } else { 0 };
+    let low = if n <= SMALL_BATCH { n * rank } else { 0 };
     match (dropout, vectors()) {
         (true, _) => ((ROWS.min(n) * widest).max(n * OUTER.min(widest)), packing),
         // Our own packing is scratch like any other.
@@ -70,7 +70,7 @@ pub fn add_deltas(
                 delta.scale,
             );
         };
-        if n <= FEW && dropout.p == 0.0 {
+        if n <= SMALL_BATCH && dropout.p == 0.0 {
             let (tasks, width) = cut(delta.columns.len(), COLUMNS);
             each(tasks, |task| {
                 // Making `low` in every task costs less than waiting for one that makes it.

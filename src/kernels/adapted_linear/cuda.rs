@@ -1,7 +1,7 @@
 //! CUDA side: tiled thin products; sums over rows go through shares that are added in order.
 
 use super::device_scratch::{deltas as parts_of, row_shares};
-use super::{Delta, Dropout, Matrix, Start};
+use super::{Delta, Dropout, InitialValue, Matrix};
 use crate::{
     device::{
         View, ViewMut,
@@ -10,7 +10,7 @@ use crate::{
     kernels::matmul::{
         self,
         cuda::operands,
-        device_scratch::{FEW, product_shares},
+        device_scratch::{SMALL_BATCH, product_shares},
     },
 };
 
@@ -50,7 +50,7 @@ fn b_of<'a>(values: View<'a>, delta: &Delta) -> View<'a> {
 #[allow(clippy::too_many_arguments, reason = "mirrors the op")]
 pub fn forward(
     gpu: &'static Gpu,
-    (x, weight, start): (View, Matrix, Start),
+    (x, weight, start): (View, Matrix, InitialValue),
     deltas: &[Delta],
     values: View,
     dropout: Dropout,
@@ -58,7 +58,7 @@ pub fn forward(
     y: ViewMut,
     n: usize,
 ) {
-    if let ([delta], 1..=FEW) = (deltas, n) {
+    if let ([delta], 1..=SMALL_BATCH) = (deltas, n) {
         return few(gpu, (x, weight, start), delta, values, dropout, low, y, n);
     }
     let mut y = y;
@@ -71,7 +71,7 @@ pub fn forward(
 #[allow(clippy::too_many_arguments, reason = "mirrors the op")]
 fn few(
     gpu: &'static Gpu,
-    (x, weight, start): (View, Matrix, Start),
+    (x, weight, start): (View, Matrix, InitialValue),
     delta: &Delta,
     values: View,
     dropout: Dropout,
@@ -171,7 +171,7 @@ fn thin(
     let sizes = [n, inputs, rank].map(Argument::int);
     let (a, dropout) = (a_of(values, delta, inputs), dropped(dropout, delta));
     let arguments = arguments![x, a, dropout, low, sizes[0], sizes[1], sizes[2]];
-    let (kernel, grid) = if n <= FEW {
+    let (kernel, grid) = if n <= SMALL_BATCH {
         ("lora_low_few", Grid::of((rank.div_ceil(4), n, 1), 128))
     } else {
         ("lora_low", Grid::of((n.div_ceil(64), rank.div_ceil(16), 1), 256))

@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-use super::matmul::{self, Matrix, Start};
+use super::matmul::{self, InitialValue, Matrix};
 use crate::device::{Device, View, ViewMut};
 
 mod cpu;
@@ -100,7 +100,8 @@ pub fn forward(
     y: ViewMut,
     n: usize,
 ) {
-    let start = residual.map_or(Start::Bias(layer.bias), |residual| Start::Residual(residual, layer.bias));
+    let start = residual
+        .map_or(InitialValue::Bias(layer.bias), |residual| InitialValue::Residual(residual, layer.bias));
     match y.device() {
         Device::Cpu => {
             let (mut y, shape) = (y, (n, layer.weight.rows, layer.weight.cols));
@@ -145,7 +146,7 @@ pub fn backward(
 ) {
     let mut dx = dx;
     if let Some(dx) = &mut dx {
-        matmul::frozen_nt(dy, layer.weight, Start::Zero, dx.reborrow(), n);
+        matmul::frozen_nt(dy, layer.weight, InitialValue::Zero, dx.reborrow(), n);
     }
     match dy.device() {
         Device::Cpu => {

@@ -9,7 +9,7 @@ use crate::{
         DType, View, ViewMut,
         cuda::{Argument, Gpu, Grid, Image, arguments, image, named},
     },
-    kernels::matmul::{self, Matrix, Start},
+    kernels::matmul::{self, InitialValue, Matrix},
 };
 
 static IMAGE: Image = image!("head_loss");
@@ -49,5 +49,5 @@ pub fn hidden_gradient(gpu: &'static Gpu, dz: View, head: Matrix, d_hidden: View
     let activations = d_hidden.dtype();
     let dz = dz.typed(activations);
     let ld = gradient_stride(head.rows, activations);
-    matmul::cuda::frozen_nn(gpu, (dz, ld), head, Start::Zero, d_hidden, count);
+    matmul::cuda::frozen_nn(gpu, (dz, ld), head, InitialValue::Zero, d_hidden, count);
 }

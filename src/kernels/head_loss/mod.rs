@@ -7,7 +7,7 @@
 
 use super::{
     gather,
-    matmul::{self, Matrix, Start},
+    matmul::{self, InitialValue, Matrix},
 };
 use crate::device::{DType, Device, View, ViewMut};
 
@@ -42,7 +42,7 @@ pub fn stride(v: usize, activations: DType) -> usize {
 }
 
 /// Workspace: `gathered (chunk, c)` and `logits (chunk, v)`, rows of the latter [`stride`] apart.
-pub struct Work<'a> {
+pub struct HeadScratch<'a> {
     /// Hidden states of a chunk, then their gradients; not used where all rows are supervised.
     pub gathered: ViewMut<'a>,
     /// Logits of a chunk, then their gradients.
@@ -54,14 +54,14 @@ pub struct Work<'a> {
 pub fn forward_backward(
     input: Supervised,
     head: Matrix,
-    work: Work,
+    work: HeadScratch,
     losses: ViewMut,
     gradient: Option<(ViewMut, f32)>,
 ) {
     let (c, m) = (head.cols, input.targets.len());
     let stride = stride(head.rows, input.hidden.dtype());
     let chunk = work.logits.len() / stride;
-    let Work { mut gathered, mut logits } = work;
+    let HeadScratch { mut gathered, mut logits } = work;
     let (mut losses, mut gradient) = (losses, gradient);
     if let (Some((d_hidden, _)), Some(_)) = (&mut gradient, input.rows) {
         d_hidden.reborrow().clear();
@@ -99,11 +99,11 @@ pub fn forward_backward(
 /// `z (count, v) = hidden E^T`, rows of z [`stride`] apart.
 fn logits_of(hidden: View, head: Matrix, z: ViewMut, count: usize) {
     match z.device() {
-        Device::Cpu => matmul::frozen_nt(hidden, head, Start::Zero, z, count),
+        Device::Cpu => matmul::frozen_nt(hidden, head, InitialValue::Zero, z, count),
         #[cfg(feature = "cuda")]
         Device::Cuda(gpu) => {
             let stride = stride(head.rows, hidden.dtype());
-            matmul::cuda::frozen_nt(gpu, hidden, head, Start::Zero, (z, stride), count);
+            matmul::cuda::frozen_nt(gpu, hidden, head, InitialValue::Zero, (z, stride), count);
         }
     }
 }
@@ -111,7 +111,7 @@ fn logits_of(hidden: View, head: Matrix, z: ViewMut, count: usize) {
 /// `d_hidden (count, c) = dz E`, where dz is what [`cross_entropy`] left.
 fn hidden_gradient(dz: View, head: Matrix, d_hidden: ViewMut, count: usize) {
     match d_hidden.device() {
-        Device::Cpu => matmul::frozen_nn(dz, head, Start::Zero, d_hidden, count),
+        Device::Cpu => matmul::frozen_nn(dz, head, InitialValue::Zero, d_hidden, count),
         #[cfg(feature = "cuda")]
         Device::Cuda(gpu) => cuda::hidden_gradient(gpu, dz, head, d_hidden, count),
     }

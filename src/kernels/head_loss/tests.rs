@@ -35,7 +35,8 @@ fn cpu_matches_reference_whatever_the_chunk() {
             smoothing,
         };
         let matrix = Matrix::halves(head[..].into(), v, c);
-        let work = Work { gathered: gathered.as_mut_slice().into(), logits: logits.as_mut_slice().into() };
+        let work =
+            HeadScratch { gathered: gathered.as_mut_slice().into(), logits: logits.as_mut_slice().into() };
         let gradient = Some((d_hidden.as_mut_slice().into(), 0.37));
         forward_backward(input, matrix, work, losses.as_mut_slice().into(), gradient);
         let (expected, d_expected) =
@@ -52,7 +53,8 @@ fn cpu_matches_reference_whatever_the_chunk() {
         // The same rows alone give the same bits.
         let (mut losses_alone, mut d_alone) = (vec![0f32; m], vec![f32::NAN; m * c]);
         let input = Supervised { hidden: picked[..].into(), rows: None, ..input };
-        let work = Work { gathered: (&mut [] as &mut [f32]).into(), logits: logits.as_mut_slice().into() };
+        let work =
+            HeadScratch { gathered: (&mut [] as &mut [f32]).into(), logits: logits.as_mut_slice().into() };
         let gradient = Some((d_alone.as_mut_slice().into(), 0.37));
         forward_backward(input, matrix, work, losses_alone.as_mut_slice().into(), gradient);
         assert_eq!(losses_alone, losses);

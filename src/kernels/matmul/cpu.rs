@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use half::f16;
 
-use super::{Elements, Matrix, Start, matrix::STRIP, simd};
+use super::{Elements, InitialValue, Matrix, matrix::STRIP, simd};
 use crate::device::{
     View,
     cpu::{
@@ -22,7 +22,7 @@ const OUTER: usize = 512;
 /// Bands of rows are a multiple of this, so that `gemm` cuts them as it cuts all.
 const ROWS: usize = 48;
 /// Up to this many rows the product reads each weight once, where it lies: decoding is bound by memory.
-const FEW: usize = 4;
+const SMALL_BATCH: usize = 4;
 
 /// Floats of scratch a task uses, and floats that packing takes for a product of `n` rows.
 pub fn scratch(n: usize) -> (usize, usize) {
@@ -32,7 +32,7 @@ pub fn scratch(n: usize) -> (usize, usize) {
     (INNER * OUTER, crate::device::cpu::packing(n, OUTER, INNER))
 }
 
-pub fn frozen_nn(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
+pub fn frozen_nn(x: &[f32], w: Matrix, start: InitialValue, y: &mut [f32], n: usize) {
     if at_level!(s => simd::frozen(s, x, (w, false), start, y, n)).is_some() {
         return;
     }
@@ -49,7 +49,7 @@ pub fn frozen_nn(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
     product(x, (n, rows, cols), start, y, widen_panel, few);
 }
 
-pub fn frozen_nt(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
+pub fn frozen_nt(x: &[f32], w: Matrix, start: InitialValue, y: &mut [f32], n: usize) {
     if at_level!(s => simd::frozen(s, x, (w, true), start, y, n)).is_some() {
         return;
     }
@@ -74,14 +74,14 @@ pub fn frozen_nt(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
 fn product(
     x: &[f32],
     (n, inner, outer): (usize, usize, usize),
-    start: Start,
+    start: InitialValue,
     y: &mut [f32],
     widen_panel: impl Fn((usize, usize), (usize, usize), &mut [f32]) -> Strides + Sync,
     few: impl Fn(Shared, usize, usize) + Sync,
 ) {
     assert!(x.len() >= n * inner && y.len() >= n * outer, "shapes of a frozen product");
     let out = Shared::new(y);
-    if n <= FEW {
+    if n <= SMALL_BATCH {
         // Long stretches of a row: each row begins in a page of its own.
         let (tasks, width) = cut(outer, STRIP);
         return each(tasks, |task| {
@@ -121,7 +121,7 @@ fn product(
 }
 
 /// Writes what stands before the product into columns `j .. j + jn` of some rows.
-pub(super) fn fill(start: Start, out: Shared, rows: Range<usize>, cols: usize, j: usize, jn: usize) {
+pub(super) fn fill(start: InitialValue, out: Shared, rows: Range<usize>, cols: usize, j: usize, jn: usize) {
     for row in rows {
         // SAFETY: these columns belong to the calling task.
         let y = unsafe { out.range(row * cols + j, jn) };
@@ -129,10 +129,10 @@ pub(super) fn fill(start: Start, out: Shared, rows: Range<usize>, cols: usize, j
             y.iter_mut().zip(&bias.host::<f16>()[j..]).for_each(|(y, &b)| *y += wide(b));
         };
         match start {
-            Start::Keep => {}
-            Start::Zero => y.fill(0.0),
-            Start::Bias(b) => widen(&b.host::<f16>()[j..j + jn], y),
-            Start::Residual(residual, b) => {
+            InitialValue::Keep => {}
+            InitialValue::Zero => y.fill(0.0),
+            InitialValue::Bias(b) => widen(&b.host::<f16>()[j..j + jn], y),
+            InitialValue::Residual(residual, b) => {
                 y.copy_from_slice(&residual.host::<f32>()[row * cols + j..][..jn]);
                 bias(b, y);
             }

@@ -4,20 +4,20 @@
 //! FP16 activations meet the weights as they are. For others a stretch of the weights is converted into scratch
 //! first: to FP32, exactly, or to BF16.
 
-use super::device_scratch::{FEW, converted_rows, product_shares};
-use super::{Matrix, Start};
+use super::device_scratch::{SMALL_BATCH, converted_rows, product_shares};
+use super::{InitialValue, Matrix};
 use crate::{
     device::{
         DType, View, ViewMut,
         cuda::{Argument, Call, Gpu, Grid, Image, arguments, image, named},
-        gemm_layout::{Product, Stored},
+        gemm_layout::{FactorLayout, GemmLayout},
     },
     kernels::elementwise,
 };
 
 static IMAGE: Image = image!("matmul");
 
-/// What of a [`Start`] goes into the product: factor and address of C, and a bias.
+/// What of a [`InitialValue`] goes into the product: factor and address of C, and a bias.
 struct Before {
     beta: f32,
     c: u64,
@@ -25,13 +25,13 @@ struct Before {
 }
 
 /// Prepares `y (n, cols)` for a product that is added to it. The epilogue takes a bias of y's own type alone.
-fn before(gpu: &'static Gpu, start: Start, y: &ViewMut, n: usize, cols: usize) -> Before {
+fn before(gpu: &'static Gpu, start: InitialValue, y: &ViewMut, n: usize, cols: usize) -> Before {
     let here = y.address();
     let (residual, bias) = match start {
-        Start::Zero => return Before { beta: 0.0, c: here, bias: None },
-        Start::Keep => return Before { beta: 1.0, c: here, bias: None },
-        Start::Bias(bias) => (None, bias),
-        Start::Residual(residual, bias) => (Some(residual), bias),
+        InitialValue::Zero => return Before { beta: 0.0, c: here, bias: None },
+        InitialValue::Keep => return Before { beta: 1.0, c: here, bias: None },
+        InitialValue::Bias(bias) => (None, bias),
+        InitialValue::Residual(residual, bias) => (Some(residual), bias),
     };
     if y.dtype() == DType::F16 {
         let beta = if residual.is_some() { 1.0 } else { 0.0 };
@@ -43,20 +43,28 @@ fn before(gpu: &'static Gpu, start: Start, y: &ViewMut, n: usize, cols: usize) -
 }
 
 /// `y (n, cols) = start + x (n, rows) W`, where rows of x stand `ld` apart.
-pub fn frozen_nn(gpu: &'static Gpu, (x, ld): (View, usize), w: Matrix, start: Start, y: ViewMut, n: usize) {
+pub fn frozen_nn(
+    gpu: &'static Gpu,
+    (x, ld): (View, usize),
+    w: Matrix,
+    start: InitialValue,
+    y: ViewMut,
+    n: usize,
+) {
     let (rows, cols, dtype) = (w.rows, w.cols, x.dtype());
     assert!(
         w.data.len() == rows * cols && y.len() >= n * cols && y.dtype() == dtype,
         "shapes of a frozen product"
     );
     assert!(n == 0 || x.len() >= (n - 1) * ld + rows, "shapes of a frozen product");
-    if n <= FEW && ld == rows {
+    if n <= SMALL_BATCH && ld == rows {
         return few_nn(gpu, x, w, start, y, n);
     }
     let Before { beta, c, bias } = before(gpu, start, &y, n, cols);
     let d = y.address();
     stretches(gpu, w, dtype, |first, count, a| {
-        let product = Product::of((n, cols, count), Stored::plain(ld), Stored::plain(cols), cols);
+        let product =
+            GemmLayout::of((n, cols, count), FactorLayout::plain(ld), FactorLayout::plain(cols), cols);
         let b = x.address() + (first * dtype.size()) as u64;
         let (beta, c) = if first == 0 { (beta, c) } else { (1.0, d) };
         gpu.product(Call { product, a, b, factors: dtype, c, beta, d, result: dtype, bias });
@@ -64,11 +72,18 @@ pub fn frozen_nn(gpu: &'static Gpu, (x, ld): (View, usize), w: Matrix, start: St
 }
 
 /// `y (n, rows) = start + x (n, cols) W^T`, where rows of y stand `ld` apart; y may be FP32 whatever x is.
-pub fn frozen_nt(gpu: &'static Gpu, x: View, w: Matrix, start: Start, (y, ld): (ViewMut, usize), n: usize) {
+pub fn frozen_nt(
+    gpu: &'static Gpu,
+    x: View,
+    w: Matrix,
+    start: InitialValue,
+    (y, ld): (ViewMut, usize),
+    n: usize,
+) {
     let (rows, cols, dtype) = (w.rows, w.cols, x.dtype());
     assert!(w.data.len() == rows * cols && x.len() >= n * cols, "shapes of a frozen product");
     assert!(n == 0 || y.len() >= (n - 1) * ld + rows, "shapes of a frozen product");
-    if n <= FEW && y.dtype() == DType::F32 && matches!(start, Start::Zero) {
+    if n <= SMALL_BATCH && y.dtype() == DType::F32 && matches!(start, InitialValue::Zero) {
         let sizes = [n, rows, cols].map(Argument::int);
         let arguments = arguments![x, w.data, &y, sizes[0], sizes[1], sizes[2], Argument::long(ld)];
         return gpu.launch(&IMAGE, &named("gemv_nt", dtype), Grid::row(rows.div_ceil(8), 256), arguments);
@@ -76,7 +91,8 @@ pub fn frozen_nt(gpu: &'static Gpu, x: View, w: Matrix, start: Start, (y, ld): (
     let Before { beta, c, bias } = before(gpu, start, &y, n, rows);
     let (d, result) = (y.address(), y.dtype());
     stretches(gpu, w, dtype, |first, count, a| {
-        let product = Product::of((n, count, cols), Stored::plain(cols), Stored::transposed(cols), ld);
+        let product =
+            GemmLayout::of((n, count, cols), FactorLayout::plain(cols), FactorLayout::transposed(cols), ld);
         let moved = |address: u64, size: usize| address + (first * size) as u64;
         let (c, d) = (moved(c, result.size()), moved(d, result.size()));
         let bias = bias.map(|bias| moved(bias, DType::F16.size()));
@@ -101,16 +117,16 @@ fn stretches(gpu: &'static Gpu, w: Matrix, dtype: DType, work: impl Fn(usize, us
 }
 
 /// Residual and bias of a product of few rows.
-pub fn operands(start: Start, y: &ViewMut) -> (Argument, Argument) {
+pub fn operands(start: InitialValue, y: &ViewMut) -> (Argument, Argument) {
     match start {
-        Start::Zero => (Argument::NULL, Argument::NULL),
-        Start::Keep => (Argument::from(y), Argument::NULL),
-        Start::Bias(bias) => (Argument::NULL, Argument::from(bias)),
-        Start::Residual(residual, bias) => (Argument::from(residual), Argument::from(bias)),
+        InitialValue::Zero => (Argument::NULL, Argument::NULL),
+        InitialValue::Keep => (Argument::from(y), Argument::NULL),
+        InitialValue::Bias(bias) => (Argument::NULL, Argument::from(bias)),
+        InitialValue::Residual(residual, bias) => (Argument::from(residual), Argument::from(bias)),
     }
 }
 
-fn few_nn(gpu: &'static Gpu, x: View, w: Matrix, start: Start, y: ViewMut, n: usize) {
+fn few_nn(gpu: &'static Gpu, x: View, w: Matrix, start: InitialValue, y: ViewMut, n: usize) {
     let (rows, cols, dtype) = (w.rows, w.cols, x.dtype());
     let (residual, bias) = operands(start, &y);
     let splits = product_shares(rows, cols);
@@ -128,7 +144,7 @@ fn few_nn(gpu: &'static Gpu, x: View, w: Matrix, start: Start, y: ViewMut, n: us
 type Sizes = (usize, usize, usize);
 
 /// A dense FP32 product.
-fn dense(gpu: &'static Gpu, product: Product, a: View, b: View, d: &ViewMut, beta: f32) {
+fn dense(gpu: &'static Gpu, product: GemmLayout, a: View, b: View, d: &ViewMut, beta: f32) {
     let (a, b, d) = (a.address(), b.address(), d.address());
     let (factors, result) = (DType::F32, DType::F32);
     gpu.product(Call { product, a, b, factors, c: d, beta, d, result, bias: None });
@@ -138,7 +154,7 @@ pub fn dense_forward(gpu: &'static Gpu, x: View, w: View, b: View, y: ViewMut, (
     assert!(x.len() == n * inputs && w.len() == inputs * outputs && y.len() == n * outputs, "dense shapes");
     let arguments = arguments![b, &y, Argument::int(n), Argument::int(outputs)];
     gpu.launch(&IMAGE, "dense_start", Grid::pointwise(n * outputs), arguments);
-    dense(gpu, Product::nt(n, outputs, inputs), w, x, &y, 1.0);
+    dense(gpu, GemmLayout::nt(n, outputs, inputs), w, x, &y, 1.0);
 }
 
 pub fn dense_backward(
@@ -151,7 +167,7 @@ pub fn dense_backward(
     assert!(dy.len() == n * outputs && x.len() == n * inputs && dw.len() == inputs * outputs, "dense shapes");
     let arguments = arguments![dy, &db, Argument::int(n), Argument::int(outputs)];
     gpu.launch(&IMAGE, "column_sum", Grid::row(outputs.div_ceil(256), 256), arguments);
-    dense(gpu, Product::tn(n, inputs, outputs), x, dy, &dw, 1.0);
+    dense(gpu, GemmLayout::tn(n, inputs, outputs), x, dy, &dw, 1.0);
 }
 
 pub fn dense_input_gradient(
@@ -163,5 +179,5 @@ pub fn dense_input_gradient(
     accumulate: bool,
 ) {
     assert!(dy.len() == n * outputs && w.len() == inputs * outputs && dx.len() == n * inputs, "dense shapes");
-    dense(gpu, Product::nn(n, outputs, inputs), w, dy, &dx, if accumulate { 1.0 } else { 0.0 });
+    dense(gpu, GemmLayout::nn(n, outputs, inputs), w, dy, &dx, if accumulate { 1.0 } else { 0.0 });
 }

@@ -6,7 +6,7 @@ use crate::device::DType;
 /// Bytes that a stretch of frozen weights is converted in, where activations are not FP16.
 const CONVERTED: usize = 64 << 20;
 /// Up to this many rows products are made by kernels that read each weight once.
-pub const FEW: usize = 8;
+pub const SMALL_BATCH: usize = 8;
 
 /// Rows of weights `(rows, cols)` that are converted to `dtype` at a time.
 pub fn converted_rows(rows: usize, cols: usize, dtype: DType) -> usize {
@@ -21,7 +21,7 @@ pub fn product_shares(rows: usize, cols: usize) -> usize {
 
 /// Bytes of a product of `n` rows with frozen weights `(rows, cols)`.
 pub fn product(activations: DType, n: usize, (rows, cols): (usize, usize)) -> usize {
-    let few = if n <= FEW { 4 * product_shares(rows, cols) * n * cols } else { 0 };
+    let few = if n <= SMALL_BATCH { 4 * product_shares(rows, cols) * n * cols } else { 0 };
     let converted = match activations {
         DType::F16 => 0,
         other => converted_rows(rows, cols, other) * cols * other.size(),

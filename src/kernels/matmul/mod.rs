@@ -35,7 +35,7 @@ pub fn shared(n: usize, arithmetic: Arithmetic) -> usize {
 
 /// What stands in the output before a product is added to it.
 #[derive(Clone, Copy)]
-pub enum Start<'a> {
+pub enum InitialValue<'a> {
     /// Zero.
     Zero,
     /// What the output holds.
@@ -47,7 +47,7 @@ pub enum Start<'a> {
 }
 
 /// `y (n, cols) = start + x (n, rows) W`.
-pub fn frozen_nn(x: View, w: Matrix, start: Start, y: ViewMut, n: usize) {
+pub fn frozen_nn(x: View, w: Matrix, start: InitialValue, y: ViewMut, n: usize) {
     match y.device() {
         Device::Cpu => cpu::frozen_nn(x.host(), w, start, y.host(), n),
         #[cfg(feature = "cuda")]
@@ -56,7 +56,7 @@ pub fn frozen_nn(x: View, w: Matrix, start: Start, y: ViewMut, n: usize) {
 }
 
 /// `y (n, rows) = start + x (n, cols) W^T`.
-pub fn frozen_nt(x: View, w: Matrix, start: Start, y: ViewMut, n: usize) {
+pub fn frozen_nt(x: View, w: Matrix, start: InitialValue, y: ViewMut, n: usize) {
     match y.device() {
         Device::Cpu => cpu::frozen_nt(x.host(), w, start, y.host(), n),
         #[cfg(feature = "cuda")]

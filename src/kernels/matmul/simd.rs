@@ -10,7 +10,7 @@ use std::ops::Range;
 use half::f16;
 
 use self::weights::{Codes, Halves, Weights};
-use super::{Elements, Matrix, Start};
+use super::{Elements, InitialValue, Matrix};
 use crate::{
     device::cpu::{
         Shared,
@@ -65,7 +65,14 @@ struct Place {
 }
 
 /// `y (n, cols) = start + x (n, rows) W`, or turned `y (n, rows) = start + x (n, cols) W^T`.
-pub fn frozen<S: Simd>(s: S, x: &[f32], (w, turned): (Matrix, bool), start: Start, y: &mut [f32], n: usize) {
+pub fn frozen<S: Simd>(
+    s: S,
+    x: &[f32],
+    (w, turned): (Matrix, bool),
+    start: InitialValue,
+    y: &mut [f32],
+    n: usize,
+) {
     let shape = (n, w.rows, w.cols);
     let pairs = w.arithmetic.in_pairs();
     match w.host() {
@@ -94,7 +101,7 @@ fn form<S: Simd, W: Weights>(
     (w, turned): (W, bool),
     (n, rows, cols): (usize, usize, usize),
     pairs: bool,
-    start: Start,
+    start: InitialValue,
     y: &mut [f32],
 ) {
     let (inner, outer) = if turned { (cols, rows) } else { (rows, cols) };
@@ -122,7 +129,7 @@ fn product<S: Simd>(
     s: S,
     x: &[f32],
     (n, inner, outer): (usize, usize, usize),
-    start: Start,
+    start: InitialValue,
     y: &mut [f32],
     pack: impl Fn(Place, &mut [f32]) + Sync,
 ) {
@@ -139,7 +146,7 @@ fn product<S: Simd>(
             for k in (0..inner.max(1)).step_by(deep) {
                 let place = Place { inner: k, depth: deep.min(inner - k), outer: first, width };
                 pack(place, panel);
-                let start = if k == 0 { start } else { Start::Keep };
+                let start = if k == 0 { start } else { InitialValue::Keep };
                 // SAFETY: these rows of columns first .. first + width of y belong to this task, and the lengths of x, y
                 // and start were checked.
                 unsafe { tiles(s, x, (rows.clone(), inner, outer), place, panel, start, out) }
@@ -149,11 +156,11 @@ fn product<S: Simd>(
 }
 
 /// What the tiles read without looking.
-fn check(start: Start, n: usize, outer: usize) {
+fn check(start: InitialValue, n: usize, outer: usize) {
     let (residual, bias) = match start {
-        Start::Zero | Start::Keep => return,
-        Start::Bias(bias) => (None, bias),
-        Start::Residual(residual, bias) => (Some(residual), bias),
+        InitialValue::Zero | InitialValue::Keep => return,
+        InitialValue::Bias(bias) => (None, bias),
+        InitialValue::Residual(residual, bias) => (Some(residual), bias),
     };
     assert!(bias.host::<f16>().len() >= outer, "a bias for every column");
     assert!(residual.is_none_or(|residual| residual.host::<f32>().len() >= n * outer), "a residual");
@@ -257,7 +264,7 @@ unsafe fn tiles<S: Simd>(
     (rows, inner, outer): (Range<usize>, usize, usize),
     place: Place,
     panel: &[f32],
-    start: Start,
+    start: InitialValue,
     y: Shared,
 ) {
     for row in rows.clone().step_by(ROWS) {
@@ -283,12 +290,12 @@ unsafe fn tiles<S: Simd>(
 }
 
 /// `start` as a tile reads it that begins at `cell` of the output, in column `column`.
-fn begin(start: Start, cell: usize, column: usize) -> Begin {
+fn begin(start: InitialValue, cell: usize, column: usize) -> Begin {
     match start {
-        Start::Zero => Begin::Zero,
-        Start::Keep => Begin::Keep,
-        Start::Bias(bias) => Begin::Bias(bias.host::<f16>()[column..].as_ptr()),
-        Start::Residual(residual, bias) => {
+        InitialValue::Zero => Begin::Zero,
+        InitialValue::Keep => Begin::Keep,
+        InitialValue::Bias(bias) => Begin::Bias(bias.host::<f16>()[column..].as_ptr()),
+        InitialValue::Residual(residual, bias) => {
             Begin::Residual(residual.host::<f32>()[cell..].as_ptr(), bias.host::<f16>()[column..].as_ptr())
         }
     }

@@ -35,7 +35,7 @@ fn frozen_products_match_plain_loops() {
         let (bias, residual) = (halves(2, cols), numbers(3, n * cols));
         let x = numbers(4, n * rows);
         let mut y = vec![f32::NAN; n * cols];
-        let start = Start::Residual(residual.as_slice().into(), bias.as_slice().into());
+        let start = InitialValue::Residual(residual.as_slice().into(), bias.as_slice().into());
         frozen_nn(x.as_slice().into(), matrix, start, y.as_mut_slice().into(), n);
         let mut expected = plain(&x, &weights, (n, rows, cols), false);
         for (at, value) in expected.iter_mut().enumerate() {
@@ -46,7 +46,7 @@ fn frozen_products_match_plain_loops() {
         let dy = numbers(5, n * cols);
         let mut dx = numbers(6, n * rows);
         let before: Vec<f64> = dx.iter().map(|&v| f64::from(v)).collect();
-        frozen_nt(dy.as_slice().into(), matrix, Start::Keep, dx.as_mut_slice().into(), n);
+        frozen_nt(dy.as_slice().into(), matrix, InitialValue::Keep, dx.as_mut_slice().into(), n);
         let product = plain(&dy, &weights, (n, cols, rows), true);
         let expected: Vec<f64> = before.iter().zip(product).map(|(a, b)| a + b).collect();
         assert_close(&dx, &expected, 2e-5, "nt");
@@ -80,7 +80,7 @@ fn products_of_bf16_match_sums_over_rounded_factors() {
         let (bias, residual) = (halves(2, cols), numbers(3, n * cols));
         let x = numbers(4, n * rows);
         let mut y = vec![f32::NAN; n * cols];
-        let start = Start::Residual(residual.as_slice().into(), bias.as_slice().into());
+        let start = InitialValue::Residual(residual.as_slice().into(), bias.as_slice().into());
         frozen_nn(x.as_slice().into(), matrix, start, y.as_mut_slice().into(), n);
         check(&y, (cols, rows), &|row, j| {
             let sum: f64 = (0..rows).map(|i| rounded(x[row * rows + i]) * weight(i, j)).sum();
@@ -89,7 +89,7 @@ fn products_of_bf16_match_sums_over_rounded_factors() {
 
         let dy = numbers(5, n * cols);
         let mut dx = vec![0.5f32; n * rows];
-        frozen_nt(dy.as_slice().into(), matrix, Start::Keep, dx.as_mut_slice().into(), n);
+        frozen_nt(dy.as_slice().into(), matrix, InitialValue::Keep, dx.as_mut_slice().into(), n);
         check(&dx, (rows, cols), &|row, i| {
             0.5 + (0..cols).map(|j| rounded(dy[row * cols + j]) * weight(i, j)).sum::<f64>()
         });
@@ -156,8 +156,8 @@ impl Coded {
 /// `x W` of both directions, `x (n, rows)` and `x (n, cols)`, on top of what stands there.
 fn both(x: &[f32], w: Matrix, n: usize) -> [Vec<f32>; 2] {
     let (mut y, mut z) = (numbers(7, n * w.cols), numbers(8, n * w.rows));
-    frozen_nn(x[..n * w.rows].into(), w, Start::Keep, y.as_mut_slice().into(), n);
-    frozen_nt(x[..n * w.cols].into(), w, Start::Keep, z.as_mut_slice().into(), n);
+    frozen_nn(x[..n * w.rows].into(), w, InitialValue::Keep, y.as_mut_slice().into(), n);
+    frozen_nt(x[..n * w.cols].into(), w, InitialValue::Keep, z.as_mut_slice().into(), n);
     [y, z]
 }
 
@@ -232,7 +232,7 @@ fn strips_give_the_same_bits_as_rows() {
             let x = numbers(34, n * rows.max(cols));
             let of = |matrix: Matrix| {
                 let mut y = vec![f32::NAN; n * cols];
-                let start = Start::Residual(residual[..n * cols].into(), bias.as_slice().into());
+                let start = InitialValue::Residual(residual[..n * cols].into(), bias.as_slice().into());
                 frozen_nn(x[..n * rows].into(), matrix, start, y.as_mut_slice().into(), n);
                 (y, both(&x, matrix, n))
             };
@@ -261,8 +261,8 @@ fn a_turned_matrix_gives_the_same_bits() {
         for n in [25, 32, 72, 73, 100] {
             let x = numbers(42, n * cols);
             let (mut y, mut z) = (vec![f32::NAN; n * rows], vec![f32::NAN; n * rows]);
-            frozen_nt(x[..].into(), matrix.view(), Start::Zero, y.as_mut_slice().into(), n);
-            frozen_nn(x[..].into(), turned.view(), Start::Zero, z.as_mut_slice().into(), n);
+            frozen_nt(x[..].into(), matrix.view(), InitialValue::Zero, y.as_mut_slice().into(), n);
+            frozen_nn(x[..].into(), turned.view(), InitialValue::Zero, z.as_mut_slice().into(), n);
             assert!(y == z, "{rows} x {cols}, {n} rows of x");
         }
     }
@@ -284,7 +284,7 @@ fn strips_are_read_from_any_column() {
     frozen_nn(
         x[..].into(),
         Matrix { layout: Layout::Strips, ..matrix },
-        Start::Zero,
+        InitialValue::Zero,
         y.as_mut_slice().into(),
         n,
     );
@@ -303,7 +303,7 @@ fn the_number_of_rows_changes_no_bit() {
     let (bias, residual) = (halves(39, cols), numbers(40, n * cols));
     let of = |n: usize| {
         let mut y = vec![f32::NAN; n * cols];
-        let start = Start::Residual(residual[..n * cols].into(), bias.as_slice().into());
+        let start = InitialValue::Residual(residual[..n * cols].into(), bias.as_slice().into());
         frozen_nn(x[..n * rows].into(), matrix, start, y.as_mut_slice().into(), n);
         y
     };
@@ -314,7 +314,7 @@ fn the_number_of_rows_changes_no_bit() {
     // Turned, up to 24 rows.
     let turned = |n: usize| {
         let mut z = numbers(41, n * rows);
-        frozen_nt(x[..n * cols].into(), matrix, Start::Keep, z.as_mut_slice().into(), n);
+        frozen_nt(x[..n * cols].into(), matrix, InitialValue::Keep, z.as_mut_slice().into(), n);
         z
     };
     let all = turned(24);

@@ -3,7 +3,7 @@
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 use safetensors::Dtype;
 
-use super::{source::Source, stored::Stored};
+use super::{source::Source, stored::StoredTensor};
 use crate::error::{Error, Result};
 
 /// Hands a tensor's values to `sink` as little-endian FP16, chunk by chunk.
@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 /// infinity; the first such value and their number are named.
 pub(super) fn halves(
     source: &Source,
-    stored: &Stored,
+    stored: &StoredTensor,
     sink: &mut dyn FnMut(&[u8]) -> Result<()>,
 ) -> Result<()> {
     let mut faults = Faults::default();
@@ -86,7 +86,7 @@ impl Faults {
         self.count += 1;
     }
 
-    fn report(&self, source: &Source, stored: &Stored) -> Result<()> {
+    fn report(&self, source: &Source, stored: &StoredTensor) -> Result<()> {
         let path = source.path(stored).display();
         let (name, count) = (&stored.name, self.count);
         let values = if count == 1 { "1 value".into() } else { format!("{count} values") };

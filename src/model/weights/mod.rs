@@ -26,7 +26,7 @@ use self::{
     convert::Sink,
     names::Wanted,
     source::{Content, Source, SourceFile},
-    stored::Stored,
+    stored::StoredTensor,
 };
 use super::config::Config;
 use crate::{
@@ -267,13 +267,13 @@ impl Weights {
     fn map(source: &Source, wanted: &[Wanted], config: &Config, fingerprint: String) -> Result<Self> {
         let bytes = source.files.iter().map(map_file).collect::<Result<Vec<_>>>()?;
         let mut views = Vec::with_capacity(wanted.len());
-        let frozen = |stored: &Stored| {
+        let frozen = |stored: &StoredTensor| {
             let dtype = if stored.dtype == safetensors::Dtype::I8 { DType::I8 } else { DType::F16 };
             let len = stored.shape.iter().product();
             Frozen::new(bytes[stored.file].clone(), stored.start, dtype, len)
         };
         for tensor in wanted {
-            let stored: Option<&Stored> = source.tensors.get(&tensor.name);
+            let stored: Option<&StoredTensor> = source.tensors.get(&tensor.name);
             let stored = stored.ok_or_else(|| Error::input(format!("{} is missing", tensor.name)))?;
             let scales = source.tensors.get(&scales_of(&tensor.name));
             let (rows, cols) = match tensor.shape[..] {

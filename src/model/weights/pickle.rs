@@ -8,7 +8,7 @@ use std::{
 use candle_core::{CpuStorage, DType, Storage, Tensor, pickle::PthTensors};
 use safetensors::Dtype;
 
-use super::stored::Stored;
+use super::stored::StoredTensor;
 use crate::error::{Error, Result};
 
 /// Values handed on at a time.
@@ -29,7 +29,7 @@ impl Pickle {
     }
 
     /// Every tensor in the file, as part of file number `file`.
-    pub(super) fn list(&self, file: usize) -> Result<Vec<Stored>> {
+    pub(super) fn list(&self, file: usize) -> Result<Vec<StoredTensor>> {
         let infos = self.tensors.tensor_infos();
         infos
             .iter()
@@ -46,13 +46,24 @@ impl Pickle {
                         self.path.display()
                     ))
                 })?;
-                Ok(Stored { file, name: name.clone(), dtype: dtype(info.dtype), shape, start: 0, bytes })
+                Ok(StoredTensor {
+                    file,
+                    name: name.clone(),
+                    dtype: dtype(info.dtype),
+                    shape,
+                    start: 0,
+                    bytes,
+                })
             })
             .collect()
     }
 
     /// Hands the tensor's values to `sink` as little-endian bytes of its own type, in row-major order.
-    pub(super) fn read(&self, stored: &Stored, sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
+    pub(super) fn read(
+        &self,
+        stored: &StoredTensor,
+        sink: &mut dyn FnMut(&[u8]) -> Result<()>,
+    ) -> Result<()> {
         let tensor =
             guarded(&self.path, || self.tensors.get(&stored.name)?.map(|t| t.contiguous()).transpose())?;
         let Some(tensor) = tensor else {

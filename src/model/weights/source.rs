@@ -16,7 +16,7 @@ use super::{
     base_dtype::{self, BaseDType},
     names::{self, Wanted},
     pickle::Pickle,
-    stored::Stored,
+    stored::StoredTensor,
 };
 use crate::error::{Error, Result};
 
@@ -44,7 +44,7 @@ pub(super) enum Content {
 /// All tensors of a base by canonical name, causal masks left out.
 pub(super) struct Source {
     pub(super) files: Vec<SourceFile>,
-    pub(super) tensors: BTreeMap<String, Stored>,
+    pub(super) tensors: BTreeMap<String, StoredTensor>,
 }
 
 impl Source {
@@ -122,7 +122,7 @@ impl Source {
             let (start, end) = info.data_offsets;
             self.insert(
                 path,
-                Stored {
+                StoredTensor {
                     file,
                     name,
                     dtype: info.dtype,
@@ -135,7 +135,7 @@ impl Source {
         Ok(())
     }
 
-    fn insert(&mut self, path: &Path, stored: Stored) -> Result<()> {
+    fn insert(&mut self, path: &Path, stored: StoredTensor) -> Result<()> {
         let name = names::canonical(&stored.name);
         if names::is_mask(&name) {
             return Ok(());
@@ -152,7 +152,7 @@ impl Source {
     }
 
     /// What errors call the file of `stored`.
-    pub(super) fn path(&self, stored: &Stored) -> &Path {
+    pub(super) fn path(&self, stored: &StoredTensor) -> &Path {
         &self.files[stored.file].path
     }
 
@@ -212,7 +212,11 @@ impl Source {
     }
 
     /// Hands the bytes of a tensor to `sink` in file order and element type, in chunks of whole elements.
-    pub(super) fn read(&self, stored: &Stored, sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
+    pub(super) fn read(
+        &self,
+        stored: &StoredTensor,
+        sink: &mut dyn FnMut(&[u8]) -> Result<()>,
+    ) -> Result<()> {
         let SourceFile { path, content } = &self.files[stored.file];
         match content {
             Content::Pickle(pickle) => pickle.read(stored, sink),
@@ -240,7 +244,7 @@ impl Source {
     }
 }
 
-fn shape_or_type_fault(stored: &Stored, shape: &[usize]) -> Option<String> {
+fn shape_or_type_fault(stored: &StoredTensor, shape: &[usize]) -> Option<String> {
     if stored.shape != shape {
         return Some(format!("{} has shape {:?} where {shape:?} is expected", stored.name, stored.shape));
     }

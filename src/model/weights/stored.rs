@@ -4,7 +4,7 @@ use safetensors::Dtype;
 
 /// One tensor as its file holds it.
 #[derive(Debug, Clone)]
-pub(super) struct Stored {
+pub(super) struct StoredTensor {
     /// Index into the files of a source.
     pub(super) file: usize,
     /// The name in the file.

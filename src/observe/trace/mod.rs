@@ -1,7 +1,7 @@
 //! A recording of memory over time: `--memory-trace FILE.json`, and a picture of it in FILE.svg beside it.
 //!
 //! A thread of its own takes a [`Sample`] every 20 ms: resident memory as the kernel counts it, the bytes
-//! that [`counting`] counts, and the [`Moment`] the run is in. Peaks, of the run and of each moment, are
+//! that [`counting`] counts, and the [`Phase`] the run is in. Peaks, of the run and of each moment, are
 //! kept from all samples; the samples themselves are thinned so that a long run fills no memory.
 
 use std::{
@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use self::timeline::Timeline;
 use super::{
     counting, machine,
-    phase::{self, Moment},
+    phase::{self, Phase},
 };
 use crate::error::{Error, Result};
 
@@ -43,7 +43,7 @@ pub struct Sample {
     /// Heap and arenas as the program counts them.
     pub counted: u64,
     /// What the run was doing.
-    pub moment: Moment,
+    pub moment: Phase,
 }
 
 impl Sample {
@@ -70,12 +70,12 @@ impl Sample {
 pub struct Trace {
     /// Dropped to end the thread.
     stop: Option<Sender<()>>,
-    thread: Option<JoinHandle<Recording>>,
+    thread: Option<JoinHandle<TraceRecorder>>,
 }
 
 /// What was recorded.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Recording {
+pub struct TraceRecorder {
     /// In order of time; of neighbours that were thinned, the highest.
     pub samples: Vec<Sample>,
     /// The highest sample of all.
@@ -113,7 +113,7 @@ impl Trace {
     ///
     /// # Errors
     /// When the recording thread failed.
-    pub fn finish(mut self) -> Result<Recording> {
+    pub fn finish(mut self) -> Result<TraceRecorder> {
         self.stop = None;
         let recording = self.thread.take().and_then(|thread| thread.join().ok());
         recording.ok_or_else(|| {
@@ -131,7 +131,7 @@ impl Drop for Trace {
     }
 }
 
-fn record(stopped: &Receiver<()>, every: Duration, kept: usize) -> Recording {
+fn record(stopped: &Receiver<()>, every: Duration, kept: usize) -> TraceRecorder {
     let begun = Instant::now();
     let mut timeline = Timeline::new(kept);
     loop {
@@ -144,13 +144,13 @@ fn record(stopped: &Receiver<()>, every: Duration, kept: usize) -> Recording {
     timeline.finish(machine::resident().map(|resident| resident.peak))
 }
 
-impl Recording {
+impl TraceRecorder {
     /// Writes the recording to `path`, with the bytes `planned` for each moment and their peak `total`, and
     /// the picture to the same path with the ending `.svg`. Each file appears whole or not at all.
     ///
     /// # Errors
     /// When `path` itself ends in `.svg`, or a file cannot be written.
-    pub fn write(&self, path: &Path, planned: &[(Moment, u64)], total: u64) -> Result<()> {
+    pub fn write(&self, path: &Path, planned: &[(Phase, u64)], total: u64) -> Result<()> {
         if path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("svg")) {
             return Err(Error::input(format!(
                 "--memory-trace: {} ends as its picture would; name a file that ends in .json",
@@ -163,7 +163,7 @@ impl Recording {
     }
 
     /// The form of the JSON file: bytes and seconds; samples as one list for each quantity.
-    fn to_json(&self, planned: &[(Moment, u64)], total: u64) -> Value {
+    fn to_json(&self, planned: &[(Phase, u64)], total: u64) -> Value {
         let planned: Vec<_> =
             planned.iter().map(|(moment, bytes)| json!({ "moment": moment, "bytes": bytes })).collect();
         let one = |sample: &Sample| {

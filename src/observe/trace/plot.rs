@@ -6,10 +6,10 @@ use plotters::{
     style::text_anchor::{HPos, Pos, VPos},
 };
 
-use super::{Recording, Sample, timeline::merged};
+use super::{Sample, TraceRecorder, timeline::merged};
 use crate::{
     error::{Error, Result},
-    observe::phase::Moment,
+    observe::phase::Phase,
 };
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
@@ -60,15 +60,15 @@ impl Unit {
     }
 }
 
-fn colour(moment: Moment) -> RGBColor {
+fn colour(moment: Phase) -> RGBColor {
     match moment {
-        Moment::Loading => RGBColor(150, 150, 150),
-        Moment::Forward => RGBColor(76, 120, 168),
-        Moment::Head => RGBColor(245, 166, 35),
-        Moment::Backward => RGBColor(228, 87, 86),
-        Moment::Update => RGBColor(84, 162, 75),
-        Moment::Evaluation => RGBColor(178, 121, 202),
-        Moment::Saving => RGBColor(157, 117, 93),
+        Phase::Loading => RGBColor(150, 150, 150),
+        Phase::Forward => RGBColor(76, 120, 168),
+        Phase::Head => RGBColor(245, 166, 35),
+        Phase::Backward => RGBColor(228, 87, 86),
+        Phase::Update => RGBColor(84, 162, 75),
+        Phase::Evaluation => RGBColor(178, 121, 202),
+        Phase::Saving => RGBColor(157, 117, 93),
     }
 }
 
@@ -76,7 +76,7 @@ fn colour(moment: Moment) -> RGBColor {
 ///
 /// # Errors
 /// When the picture cannot be drawn, which no recording should bring about.
-pub fn svg(recording: &Recording, planned: u64) -> Result<String> {
+pub fn svg(recording: &TraceRecorder, planned: u64) -> Result<String> {
     let mut text = String::new();
     let area = SVGBackend::with_string(&mut text, SIZE).into_drawing_area();
     let drawn = draw(&area, recording, planned).and_then(|()| area.present());
@@ -85,7 +85,7 @@ pub fn svg(recording: &Recording, planned: u64) -> Result<String> {
     Ok(text)
 }
 
-fn draw(area: &Area, recording: &Recording, planned: u64) -> Drawn {
+fn draw(area: &Area, recording: &TraceRecorder, planned: u64) -> Drawn {
     area.fill(&WHITE)?;
     let count = recording.samples.len();
     let group = if count <= FINE { 1 } else { count.div_ceil(COARSE) };
@@ -174,7 +174,7 @@ fn strip(area: &Area, samples: &[Sample], (left, right): (i32, i32), bottom: i32
     Ok(())
 }
 
-fn title(area: &Area, recording: &Recording, unit: Unit, left: i32) -> Drawn {
+fn title(area: &Area, recording: &TraceRecorder, unit: Unit, left: i32) -> Drawn {
     let Some(peak) = &recording.peak else { return Ok(()) };
     let (what, bytes) = match peak.resident {
         0 => ("Counted", peak.counted),
@@ -198,7 +198,7 @@ enum Mark {
     Dashes,
 }
 
-fn legend(area: &Area, recording: &Recording, planned: u64, unit: Unit) -> Drawn {
+fn legend(area: &Area, recording: &TraceRecorder, planned: u64, unit: Unit) -> Drawn {
     let mut entries = vec![
         (Mark::Line, RESIDENT, "resident".to_owned()),
         (Mark::Box, ANONYMOUS, "  anonymous".to_owned()),

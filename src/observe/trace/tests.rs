@@ -6,7 +6,7 @@ use super::*;
 
 const MIB: u64 = 1 << 20;
 
-fn sample(index: usize, resident: u64, moment: Moment) -> Sample {
+fn sample(index: usize, resident: u64, moment: Phase) -> Sample {
     let file = resident / 4;
     Sample {
         seconds: index as f64 * 0.02,
@@ -19,10 +19,10 @@ fn sample(index: usize, resident: u64, moment: Moment) -> Sample {
 }
 
 /// A run of `steps` steps after loading: 30 samples a step, rising in the forward, falling in the backward.
-fn synthetic(steps: usize) -> Recording {
+fn synthetic(steps: usize) -> TraceRecorder {
     let mut timeline = Timeline::new(KEPT);
     let mut index = 0;
-    let mut push = |mib: u64, moment: Moment| {
+    let mut push = |mib: u64, moment: Phase| {
         let resident = mib * MIB;
         let file = resident.min(330 * MIB);
         let base = sample(index, resident, moment);
@@ -30,15 +30,15 @@ fn synthetic(steps: usize) -> Recording {
         timeline.push(Sample { file, anonymous, counted: anonymous.saturating_sub(9 * MIB), ..base });
         index += 1;
     };
-    (0..50).for_each(|i| push(20 + i * 7, Moment::Loading));
+    (0..50).for_each(|i| push(20 + i * 7, Phase::Loading));
     for step in 0..steps as u64 {
-        (0..10).for_each(|i| push(420 + i * 35, Moment::Forward));
-        (0..4).for_each(|i| push(770 + i * 40 + step % 7, Moment::Head));
-        (0..13).for_each(|i| push(800 - i * 30, Moment::Backward));
-        (0..3).for_each(|_| push(430, Moment::Update));
+        (0..10).for_each(|i| push(420 + i * 35, Phase::Forward));
+        (0..4).for_each(|i| push(770 + i * 40 + step % 7, Phase::Head));
+        (0..13).for_each(|i| push(800 - i * 30, Phase::Backward));
+        (0..3).for_each(|_| push(430, Phase::Update));
     }
-    (0..30).for_each(|i| push(430 + i % 9 * 20, Moment::Evaluation));
-    (0..10).for_each(|_| push(440, Moment::Saving));
+    (0..30).for_each(|i| push(430 + i % 9 * 20, Phase::Evaluation));
+    (0..10).for_each(|_| push(440, Phase::Saving));
     timeline.finish(Some(901 * MIB))
 }
 
@@ -47,7 +47,7 @@ fn thinning_keeps_the_peaks_the_order_and_the_bound() {
     let mut timeline = Timeline::new(64);
     let spike = 777;
     for index in 0..10_000 {
-        let moment = if index % 2 == 0 { Moment::Forward } else { Moment::Backward };
+        let moment = if index % 2 == 0 { Phase::Forward } else { Phase::Backward };
         let height = if index == spike { 5000 } else { 100 + index as u64 % 50 };
         timeline.push(sample(index, height * MIB, moment));
     }
@@ -57,11 +57,11 @@ fn thinning_keeps_the_peaks_the_order_and_the_bound() {
     let peak = recording.peak.unwrap();
     assert_eq!(
         (peak.resident, peak.moment, peak.seconds),
-        (5000 * MIB, Moment::Backward, spike as f64 * 0.02)
+        (5000 * MIB, Phase::Backward, spike as f64 * 0.02)
     );
     assert!(recording.samples.contains(&peak));
     let moments: Vec<_> = recording.moments.iter().map(|peak| (peak.moment, peak.resident / MIB)).collect();
-    assert_eq!(moments, [(Moment::Forward, 148), (Moment::Backward, 5000)]);
+    assert_eq!(moments, [(Phase::Forward, 148), (Phase::Backward, 5000)]);
 }
 
 #[test]
@@ -69,7 +69,7 @@ fn both_files_hold_plan_and_measurement() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
     let recording = synthetic(20);
-    recording.write(&path, &[(Moment::Forward, 800 * MIB), (Moment::Head, 900 * MIB)], 900 * MIB).unwrap();
+    recording.write(&path, &[(Phase::Forward, 800 * MIB), (Phase::Head, 900 * MIB)], 900 * MIB).unwrap();
 
     let file: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
     assert_eq!(file["planned"]["total_bytes"], 900 * MIB);
@@ -97,7 +97,7 @@ fn a_recording_of_nothing_and_one_of_gibibytes_can_be_drawn() {
     let empty = Timeline::new(8).finish(None);
     assert!(plot::svg(&empty, 0).unwrap().contains("MiB"));
     let mut timeline = Timeline::new(8);
-    timeline.push(Sample { counted: 3 << 30, ..sample(0, 0, Moment::Loading) });
+    timeline.push(Sample { counted: 3 << 30, ..sample(0, 0, Phase::Loading) });
     let svg = plot::svg(&timeline.finish(None), 5 << 30).unwrap();
     let long = plot::svg(&synthetic(100), 900 * MIB).unwrap();
     assert!(long.contains("each point the highest in 0.3 s"), "3090 samples of 20 ms, 13 a point");

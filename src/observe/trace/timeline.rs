@@ -1,6 +1,6 @@
 //! Samples in bounded memory: when there are too many, neighbours are merged two by two.
 
-use super::{Recording, Sample};
+use super::{Sample, TraceRecorder};
 
 /// Grows up to `capacity` samples, then halves its resolution; peaks are exact all the same.
 pub struct Timeline {
@@ -37,11 +37,11 @@ impl Timeline {
         }
     }
 
-    pub fn finish(mut self, high_water: Option<u64>) -> Recording {
+    pub fn finish(mut self, high_water: Option<u64>) -> TraceRecorder {
         self.samples.extend(self.open.map(|(sample, _)| sample));
         let peak = self.moments.iter().copied().reduce(higher);
         self.moments.sort_by_key(|sample| sample.moment);
-        Recording { samples: self.samples, peak, moments: self.moments, high_water }
+        TraceRecorder { samples: self.samples, peak, moments: self.moments, high_water }
     }
 }
 

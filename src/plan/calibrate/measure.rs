@@ -11,7 +11,7 @@ use std::{
 use half::f16;
 use memmap2::{Mmap, MmapMut};
 
-use super::{Both, Point, Product, Rates, attention_flops};
+use super::{ProductRate, RatePair, RatePoint, Rates, attention_flops};
 use crate::{
     device::{View, ViewMut},
     kernels::{
@@ -20,7 +20,7 @@ use crate::{
         adapted_linear::{self, Delta, Dropout},
         attention::{self, Seen, Shape},
         layernorm::{self, Norm},
-        matmul::{self, Arithmetic, Matrix, Start},
+        matmul::{self, Arithmetic, InitialValue, Matrix},
     },
 };
 
@@ -112,10 +112,10 @@ pub fn all(sizes: &Sizes, folder: Option<&Path>, arithmetic: Arithmetic) -> Rate
     }
 }
 
-type FrozenProduct = fn(View, Matrix, Start, ViewMut, usize);
+type FrozenProduct = fn(View, Matrix, InitialValue, ViewMut, usize);
 
 /// Forward, backward and head share their operands: 64 MiB at the real sizes.
-fn products(sizes: &Sizes, arithmetic: Arithmetic) -> (Product, Product, f64) {
+fn products(sizes: &Sizes, arithmetic: Arithmetic) -> (ProductRate, ProductRate, f64) {
     let (inputs, outputs) = sizes.layer;
     let (head_rows, vocabulary) = sizes.head;
     let weights = halves((inputs * outputs).max(vocabulary * inputs));
@@ -134,8 +134,8 @@ fn products(sizes: &Sizes, arithmetic: Arithmetic) -> (Product, Product, f64) {
             (matmul::frozen_nt, (w.cols, w.rows))
         };
         let (from, to) = (rows * across.0, rows * across.1);
-        let time = seconds(|| product(view(&x[..from]), w, Start::Zero, view_mut(&mut y[..to]), rows));
-        Point { rows, flops: 2.0 * (rows * w.rows * w.cols) as f64 / time }
+        let time = seconds(|| product(view(&x[..from]), w, InitialValue::Zero, view_mut(&mut y[..to]), rows));
+        RatePoint { rows, flops: 2.0 * (rows * w.rows * w.cols) as f64 / time }
     };
     // Starts the threads and their scratch.
     for forward in [true, false] {
@@ -144,7 +144,7 @@ fn products(sizes: &Sizes, arithmetic: Arithmetic) -> (Product, Product, f64) {
     let mut product = |forward: bool| {
         let few = call(forward, layer, sizes.rows.0);
         let rows = affordable(sizes.rows.1, 2 * sizes.rows.0, inputs * outputs, few.flops);
-        Product { few, many: call(forward, layer, rows) }
+        ProductRate { few, many: call(forward, layer, rows) }
     };
     let (forward, backward) = (product(true), product(false));
     let rows = affordable(head_rows, 1, vocabulary * inputs, backward.many.flops);
@@ -180,7 +180,7 @@ fn thin(sizes: &Sizes) -> f64 {
     2.0 * (n * inputs * RANK) as f64 / time
 }
 
-fn attention(sizes: &Sizes, arithmetic: Arithmetic) -> Both {
+fn attention(sizes: &Sizes, arithmetic: Arithmetic) -> RatePair {
     let (queries, heads, width) = sizes.attention;
     let shape = Shape { batch: 1, queries, past: 0, heads, width, prefix: 0, arithmetic };
     let c = heads * width;
@@ -200,11 +200,11 @@ fn attention(sizes: &Sizes, arithmetic: Arithmetic) -> Both {
         attention::backward(view(&dout), seen, scale, shape, view_mut(&mut d_qkv), view_mut(&mut []));
     });
     let flops = attention_flops(heads, width, queries * (queries + 1) / 2);
-    Both { forward: flops.0 / forward, backward: flops.1 / backward }
+    RatePair { forward: flops.0 / forward, backward: flops.1 / backward }
 }
 
 /// Layer norm and activation, in bytes/s.
-fn pointwise(sizes: &Sizes) -> (Both, Both) {
+fn pointwise(sizes: &Sizes) -> (RatePair, RatePair) {
     let c = sizes.layer.0.min(sizes.elements);
     let rows = sizes.elements / c;
     let elements = rows * c;
@@ -220,11 +220,11 @@ fn pointwise(sizes: &Sizes) -> (Both, Both) {
         dx[..c].fill(0.0);
         layernorm::backward(view(&y), view(&x), view(&stats), norm, view_mut(&mut dx));
     });
-    let layernorm = Both { forward: bytes(8, forward), backward: bytes(16, backward) };
+    let layernorm = RatePair { forward: bytes(8, forward), backward: bytes(16, backward) };
     let kind = Activation::GeluTanh;
     let forward = seconds(|| activation::forward(kind, view(&x), view_mut(&mut y)));
     let backward = seconds(|| activation::backward(kind, view(&x), view_mut(&mut y)));
-    (layernorm, Both { forward: bytes(8, forward), backward: bytes(12, backward) })
+    (layernorm, RatePair { forward: bytes(8, forward), backward: bytes(12, backward) })
 }
 
 /// Elements/s.

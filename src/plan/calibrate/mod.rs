@@ -27,19 +27,19 @@ fn file(arithmetic: Arithmetic) -> &'static str {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Rates {
     /// `matmul::frozen_nn`: forward of a linear layer.
-    pub product_forward: Product,
+    pub product_forward: ProductRate,
     /// `matmul::frozen_nt`: backward of a linear layer.
-    pub product_backward: Product,
+    pub product_backward: ProductRate,
     /// Thin products of a delta, in FLOP/s.
     pub thin: f64,
     /// Attention, in FLOP/s as [`attention_flops`] counts them.
-    pub attention: Both,
+    pub attention: RatePair,
     /// Logits, `frozen_nt` with a vocabulary of columns, in FLOP/s (2 a weight and row).
     pub head: f64,
     /// Layer norm, in bytes/s read and written: 8 an element forward, 16 backward.
-    pub layernorm: Both,
+    pub layernorm: RatePair,
     /// GELU, in bytes/s read and written: 8 an element forward, 12 backward.
-    pub activation: Both,
+    pub activation: RatePair,
     /// AdamW, in elements/s.
     pub adamw: f64,
     /// First touch of each page of a mapped file that is in memory, in bytes/s.
@@ -48,7 +48,7 @@ pub struct Rates {
 
 /// A speed forward and another backward.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Both {
+pub struct RatePair {
     /// Of the forward.
     pub forward: f64,
     /// Of the backward.
@@ -57,30 +57,30 @@ pub struct Both {
 
 /// Speed of a frozen product at two numbers of rows. Weights are widened once a call, so few rows are slower.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Product {
+pub struct ProductRate {
     /// At few rows.
-    pub few: Point,
+    pub few: RatePoint,
     /// At many rows.
-    pub many: Point,
+    pub many: RatePoint,
 }
 
 /// Speed of a product at one number of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Point {
+pub struct RatePoint {
     /// Rows of the activations.
     pub rows: usize,
     /// FLOP/s, 2 a weight and row.
     pub flops: f64,
 }
 
-impl Point {
+impl RatePoint {
     /// Seconds for one weight and all rows.
     fn weight_seconds(self) -> f64 {
         2.0 * self.rows as f64 / self.flops
     }
 }
 
-impl Product {
+impl ProductRate {
     /// Seconds of a product of `rows` with a matrix of `weights` elements: a part for widening the matrix and
     /// one that grows with the rows, as the two points tell them.
     pub fn seconds(&self, rows: usize, weights: usize) -> f64 {
@@ -143,7 +143,7 @@ fn cpu_model(cpuinfo: &str) -> String {
 
 /// The cached file.
 #[derive(Debug, Serialize, Deserialize)]
-struct Stored {
+struct CachedRates {
     key: Key,
     rates: Rates,
 }
@@ -152,38 +152,38 @@ impl Rates {
     /// Of a server's CPU with AVX-512 and two threads. What results depend on is chosen by these, so that
     /// the same command makes the same choice on every machine with room for it.
     pub const NOMINAL: Self = Self {
-        product_forward: Product {
-            few: Point { rows: 128, flops: 1.2e11 },
-            many: Point { rows: 1024, flops: 1.5e11 },
+        product_forward: ProductRate {
+            few: RatePoint { rows: 128, flops: 1.2e11 },
+            many: RatePoint { rows: 1024, flops: 1.5e11 },
         },
-        product_backward: Product {
-            few: Point { rows: 128, flops: 1.1e11 },
-            many: Point { rows: 1024, flops: 1.5e11 },
+        product_backward: ProductRate {
+            few: RatePoint { rows: 128, flops: 1.1e11 },
+            many: RatePoint { rows: 1024, flops: 1.5e11 },
         },
         thin: 4.5e10,
-        attention: Both { forward: 4e10, backward: 5e10 },
+        attention: RatePair { forward: 4e10, backward: 5e10 },
         head: 1.25e11,
-        layernorm: Both { forward: 5e9, backward: 5e9 },
-        activation: Both { forward: 3.5e9, backward: 5e9 },
+        layernorm: RatePair { forward: 5e9, backward: 5e9 },
+        activation: RatePair { forward: 3.5e9, backward: 5e9 },
         adamw: 1.4e9,
         reading: 3e10,
     };
 
     /// Of a recent data-centre GPU, for comparing plans of a device that is not here; not measured.
     pub const NOMINAL_GPU: Self = Self {
-        product_forward: Product {
-            few: Point { rows: 128, flops: 5e13 },
-            many: Point { rows: 4096, flops: 3e14 },
+        product_forward: ProductRate {
+            few: RatePoint { rows: 128, flops: 5e13 },
+            many: RatePoint { rows: 4096, flops: 3e14 },
         },
-        product_backward: Product {
-            few: Point { rows: 128, flops: 5e13 },
-            many: Point { rows: 4096, flops: 3e14 },
+        product_backward: ProductRate {
+            few: RatePoint { rows: 128, flops: 5e13 },
+            many: RatePoint { rows: 4096, flops: 3e14 },
         },
         thin: 9e13,
-        attention: Both { forward: 1.5e14, backward: 1.5e14 },
+        attention: RatePair { forward: 1.5e14, backward: 1.5e14 },
         head: 3e14,
-        layernorm: Both { forward: 2e12, backward: 2e12 },
-        activation: Both { forward: 2e12, backward: 2e12 },
+        layernorm: RatePair { forward: 2e12, backward: 2e12 },
+        activation: RatePair { forward: 2e12, backward: 2e12 },
         adamw: 5e10,
         reading: 2e10,
     };
@@ -224,7 +224,7 @@ impl Rates {
             return rates;
         }
         let rates = measure();
-        store(path, Stored { key: key.clone(), rates });
+        store(path, CachedRates { key: key.clone(), rates });
         rates
     }
 
@@ -240,7 +240,7 @@ impl Rates {
             adamw,
             reading,
         } = *self;
-        let both = |both: Both| [both.forward, both.backward];
+        let both = |both: RatePair| [both.forward, both.backward];
         let products = [product_forward, product_backward];
         let pairs = [attention, layernorm, activation].into_iter().flat_map(both);
         let points = products.into_iter().flat_map(|product| [product.few.flops, product.many.flops]);
@@ -251,12 +251,12 @@ impl Rates {
 }
 
 fn load(path: &Path, key: &Key) -> Option<Rates> {
-    let stored: Stored = serde_json::from_slice(&fs::read(path).ok()?).ok()?;
+    let stored: CachedRates = serde_json::from_slice(&fs::read(path).ok()?).ok()?;
     (stored.key == *key && stored.rates.are_usable()).then_some(stored.rates)
 }
 
 /// Tries to keep the rates: without, the next run measures again.
-fn store(path: &Path, stored: Stored) {
+fn store(path: &Path, stored: CachedRates) {
     let folder = path.parent().map_or(Ok(()), fs::create_dir_all);
     if let (Ok(()), Ok(text)) = (folder, serde_json::to_vec_pretty(&stored)) {
         let _ = atomic::write(path, &text);

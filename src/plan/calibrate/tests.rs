@@ -17,12 +17,12 @@ fn key() -> Key {
 
 /// Rates that no measurement gives: what is read back came from the file.
 fn known() -> Rates {
-    let both = Both { forward: 1.5, backward: 2.5 };
-    let point = |rows, flops| Point { rows, flops };
-    let product = Product { few: point(128, 1e9), many: point(1024, 4e9) };
+    let both = RatePair { forward: 1.5, backward: 2.5 };
+    let point = |rows, flops| RatePoint { rows, flops };
+    let product = ProductRate { few: point(128, 1e9), many: point(1024, 4e9) };
     Rates {
         product_forward: product,
-        product_backward: Product { few: point(1, 0.1 + 0.2), ..product },
+        product_backward: ProductRate { few: point(1, 0.1 + 0.2), ..product },
         thin: 2e9,
         attention: both,
         head: 3.0,
@@ -92,15 +92,18 @@ fn a_cache_that_cannot_be_written_is_no_error() {
 #[test]
 fn a_product_takes_a_fixed_part_and_one_for_each_row() {
     // 3 s a weight, and 0.5 s a weight and row.
-    let point = |rows: usize| Point { rows, flops: 2.0 * rows as f64 / (3.0 + 0.5 * rows as f64) };
-    let product = Product { few: point(100), many: point(1000) };
+    let point = |rows: usize| RatePoint { rows, flops: 2.0 * rows as f64 / (3.0 + 0.5 * rows as f64) };
+    let product = ProductRate { few: point(100), many: point(1000) };
     for rows in [10, 100, 1000, 4000] {
         let expected = (3.0 + 0.5 * rows as f64) * 7.0;
         assert!((product.seconds(rows, 7) - expected).abs() < 1e-6, "{rows}");
     }
     // Noise: more rows in less time, and a line that starts below zero.
     for (few, many) in [(1.0, 1e6), (1.0, 0.01)] {
-        let product = Product { few: Point { rows: 10, flops: few }, many: Point { rows: 20, flops: many } };
+        let product = ProductRate {
+            few: RatePoint { rows: 10, flops: few },
+            many: RatePoint { rows: 20, flops: many },
+        };
         let (less, more) = (product.seconds(5, 1), product.seconds(500, 1));
         assert!(less >= 0.0 && more >= less && more > 0.0, "{less} {more}");
     }
@@ -127,7 +130,7 @@ fn forgotten_rates_are_measured_again() {
     let in_bf16 = folder.path().join(file(Arithmetic::Bf16));
     assert_eq!(in_f32 != in_bf16, Arithmetic::Bf16.in_pairs(), "each arithmetic has its own");
     for path in [&in_f32, &in_bf16] {
-        store(path, Stored { key: Key::here(), rates: known() });
+        store(path, CachedRates { key: Key::here(), rates: known() });
     }
     assert_eq!(Rates::cached(Some(folder.path()), Arithmetic::Bf16), Some(known()));
     Rates::forget(Some(folder.path()), Arithmetic::Bf16);

@@ -22,7 +22,7 @@ const FLOATS: [f32; 3] = [1.0, -0.0, f32::MIN_POSITIVE / 3.0];
 const CODES: [u8; 5] = [0, 255, 7, 8, 9];
 
 /// What a trainer hands over: floats, an empty tensor, codes, and floats that then lie on no boundary.
-fn tensors() -> [Kept<'static>; 4] {
+fn tensors() -> [StateTensor<'static>; 4] {
     [
         (VALUES, FLOATS[..].into(), None),
         ("first_moment", FLOATS[..0].into(), None),

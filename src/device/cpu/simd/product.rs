@@ -15,7 +15,7 @@ const WIDTH: usize = 192;
 pub const SCRATCH: usize = DEPTH * WIDTH;
 
 /// Rows of the left matrix up to which columns of the right one are not worth turning into a panel.
-const FEW: usize = 4;
+const SMALL_BATCH: usize = 4;
 /// Columns whose sums run side by side where there are so few rows, each LONG or longer.
 const SIDE: usize = 4;
 const LONG: usize = 4 * MOST;
@@ -52,7 +52,7 @@ pub unsafe fn product<S: Simd>(
     (lhs, rhs): (Operand, Operand),
     scale: f32,
 ) {
-    if m <= FEW && lhs.strides.column == 1 && rhs.strides.row == 1 {
+    if m <= SMALL_BATCH && lhs.strides.column == 1 && rhs.strides.row == 1 {
         // SAFETY: the caller's promise.
         return s.enter(
             #[inline(always)]
@@ -171,7 +171,7 @@ unsafe fn squares<S: Simd>(
 ) {
     for j in (0..n).step_by(S::LANES) {
         let columns = S::LANES.min(n - j);
-        let mut sums = [s.zero(); FEW];
+        let mut sums = [s.zero(); SMALL_BATCH];
         for at in (0..k).step_by(S::LANES) {
             let steps = S::LANES.min(k - at);
             let mut square = [s.zero(); MOST];
@@ -284,7 +284,7 @@ mod tests {
         if !crate::device::cpu::vectors() {
             return;
         }
-        for m in [1, 3, FEW, FEW + 1, 8, 9, 17] {
+        for m in [1, 3, SMALL_BATCH, SMALL_BATCH + 1, 8, 9, 17] {
             for n in [1, 5, 16, 33, 64, 401] {
                 for k in [0, 1, 16, 19, LONG - 1, LONG, LONG + 7, 530] {
                     for (turned, keep) in [(false, false), (false, true), (true, false), (true, true)] {

@@ -6,7 +6,7 @@
 
 use std::{arch::x86_64::*, ops::Range};
 
-use super::{AHEAD, Place, Start, begin, check, vector, weights::Weights};
+use super::{AHEAD, InitialValue, Place, begin, check, vector, weights::Weights};
 use crate::{
     device::cpu::{
         Shared,
@@ -50,7 +50,7 @@ pub fn shared(n: usize) -> usize {
 pub unsafe fn product<W: Weights>(
     x: &[f32],
     (n, inner, outer): (usize, usize, usize),
-    start: Start,
+    start: InitialValue,
     y: &mut [f32],
     (weights, turned): (W, bool),
 ) {
@@ -73,7 +73,7 @@ pub unsafe fn product<W: Weights>(
                 let (first, from) = (task / bands * width, task % bands * height);
                 let (width, to) = (width.min(outer - first), n.min(from + height));
                 let place = Place { inner: k, depth, outer: first, width };
-                let start = if k == 0 { start } else { Start::Keep };
+                let start = if k == 0 { start } else { InitialValue::Keep };
                 with_scratch(SCRATCH, |scratch| {
                     let (own, panel) = scratch.split_at_mut(DEPTH / 2 * ROWS);
                     // SAFETY: the caller found the instructions; these rows of the columns of y belong to this task, and
@@ -131,7 +131,7 @@ unsafe fn tiles(
     (row, rows): (usize, usize),
     (place, panel): (Place, &[f32]),
     outer: usize,
-    start: Start,
+    start: InitialValue,
     y: Shared,
 ) {
     let pairs = place.depth.div_ceil(2);

@@ -14,7 +14,7 @@ use crate::{
         vectorised, with_scratch,
     },
     kernels::{
-        matmul::{Start, cpu::fill},
+        matmul::{InitialValue, cpu::fill},
         q8::BLOCK,
     },
 };
@@ -46,7 +46,7 @@ pub fn nn<S: Simd, W: Weights>(
     x: &[f32],
     w: W,
     (n, rows, cols): (usize, usize, usize),
-    start: Start,
+    start: InitialValue,
     y: &mut [f32],
 ) {
     assert!(x.len() >= n * rows && y.len() >= n * cols, "shapes of few rows");
@@ -250,7 +250,7 @@ pub fn nt<S: Simd, W: Weights>(
     x: &[f32],
     w: W,
     (n, rows, cols): (usize, usize, usize),
-    start: Start,
+    start: InitialValue,
     y: &mut [f32],
 ) {
     assert!(x.len() >= n * cols && y.len() >= n * rows, "shapes of few rows");

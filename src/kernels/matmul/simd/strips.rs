@@ -3,7 +3,7 @@
 
 use half::f16;
 
-use super::{Start, begin, check};
+use super::{InitialValue, begin, check};
 use crate::{
     device::cpu::{
         Shared,
@@ -22,7 +22,7 @@ pub fn nn<S: Simd>(
     x: &[f32],
     (halves, rows): (&[f16], usize),
     (n, cols): (usize, usize),
-    start: Start,
+    start: InitialValue,
     y: &mut [f32],
 ) {
     assert!(x.len() >= n * rows && y.len() >= n * cols, "shapes of a product with strips");
@@ -38,7 +38,7 @@ pub fn nn<S: Simd>(
     each(tasks, |task| {
         for first in (task * width..cols.min((task + 1) * width)).step_by(STRIP) {
             for k in (0..rows.max(1)).step_by(deep) {
-                let start = if k == 0 { start } else { Start::Keep };
+                let start = if k == 0 { start } else { InitialValue::Keep };
                 for row in (0..n).step_by(tall) {
                     for column in (first..cols.min(first + STRIP)).step_by(columns) {
                         let cell = row * cols + column;
