@@ -64,7 +64,7 @@ fn beyond(what: &str, activations: DType, held: usize, planned: usize) -> Line {
     Line::new(format!("{what}: {held} B held of {planned} B"), activations, over, 0.0)
 }
 
-/// What a trainer holds beside the base when it is made, and everything behind its steps, against the plan of a run.
+/// What a trainer holds beside the base when it is made, and everything after its steps, against the plan of a run.
 fn training(base: &Arc<Base>, before: usize, recipe: Recipe) -> Result<Vec<Line>> {
     let (device, activations) = (base.device, base.activations);
     let streamed = if recipe.policy.stream { ", streamed" } else { "" };
@@ -105,7 +105,7 @@ fn training(base: &Arc<Base>, before: usize, recipe: Recipe) -> Result<Vec<Line>
     ])
 }
 
-/// A training that is larger than the device is refused with its numbers and leaves nothing behind: the next one
+/// A training that is larger than the device is refused with its numbers and leaves nothing allocated: the next one
 /// has the bits of the one before.
 fn too_little(device: Device, types: &[DType], size: Size) -> Result<Vec<Line>> {
     let activations = types.first().copied().unwrap_or(DType::F32);
@@ -136,7 +136,7 @@ fn too_little(device: Device, types: &[DType], size: Size) -> Result<Vec<Line>> 
     let again = recipe.run(&base)?;
     Ok(vec![
         Line::new("out of memory: told in one sentence", activations, f64::from(u8::from(!told)), 0.0),
-        Line::new("out of memory: bytes left behind", activations, left as f64, 0.0),
+        Line::new("out of memory: bytes still allocated", activations, left as f64, 0.0),
         Line::new("out of memory: other bits afterwards", activations, different(&first, &again), 0.0),
     ])
 }

@@ -259,12 +259,12 @@ fn decoder(base: &Arc<Base>, size: Size) -> Result<Decoder> {
     Decoder::new(Arc::clone(base), bindings, start(&set), 2, size.tokens)
 }
 
-/// Logits behind a text that is fed whole.
+/// Logits after a text that is fed whole.
 fn decode(base: &Arc<Base>, size: Size) -> Result<Vec<f32>> {
     Ok(decoder(base, size)?.feed(&text(base, size))?.to_vec())
 }
 
-/// Logits behind the same text a token at a time, the last four by two rows that began alike; then once more from the
+/// Logits after the same text, a token at a time, the last four by two rows that began alike; then once more from the
 /// middle, with work that was recorded for one row, for two and for one again; and whether it was.
 fn stepwise(base: &Arc<Base>, size: Size) -> Result<([Vec<f32>; 2], bool)> {
     let ids = text(base, size);
@@ -288,7 +288,7 @@ fn stepwise(base: &Arc<Base>, size: Size) -> Result<([Vec<f32>; 2], bool)> {
     Ok((both, decoder.is_recorded()))
 }
 
-/// Logits behind an adapted text: fed whole against the CPU's, and token by token against whole; recorded work against
+/// Logits after a text, with an adapter: fed whole against the CPU's, and token by token against whole; recorded work against
 /// that of a streamed base, which is never recorded.
 fn generation(cpu: &Arc<Base>, base: &Arc<Base>, size: Size) -> Result<Vec<Line>> {
     let (expected, whole) = (decode(cpu, size)?, decode(base, size)?);

@@ -1,4 +1,4 @@
-//! `--precision bf16` on a CPU: a training beside F32, and what is said of it. Its kernels have their own tests.
+//! `--precision bf16` on a CPU: training beside F32, and the hint about it. Its kernels have their own tests.
 //!
 //! CPUs may execute the instructions without telling of them, and engraft uses them only where they are fast. So
 //! the training runs in a process of its own that insists on them, and may die of it where there are none.
@@ -43,7 +43,7 @@ fn losses_stay_near_those_of_f32() {
     insist("losses");
 }
 
-/// What is not forced is not used where it would be slow: the default must not depend on this test.
+/// BF16 that is not forced is not used where it would be slow: the default must not depend on this test.
 #[test]
 fn bf16_is_accepted_on_every_cpu() {
     let base = embedded(DType::BF16);

@@ -1,4 +1,4 @@
-//! Gross losses of speed: each hand-written kernel beside its plain twin, in turn, in a process of its own (the level
+//! Gross losses of speed: each hand-written kernel and its plain twin, alternately, in a process of its own (the level
 //! is one for a whole process). Ratios alone count, so a busy machine does not matter.
 
 use std::{env, process::Command, time::Instant};
@@ -51,7 +51,7 @@ fn ratios() {
     let mut check = |name: &str, run: &mut dyn FnMut()| {
         for &level in &levels {
             let gross = if Some(&level) == levels.last() { GROSS } else { GROSS_BELOW };
-            // What is slow stays slow; what met other work is measured again.
+            // A slow kernel stays slow; one that met other work is measured again.
             let mut ratio = ratio(level, run);
             for _ in 1..TRIES {
                 if ratio > gross {
@@ -119,7 +119,7 @@ fn ratios() {
     assert!(slow.is_empty(), "{}", slow.join("; "));
 }
 
-/// Time at a level over time at the plain one: the median of rounds that take both in turn.
+/// Time at a level over time at the plain one: the median of rounds that time both alternately.
 fn ratio(level: Level, run: &mut dyn FnMut()) -> f64 {
     let mut seconds = |level: Level| {
         limit_level(level);
