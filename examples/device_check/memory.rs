@@ -3,15 +3,13 @@
 use std::sync::Arc;
 
 use engraft::{
-    device::{DType, Device, arena::Placement, fixed::FIXED},
+    device::{DType, Device, OwnMemory, arena::Placement, fixed::FIXED},
     engine::Trainer,
     error::{Error, Result},
     model::{Base, Policy},
     optim::OptimizerKind,
-    plan::{
-        choose::size as shown,
-        table::{BaseBytes, CUDA_RUNTIME, Home, PlanConfig, Target, TrainingJob, plan},
-    },
+    plan::{BaseBytes, PlannedDevice, plan, size as shown},
+    train::{Constraints, PlanConfig, TrainingJob},
 };
 
 use crate::{
@@ -30,7 +28,7 @@ pub fn check(device: Device, types: &[DType], size: Size) -> Result<Vec<Line>> {
         let before = held(device) - scratch(device);
         let base = base(size, device, activations)?;
         let taken = held(device) - scratch(device) - before;
-        let planned = BaseBytes::on_device(&base.config).total() as usize;
+        let planned = BaseBytes::on_device(&base.config, OwnMemory::CUDA).total() as usize;
         lines.push(beyond("memory: base", activations, taken, planned));
         for (kind, optimizer) in
             [(Kind::Both, OptimizerKind::AdamW), (Kind::Prefix, OptimizerKind::AdamW8bit)]
@@ -83,18 +81,19 @@ fn training(base: &Arc<Base>, before: usize, recipe: Recipe) -> Result<Vec<Line>
         set: &set,
         batch: recipe.size.rows,
         seq_len: recipe.size.tokens,
-        target: Target::Cuda,
+        device: PlannedDevice::with_memory(OwnMemory::CUDA),
         program: 0,
         rows_on_heap: 0,
         streamable: true,
+        constraints: Constraints::default(),
     };
     let policy = Policy { activations, ..recipe.policy };
-    let setting = PlanConfig { micro_batch: recipe.micro_batch, policy, optimizer: recipe.optimizer };
-    let rows = plan(&job, setting)?.rows;
-    let on_device = rows.iter().filter(|row| row.home == Home::Device);
-    let total = on_device.map(|row| row.most_resident()).sum::<u64>() - CUDA_RUNTIME;
+    let config = PlanConfig { micro_batch: recipe.micro_batch, policy, optimizer: recipe.optimizer };
+    let rows = plan(&job, config)?.rows;
+    let on_device = rows.iter().filter(|row| row.place == Placement::Memory);
+    let total = on_device.map(|row| row.most_resident()).sum::<u64>() - OwnMemory::CUDA.runtime;
     let all = total as usize - prepared.scratch;
-    let stages = rows.iter().filter(|row| row.role == "stages" && row.home == Home::Device);
+    let stages = rows.iter().filter(|row| row.role == "stages" && row.place == Placement::Memory);
     let table = prepared.table + stages.map(|row| row.bytes as usize).sum::<usize>();
     // Scratch that an earlier and larger training left is no fault of this one.
     let most_scratch = prepared.scratch.max(scratch_before);

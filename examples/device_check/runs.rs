@@ -7,11 +7,9 @@ use engraft::{
     device::{DType, Device, arena::Placement},
     error::Result,
     model::{AdapterBindings, Base, Decoder, Policy, Recompute},
+    observe::machine::Machine,
     optim::OptimizerKind,
-    train::{
-        Machine,
-        save::{self, FORMAT, SaveInfo},
-    },
+    train::save::{self, FORMAT, SaveInfo},
 };
 use engraft_util::rng;
 

@@ -150,7 +150,7 @@ pub struct TrainArgs {
     /// Part of the target probability that is spread over the vocabulary [default: 0]
     #[arg(long, value_name = "E", help_heading = "Optimization")]
     pub label_smoothing: Option<f64>,
-    /// adamw, adamw8bit (moments in a quarter of the memory), or auto: 8 bits where nothing else fits [default: auto]
+    /// adamw, adamw8bit (moments in a quarter of the memory), or auto: 8 bits where nothing else fits [default: adamw]
     #[arg(long, value_name = "NAME", help_heading = "Optimization")]
     pub optimizer: Option<Optimizer>,
     /// Seed of everything random [default: 0]

@@ -9,7 +9,7 @@ use super::{args_other::InspectArgs, environment::Environment, write_json, write
 use crate::{
     error::{Error, Result},
     model::{Base, BaseSource},
-    plan::table::BaseBytes,
+    plan::BaseBytes,
     train::{folder, save},
 };
 

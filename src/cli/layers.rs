@@ -108,7 +108,7 @@ pub fn with_defaults(mut args: TrainArgs) -> TrainArgs {
     args.weight_decay.get_or_insert(AdamWOptions::default().weight_decay);
     args.clip.get_or_insert(1.0);
     args.label_smoothing.get_or_insert(0.0);
-    args.optimizer.get_or_insert(Optimizer::Auto);
+    args.optimizer.get_or_insert(Optimizer::Adamw);
     args.seed.get_or_insert(0);
     args.device.get_or_insert(DeviceName::Auto);
     args.micro_batch.get_or_insert(RowsName::AUTO);

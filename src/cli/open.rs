@@ -23,7 +23,7 @@ use crate::{
         Base, BaseDType, BaseSource,
         base::{TokenizerFiles, check_weights},
     },
-    train::Machine,
+    observe::machine::Machine,
 };
 
 /// Name of the base that is compiled into the program.

@@ -16,12 +16,11 @@ use super::{
 };
 use crate::{
     data::{DataOptions, Dataset, Split, Tokenizer},
-    device::Device,
     embedded,
     error::Result,
     kernels::matmul::Arithmetic,
     model::{BaseDType, Config, base::check_weights, builtin, weights},
-    plan::table::Target,
+    plan::PlannedDevice,
     train as run,
     train::{AdapterOptions, DataSource, PlanRequest, RunOptions},
 };
@@ -36,19 +35,13 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     let cache = environment.cache().ok().map(Path::to_owned);
     open::threads(args.threads)?;
     // A plan needs no device: it is made for the one that was named, or for what is here.
-    let cpu = match args.device {
-        Some(DeviceName::Cuda(_)) => false,
-        Some(DeviceName::Cpu) => true,
-        Some(DeviceName::Auto) | None => Device::best().is_host(),
-    };
-    let target = match (cpu, args.precision) {
-        (false, _) => Target::Cuda,
-        (true, Some(Precision::Bf16)) => run::cpu(Arithmetic::Bf16),
-        (true, _) => run::cpu(Arithmetic::F32),
-    };
+    let memory = DeviceName::planned_memory(args.device);
+    let cpu = memory.is_none();
+    let arithmetic = if args.precision == Some(Precision::Bf16) { Arithmetic::Bf16 } else { Arithmetic::F32 };
+    let device = memory.map_or_else(|| PlannedDevice::host(arithmetic), PlannedDevice::with_memory);
     let base_dtype = args.base_dtype.map_or(BaseDType::F16, BaseDtype::kept);
     // Before anything else is said.
-    check_weights(target != Target::Cuda, base_dtype)?;
+    check_weights(cpu, base_dtype)?;
     let options = resolve::run_options(&args, Compute::CPU.machine(), cache)?;
     if cpu && args.precision == Some(Precision::Bf16) {
         open::hint_at_f32();
@@ -69,7 +62,7 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         base_dtype,
         set: &set,
         seq_len,
-        target,
+        device,
         streamable: args.base.is_some(),
     };
     let selection = run::plan_request(&options, plan_request)?;

@@ -13,9 +13,9 @@ use super::{table, write_json, write_note, write_out};
 use crate::{
     error::Result,
     hub::Progress,
-    plan::choose::{Selection, size},
+    plan::{Selection, size},
     train::{
-        Event, Reporter,
+        Event, PlanConfig, Reporter,
         events::{Done, Eval, Start, Step},
     },
 };
@@ -114,7 +114,7 @@ impl HumanReporter {
     }
 
     /// The plan, and from here on the bar.
-    fn plan(&self, selection: &Selection) {
+    fn plan(&self, selection: &Selection<PlanConfig>) {
         self.note(&format!("memory   the plan\n{}", table::short(selection)));
         if let Some(bar) = &self.bar {
             let style = "{bar:32} {pos}/{len}  {msg}  {eta} left";

@@ -12,10 +12,10 @@ use super::{
 };
 use crate::{
     error::{Error, Result},
-    observe::machine,
+    observe::machine::{self, Machine},
     optim::{AdamWOptions, OptimizerKind, schedule::Schedule},
-    plan::{budget::Limit, choose::Constraints},
-    train::{self, AdapterOptions, DataSource, Kinds, Length, Machine, PrefixStart, RunOptions},
+    plan::budget::Limit,
+    train::{self, AdapterOptions, Constraints, DataSource, Kinds, Length, PrefixStart, RunOptions},
 };
 
 /// Options that change how a run is made or shown, never its adapter. The base and the data are
@@ -139,8 +139,8 @@ fn constraints(args: &TrainArgs, micro_batch: Option<usize>) -> Result<Constrain
         moments: args.offload_optimizer.and_then(Switch::fixed),
         optimizer: match args.optimizer {
             Some(Optimizer::Adamw8bit) => Some(OptimizerKind::AdamW8bit),
-            Some(Optimizer::Adamw) => Some(OptimizerKind::AdamW),
-            Some(Optimizer::Auto) | None => None,
+            Some(Optimizer::Adamw) | None => Some(OptimizerKind::AdamW),
+            Some(Optimizer::Auto) => None,
         },
         activations: args.precision.map(Precision::activations),
         resumed: false,

@@ -8,7 +8,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    device::DType,
+    device::{DType, Device, OwnMemory},
     model::{BaseDType, Recompute},
     plan::budget::Limit,
 };
@@ -215,6 +215,17 @@ pub enum DeviceName {
     Cpu,
     /// The CUDA device with this number.
     Cuda(usize),
+}
+
+impl DeviceName {
+    /// Memory of the device to plan for, which need not be here; `None` where the host computes.
+    pub fn planned_memory(name: Option<Self>) -> Option<&'static OwnMemory> {
+        match name {
+            Some(Self::Cuda(_)) => Some(OwnMemory::CUDA),
+            Some(Self::Cpu) => None,
+            Some(Self::Auto) | None => Device::best().own_memory(),
+        }
+    }
 }
 
 impl FromStr for DeviceName {

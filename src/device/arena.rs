@@ -19,7 +19,7 @@ use super::cuda::memory::{Memory, Pinned};
 use super::{Buffer, DType, Device};
 use crate::error::{Error, Result};
 
-/// Where the bytes of an arena are.
+/// Where the bytes of a buffer are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Placement {
     /// Memory of the device that computes.
@@ -36,6 +36,15 @@ impl Placement {
     /// Whether what is here was moved out of the memory that is planned.
     pub fn is_away(self) -> bool {
         self != Self::Memory
+    }
+
+    /// Its name in tables and files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Memory => "device",
+            Self::Disk => "file",
+            Self::Host => "host",
+        }
     }
 }
 

@@ -16,6 +16,7 @@ pub mod frozen;
 #[cfg(any(feature = "cuda", test))]
 pub mod gemm_layout;
 pub mod graph;
+mod own_memory;
 pub mod page_cache;
 pub mod staging;
 mod view;
@@ -30,6 +31,7 @@ pub use self::{
     buffer::Buffer,
     dtype::{DType, Element},
     frozen::{Bytes, Frozen},
+    own_memory::OwnMemory,
     view::{View, ViewMut},
 };
 

@@ -23,7 +23,8 @@ use crate::{
     optim::{AdamWOptions, LossScale, Optimizer, OptimizerKind, SavedTensor, StateTensor, upload},
 };
 
-use crate::train::save::VALUES;
+/// Name of the trainable values among the tensors of a save.
+pub const VALUES: &str = "values";
 
 /// What a [`Trainer`] is made for.
 #[derive(Debug, Clone, Copy)]

@@ -1,10 +1,10 @@
 //! How many bytes the parts of a base take: in its file, in the memory of a device, and while it is streamed.
 
-use super::table::{MOMENTS, by_moment};
-use crate::observe::phase::Phase;
+use super::{ByPhase, PlannedDevice, Row, by_phase, from_the_first_pass};
 use crate::{
-    device::fixed,
+    device::{DType, OwnMemory, arena::Placement},
     model::{BaseDType, Config},
+    observe::phase::Phase,
 };
 
 /// Bytes of the parts of a base that move together when it is streamed.
@@ -51,14 +51,14 @@ impl BaseBytes {
         }
     }
 
-    /// All of it.
+    /// Everything.
     pub fn total(&self) -> u64 {
         self.embeddings + self.blocks + self.own_head + self.last_norm
     }
 
-    /// The same in FP16 on a CUDA device, where every tensor is aligned.
-    pub fn on_device(config: &Config) -> Self {
-        let aligned = |elements: usize| (2 * elements).next_multiple_of(fixed::ALIGN) as u64;
+    /// The same in FP16 in the `memory` of a device, where every tensor is aligned.
+    pub fn on_device(config: &Config, memory: &OwnMemory) -> Self {
+        let aligned = |elements: usize| (2 * elements).next_multiple_of(memory.align) as u64;
         let (c, f) = (config.width, config.inner);
         let norm = 2 * aligned(c);
         let linear = |inputs: usize, outputs: usize| aligned(inputs * outputs) + aligned(outputs);
@@ -75,16 +75,93 @@ impl BaseBytes {
         }
     }
 
-    /// Pages of a streamed base that are in memory together, by moment: a stage and the one after it.
-    pub(super) fn streamed(&self) -> [u64; MOMENTS] {
+    /// Pages of a streamed base that are in memory together, by phase: a stage and the one after it.
+    fn streamed(&self) -> ByPhase {
         let pages = |bytes: u64, tensors: u64| bytes + tensors * PAGE;
         let block = pages(self.block, 12 + 4 * self.scales);
         let (embeddings, head) = (pages(self.embeddings, 2 + self.scales), pages(self.head, 1 + self.scales));
-        by_moment(|moment| match moment {
+        by_phase(|phase| match phase {
             Phase::Loading | Phase::Update | Phase::Saving => self.last_norm,
             Phase::Forward | Phase::Evaluation => block + block.max(embeddings).max(head),
             Phase::Head => block + head,
             Phase::Backward => 2 * block,
         })
     }
+}
+
+/// The base of a job.
+#[derive(Debug, Clone, Copy)]
+pub struct PlannedBase<'a> {
+    /// Its sizes.
+    pub config: &'a Config,
+    /// What its matrices are kept in.
+    pub dtype: BaseDType,
+}
+
+const POSITIONS: &str = "position embedding";
+
+impl PlannedBase<'_> {
+    /// Its parts in the memory of `device`, or else in its file.
+    pub fn bytes(self, device: PlannedDevice) -> BaseBytes {
+        match device.own_memory {
+            Some(memory) => BaseBytes::on_device(self.config, memory),
+            None => BaseBytes::of(self.config, self.dtype),
+        }
+    }
+
+    pub(super) fn rows(self, device: PlannedDevice, streamed: bool) -> Vec<Row> {
+        let parts = self.bytes(device);
+        let place = if streamed { Placement::Disk } else { device.place(Placement::Memory) };
+        let resident = |bytes: u64| from_the_first_pass(if streamed { 0 } else { bytes });
+        let mut rows = self.tensors(place);
+        rows.iter_mut().for_each(|row| row.resident = resident(row.bytes));
+        let small = parts.total() - rows.iter().map(|row| row.bytes).sum::<u64>();
+        rows.push(Row::new("base", "biases and norms", small, place, "run").with_resident(resident(small)));
+        match device.own_memory {
+            _ if !streamed => {}
+            None => {
+                let resident = parts.streamed();
+                let most = resident.iter().copied().max().unwrap_or(0);
+                let row = Row::new("base", "in use and read ahead", most, Placement::Host, "two stages");
+                rows.push(row.with_resident(resident));
+            }
+            Some(_) => rows.extend(on_its_way(parts)),
+        }
+        rows
+    }
+
+    /// The matrices, those of all blocks in one row.
+    fn tensors(self, place: Placement) -> Vec<Row> {
+        let config = self.config;
+        let (c, f, layers) = (config.width, config.inner, config.layers);
+        let tensors: [(&str, Vec<usize>, usize); 7] = [
+            ("token embedding", vec![config.vocab, c], 1),
+            (POSITIONS, vec![config.positions, c], 1),
+            ("c_attn", vec![c, 3 * c], layers),
+            ("attn.c_proj", vec![c, c], layers),
+            ("c_fc", vec![c, f], layers),
+            ("mlp.c_proj", vec![f, c], layers),
+            ("head", vec![config.vocab, c], usize::from(!config.tied)),
+        ];
+        let tensors = tensors.into_iter().filter(|(_, _, count)| *count > 0);
+        let row = |(name, shape, count): (&str, Vec<usize>, usize)| {
+            // Positions are no matrix of a product.
+            let dtype = if name == POSITIONS { BaseDType::F16 } else { self.dtype };
+            let bytes = dtype.matrix_bytes(shape[0], shape[1]) * count as u64;
+            let dtype = if dtype == BaseDType::Q8 { DType::I8 } else { DType::F16 };
+            Row { dtype: Some(dtype), shape, count, ..Row::new("base", name, bytes, place, "run") }
+        };
+        tensors.map(row).collect()
+    }
+}
+
+/// What of a streamed base is in the memory of a device, and the host's copies of what is on its way there.
+fn on_its_way(parts: BaseBytes) -> [Row; 3] {
+    let (ends, blocks) = (parts.total() - parts.blocks, 2 * parts.block);
+    let on_device = Placement::Memory;
+    [
+        Row::new("base", "embeddings, head, last norm", ends, on_device, "run").once_used(),
+        Row::new("stages", "two blocks in turn", blocks, on_device, "two stages").once_used(),
+        Row::new("stages", "pinned copies of two blocks", blocks, Placement::Host, "two stages"),
+    ]
 }

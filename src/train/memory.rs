@@ -5,13 +5,20 @@ use std::{path::Path, sync::Arc};
 
 use engraft_adapters::AdapterSet;
 
-use super::{options::RunOptions, prepare::Prepared, save::SaveInfo};
-use crate::engine::trainer::{Trainer, TrainerOptions};
+use super::{
+    job::{Constraints, PlanConfig, TrainingJob},
+    options::RunOptions,
+    prepare::Prepared,
+    save::SaveInfo,
+};
 use crate::{
     data::Dataset,
-    device::{DType, arena::Arenas},
+    device::{
+        DType,
+        arena::{Arenas, Placement},
+    },
+    engine::{Trainer, TrainerOptions},
     error::{Error, Result},
-    kernels::matmul::Arithmetic,
     model::{
         Base, BaseDType, BaseSource, Config,
         base::{check_weights, no_f16},
@@ -19,15 +26,20 @@ use crate::{
     observe::machine,
     optim::OptimizerKind,
     plan::{
+        PlannedBase, PlannedDevice, Row, Selection,
         budget::{self, Limit},
         calibrate::Rates,
-        choose::{Constraints, Selection, choose, size},
-        table::{BaseBytes, Home, PlanConfig, Row, Target, TrainingJob},
+        choose, size,
     },
 };
 
-/// What a plan of the run is made for.
-pub(super) fn job<'a>(options: &RunOptions, base: &'a Base, prepared: &'a Prepared) -> TrainingJob<'a> {
+/// What a plan of the run is made for; a run that goes on from `past` keeps what results depend on.
+pub(super) fn job<'a>(
+    options: &RunOptions,
+    base: &'a Base,
+    prepared: &'a Prepared,
+    past: Option<&SaveInfo>,
+) -> TrainingJob<'a> {
     let heap = |data: &Dataset| data.memory().0 as u64;
     // Rows on the heap are there already, and so in what the process holds.
     let held = machine::resident().is_some();
@@ -38,27 +50,23 @@ pub(super) fn job<'a>(options: &RunOptions, base: &'a Base, prepared: &'a Prepar
         set: &prepared.set,
         batch: options.batch,
         seq_len: prepared.longest(),
-        target: if base.device.is_host() { cpu(base.weights.wte.arithmetic) } else { Target::Cuda },
+        device: PlannedDevice::of(base.device, base.weights.wte.arithmetic),
         program: budget::program(),
         rows_on_heap: if held { 0 } else { rows_on_heap },
         streamable: base.source != BaseSource::Embedded,
+        constraints: constraints(options, base, past),
     }
 }
 
-/// Refuses what a target cannot do.
+/// Refuses what a device cannot do.
 ///
 /// # Errors
 /// [`Error::Input`] with the option.
-fn check_wish(constraints: Constraints, target: Target) -> Result<()> {
-    match (target, constraints.activations) {
-        (Target::Cpu { .. }, Some(DType::F16)) => Err(no_f16()),
+fn check_activations(constraints: Constraints, device: PlannedDevice) -> Result<()> {
+    match (device.cores, constraints.activations) {
+        (Some(_), Some(DType::F16)) => Err(no_f16()),
         _ => Ok(()),
     }
-}
-
-/// The pool of this process, computing in `arithmetic`.
-pub fn cpu(arithmetic: Arithmetic) -> Target {
-    Target::Cpu { threads: rayon::current_num_threads(), arithmetic }
 }
 
 /// A run that is only planned: no weights, perhaps no data.
@@ -73,80 +81,71 @@ pub struct PlanRequest<'a> {
     /// Tokens of the longest row.
     pub seq_len: usize,
     /// What would compute.
-    pub target: Target,
-    /// Whether the base lies in a file.
+    pub device: PlannedDevice,
+    /// Whether the base is in a file.
     pub streamable: bool,
 }
 
-/// The plan of a draft. Where it is to fit into what is free, that is the memory of this machine.
+/// The plan of a run that is only planned. Where it is to fit into what is free, that is the memory of this machine.
 ///
 /// # Errors
 /// When nothing fits, with the smallest plan that there is.
-pub fn plan_request(options: &RunOptions, plan_request: PlanRequest) -> Result<Selection> {
-    let program = budget::assumed_program();
-    let job = TrainingJob {
-        config: plan_request.config,
-        base_dtype: plan_request.base_dtype,
-        set: plan_request.set,
-        batch: options.batch,
-        seq_len: plan_request.seq_len,
-        target: plan_request.target,
-        program,
-        rows_on_heap: 0,
-        streamable: plan_request.streamable,
-    };
-    check_wish(options.constraints, plan_request.target)?;
-    check_weights(plan_request.target != Target::Cuda, plan_request.base_dtype)?;
+pub fn plan_request(options: &RunOptions, request: PlanRequest) -> Result<Selection<PlanConfig>> {
+    let PlanRequest { config, base_dtype, set, seq_len, device, streamable } = request;
+    check_activations(options.constraints, device)?;
+    check_weights(device.cores.is_some(), base_dtype)?;
     // BF16 on a CPU is arithmetic alone.
-    let activations = options.constraints.activations.filter(|_| plan_request.target == Target::Cuda);
-    let constraints = Constraints { activations, ..options.constraints };
-    let budget = match plan_request.target {
-        // Nobody knows how much an absent device has.
-        Target::Cuda => budget::device_bytes(options.memory, None, 0),
-        Target::Cpu { .. } => budget::bytes(options.memory, program),
+    let activations = options.constraints.activations.filter(|_| device.cores.is_none());
+    let job = TrainingJob {
+        config,
+        base_dtype,
+        set,
+        batch: options.batch,
+        seq_len,
+        device,
+        program: budget::assumed_program(),
+        rows_on_heap: 0,
+        streamable,
+        constraints: Constraints { activations, ..options.constraints },
     };
-    match plan_request.target {
-        Target::Cpu { arithmetic, .. } => {
-            choose(&job, constraints, budget, &Rates::load_or_measure(options.cache.as_deref(), arithmetic))
+    // Nobody knows how much memory an absent device has.
+    let budget = bytes(options.memory, &job, None, 0);
+    match device.cores {
+        Some(cores) => {
+            choose(&job, budget, &Rates::load_or_measure(options.cache.as_deref(), cores.arithmetic))
         }
-        Target::Cuda => choose(&job, constraints, budget, &Rates::NOMINAL_GPU).map(unmeasured),
+        None => choose(&job, budget, &Rates::NOMINAL_GPU).map(Selection::unmeasured),
     }
 }
 
-/// A choice whose seconds are those of some other machine: ratios hold, times do not.
-fn unmeasured(mut selection: Selection) -> Selection {
-    selection.chosen.measured = false;
-    selection
+/// Bytes that `job` may take of the planned memory; of a device's own `free` are left, and it holds `held`.
+fn bytes(limit: Limit, job: &TrainingJob, free: Option<u64>, held: u64) -> Option<u64> {
+    match job.device.own_memory {
+        Some(memory) => budget::device_bytes(limit, memory, free, held),
+        None => budget::bytes(limit, job.program),
+    }
 }
 
 /// The choice by the speeds of this machine, which are measured only where they decide anything.
-fn by_speed(
-    cache: Option<&Path>,
-    job: &TrainingJob,
-    constraints: Constraints,
-    budget: Option<u64>,
-) -> Result<Selection> {
-    let Target::Cpu { arithmetic, .. } = job.target else {
-        return choose(job, constraints, budget, &Rates::NOMINAL_GPU).map(unmeasured);
+fn by_speed(cache: Option<&Path>, job: &TrainingJob, budget: Option<u64>) -> Result<Selection<PlanConfig>> {
+    let Some(cores) = job.device.cores else {
+        return choose(job, budget, &Rates::NOMINAL_GPU).map(Selection::unmeasured);
     };
-    if let Some(rates) = Rates::cached(cache, arithmetic) {
-        return choose(job, constraints, budget, &rates);
+    if let Some(rates) = Rates::cached(cache, cores.arithmetic) {
+        return choose(job, budget, &rates);
     }
-    let selection = choose(job, constraints, budget, &Rates::NOMINAL)?;
-    if selection.trades_nothing(constraints) {
-        return Ok(unmeasured(selection));
+    let selection = choose(job, budget, &Rates::NOMINAL)?;
+    if job.trades_nothing(selection.chosen.plan.config) {
+        return Ok(selection.unmeasured());
     }
-    choose(job, constraints, budget, &Rates::load_or_measure(cache, arithmetic))
+    choose(job, budget, &Rates::load_or_measure(cache, cores.arithmetic))
 }
 
 /// What is fixed: by options, and what results depend on by the save that the run goes on from.
-///
-/// # Errors
-/// When the save holds something else than numbers where they belong.
-pub(super) fn constraints(options: &RunOptions, base: &Base, past: Option<&SaveInfo>) -> Constraints {
+fn constraints(options: &RunOptions, base: &Base, past: Option<&SaveInfo>) -> Constraints {
     let mut constraints = Constraints { activations: Some(base.activations), ..options.constraints };
     // On a device that was settled when the base was brought there.
-    if !base.device.is_host() {
+    if base.device.own_memory().is_some() {
         constraints.stream = Some(base.is_streamed());
     }
     let Some(past) = past else { return constraints };
@@ -164,11 +163,11 @@ const MICRO_BATCH: &str = "micro-batch";
 const HEAD_ROWS: &str = "head-rows";
 
 /// What a plan chose and results depend on, as options are written.
-pub(super) fn identity(setting: PlanConfig) -> [(String, String); 3] {
+pub(super) fn identity(config: PlanConfig) -> [(String, String); 3] {
     [
-        (MICRO_BATCH.to_owned(), setting.micro_batch.to_string()),
-        (HEAD_ROWS.to_owned(), setting.policy.head_rows.to_string()),
-        ("optimizer".to_owned(), format!("{:?}", setting.optimizer.name())),
+        (MICRO_BATCH.to_owned(), config.micro_batch.to_string()),
+        (HEAD_ROWS.to_owned(), config.policy.head_rows.to_string()),
+        ("optimizer".to_owned(), format!("{:?}", config.optimizer.name())),
     ]
 }
 
@@ -176,27 +175,19 @@ pub(super) fn identity(setting: PlanConfig) -> [(String, String); 3] {
 ///
 /// # Errors
 /// When nothing fits, with the smallest plan that there is.
-pub(super) fn plan(
-    options: &RunOptions,
-    base: &Base,
-    job: &TrainingJob,
-    constraints: Constraints,
-) -> Result<Selection> {
-    check_wish(constraints, job.target)?;
-    let budget = match job.target {
-        Target::Cuda => budget::device_bytes(options.memory, base.device.free(), base_bytes(base)),
-        Target::Cpu { .. } => budget::bytes(options.memory, job.program),
-    };
-    by_speed(options.cache.as_deref(), job, constraints, budget)
+pub(super) fn plan(options: &RunOptions, base: &Base, job: &TrainingJob) -> Result<Selection<PlanConfig>> {
+    check_activations(job.constraints, job.device)?;
+    let budget = bytes(options.memory, job, base.device.free(), held(base, job));
+    by_speed(options.cache.as_deref(), job, budget)
 }
 
 /// Bytes that a device holds of a base before a trainer is made.
-fn base_bytes(base: &Base) -> u64 {
-    if base.device.is_host() {
-        return BaseBytes::of(&base.config, base.dtype).total();
+fn held(base: &Base, job: &TrainingJob) -> u64 {
+    let parts = PlannedBase { config: &base.config, dtype: base.dtype }.bytes(job.device);
+    if base.device.own_memory().is_some() && base.is_streamed() {
+        return parts.total() - parts.blocks;
     }
-    let parts = BaseBytes::on_device(&base.config);
-    if base.is_streamed() { parts.total() - parts.blocks } else { parts.total() }
+    parts.total()
 }
 
 /// The next smaller plan after `selection`, which the machine has no room for: within what is free now, and
@@ -208,23 +199,18 @@ pub(super) fn smaller(
     options: &RunOptions,
     base: &Base,
     job: &TrainingJob,
-    constraints: Constraints,
-    selection: &Selection,
-) -> Result<Selection> {
+    selection: &Selection<PlanConfig>,
+) -> Result<Selection<PlanConfig>> {
     let less = selection.chosen.peak() - budget::wanted(&selection.chosen.plan) / 4;
-    let free = match job.target {
-        Target::Cuda => budget::device_bytes(Limit::Auto, base.device.free(), base_bytes(base)),
-        Target::Cpu { .. } => budget::bytes(Limit::Auto, job.program),
-    };
-    let free = free.unwrap_or(less);
-    by_speed(options.cache.as_deref(), job, constraints, Some(less.min(free)))
+    let free = bytes(Limit::Auto, job, base.device.free(), held(base, job)).unwrap_or(less);
+    by_speed(options.cache.as_deref(), job, Some(less.min(free)))
 }
 
 /// Refuses a plan that wants more than is free.
 ///
 /// # Errors
 /// [`Error::Memory`] with both numbers.
-pub(super) fn check(selection: &Selection, free: Option<u64>) -> Result<()> {
+fn check(selection: &Selection<PlanConfig>, free: Option<u64>) -> Result<()> {
     let wanted = budget::wanted(&selection.chosen.plan);
     match free {
         Some(free) if free < wanted => Err(Error::memory(format!(
@@ -240,9 +226,10 @@ pub(super) fn check(selection: &Selection, free: Option<u64>) -> Result<()> {
 ///
 /// # Errors
 /// [`Error::Failed`], as a smaller plan would offload more.
-fn check_pinned(selection: &Selection, free: Option<u64>) -> Result<()> {
-    let away =
-        |row: &&Row| row.home == Home::Host && matches!(row.role, "offloaded inputs" | "moments" | "stages");
+fn check_pinned(selection: &Selection<PlanConfig>, free: Option<u64>) -> Result<()> {
+    let away = |row: &&Row| {
+        row.place == Placement::Host && matches!(row.role, "offloaded inputs" | "moments" | "stages")
+    };
     let pinned: u64 = selection.chosen.plan.rows.iter().filter(away).map(|row| row.bytes).sum();
     match free {
         Some(free) if free < pinned => Err(Error::failed(format!(
@@ -255,7 +242,7 @@ fn check_pinned(selection: &Selection, free: Option<u64>) -> Result<()> {
     }
 }
 
-/// A trainer as `selection` says.
+/// A trainer as `selection` says; what it offloads to a file is in the folder `spool`.
 ///
 /// # Errors
 /// [`Error::Memory`] when the machine has less than planned; and as [`Trainer::new`].
@@ -264,15 +251,15 @@ pub(super) fn trainer(
     base: &Arc<Base>,
     prepared: &Prepared,
     values: &[f32],
-    selection: &Selection,
+    selection: &Selection<PlanConfig>,
     spool: &Path,
 ) -> Result<Trainer> {
-    let free = if base.device.is_host() { (options.free_memory)() } else { base.device.free() };
-    check(selection, free)?;
-    if !base.device.is_host() {
+    let is_host = base.device.own_memory().is_none();
+    check(selection, if is_host { (options.free_memory)() } else { base.device.free() })?;
+    if !is_host {
         check_pinned(selection, (options.free_memory)())?;
     }
-    let PlanConfig { micro_batch, policy, optimizer } = selection.chosen.plan.setting;
+    let PlanConfig { micro_batch, policy, optimizer } = selection.chosen.plan.config;
     let trainer_options = TrainerOptions {
         rows: micro_batch,
         seq_len: prepared.longest(),
@@ -285,7 +272,7 @@ pub(super) fn trainer(
     };
     let arenas = Arenas::real(Some(spool.to_owned())).on(base.device);
     let mut base = Arc::clone(base);
-    if base.device.is_host() && !policy.stream {
+    if is_host && !policy.stream {
         // Without the memory for it the file serves as well.
         let mut settled = Base::clone(&base);
         if settled.weights.settle().is_ok() {
