@@ -1,7 +1,7 @@
 //! Options that make no sense are refused by name, with a remedy.
 
 use super::*;
-use crate::cli::layers::{join, with_defaults};
+use crate::cli::train::layers::{join, with_defaults};
 use crate::model::Recompute;
 
 fn machine() -> Machine {

@@ -1,24 +1,68 @@
 //! `engraft eval`: loss and perplexity of a base, with an adapter or alone.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use clap::Args;
 use serde_json::json;
 
-use super::{
-    args_other::EvalArgs,
-    environment::Environment,
-    open::{self, Compute},
-    signals,
-    values::SplitName,
-    write_json, write_out,
-};
 use crate::{
+    cli::common::{
+        args::{BaseArgs, ComputeArgs},
+        environment::Environment,
+        open::{self, Compute},
+        output::{write_json, write_out},
+        signals,
+        values::SplitName,
+    },
     data::{DataOptions, Split},
     engine::Evaluator,
     error::{Error, Result},
     model::Limits,
     train::{self, DataSource},
 };
+
+/// Options of `eval`.
+#[derive(Debug, Args)]
+pub struct EvalArgs {
+    /// Which base.
+    #[command(flatten)]
+    pub base: BaseArgs,
+    /// Adapter folder; without it the base alone
+    #[arg(long, value_name = "DIR")]
+    pub adapter: Option<PathBuf>,
+    /// .txt or .jsonl file, or folder; repeatable [default: the embedded data]
+    #[arg(long, value_name = "PATH")]
+    pub data: Vec<PathBuf>,
+    /// Which files of a folder
+    #[arg(long, value_name = "SPLIT", default_value = "valid")]
+    pub split: SplitName,
+    /// Longest row in tokens [default: 256, or what the base's positions leave]
+    #[arg(long, value_name = "N")]
+    pub seq_len: Option<usize>,
+    /// Put several documents in a row (the default)
+    #[arg(long, overrides_with = "no_pack")]
+    pub pack: bool,
+    /// One record a row
+    #[arg(long, overrides_with = "pack")]
+    pub no_pack: bool,
+    /// A .txt file is one document per line instead of one document
+    #[arg(long)]
+    pub line_by_line: bool,
+    /// Count the loss on prompts too
+    #[arg(long)]
+    pub train_on_prompt: bool,
+    /// Rows at a time
+    #[arg(long, value_name = "N", default_value_t = 8, visible_alias = "batch")]
+    pub micro_batch: usize,
+    /// Rows of logits held at a time by the head
+    #[arg(long, value_name = "N", default_value_t = crate::model::Policy::HEAD_ROWS)]
+    pub head_rows: usize,
+    #[command(flatten)]
+    pub compute: ComputeArgs,
+    /// One JSON object on stdout
+    #[arg(long)]
+    pub json: bool,
+}
 
 /// Runs `engraft eval`.
 ///

@@ -1,18 +1,17 @@
 //! What a run prints: lines and a progress bar for people, or one JSON object per line.
 
 use std::{
-    cell::RefCell,
     io::{self, IsTerminal},
     time::Duration,
 };
 
-use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
+use indicatif::{HumanCount, ProgressBar, ProgressStyle};
 use serde_json::json;
 
-use super::{table, write_json, write_note, write_out};
 use crate::{
+    cli::common::output::{write_json, write_note, write_out},
+    cli::train::table,
     error::Result,
-    hub::Progress,
     plan::{Selection, size},
     train::{
         Event, PlanConfig, Reporter,
@@ -195,62 +194,5 @@ impl Drop for HumanReporter {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
-    }
-}
-
-/// `text` as one word of a shell command.
-pub fn quoted(text: &str) -> String {
-    let plain = |c: char| c.is_alphanumeric() || "/._-+=:@".contains(c);
-    if !text.is_empty() && text.chars().all(plain) {
-        text.to_owned()
-    } else {
-        format!("'{}'", text.replace('\'', r"'\''"))
-    }
-}
-
-/// Downloads in progress, on stderr: a bar on a terminal, else a line for each file.
-pub struct Download {
-    /// The file that is being fetched, with its bar.
-    current: RefCell<Option<(String, Option<ProgressBar>)>>,
-}
-
-impl Download {
-    /// Shows nothing until something is downloaded.
-    pub fn new() -> Self {
-        Self { current: RefCell::new(None) }
-    }
-
-    /// Shows how far a file is.
-    pub fn show(&self, progress: &Progress) {
-        let mut current = self.current.borrow_mut();
-        if current.as_ref().is_none_or(|(file, _)| *file != progress.file) {
-            *current = Some((progress.file.clone(), self.begin(progress)));
-        }
-        if let Some((_, Some(bar))) = &*current {
-            bar.set_length(progress.total);
-            bar.set_position(progress.bytes);
-        }
-    }
-
-    fn begin(&self, progress: &Progress) -> Option<ProgressBar> {
-        if !io::stderr().is_terminal() {
-            write_note(&format!("fetching {} ({})", progress.file, HumanBytes(progress.total)));
-            return None;
-        }
-        let style = "{msg}  {bar:32} {bytes}/{total_bytes}  {eta} left";
-        let style = ProgressStyle::with_template(style).unwrap_or_else(|_| ProgressStyle::default_bar());
-        Some(ProgressBar::new(progress.total).with_style(style).with_message(progress.file.clone()))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn commands_can_be_pasted() {
-        assert_eq!(quoted("runs/a-2/adapter"), "runs/a-2/adapter");
-        assert_eq!(quoted("my run's"), r"'my run'\''s'");
-        assert_eq!(quoted(""), "''");
     }
 }

@@ -2,15 +2,16 @@
 
 use std::{collections::BTreeMap, path::PathBuf};
 
-use super::{
-    args::TrainArgs,
-    config_file, layers,
-    values::{
-        Method, Optimizer, Pattern, Precision, PrefixInit, RowsName, ScheduleName, Switch,
-        Warmup as TypedWarmup,
-    },
-};
+use super::{args::TrainArgs, config_file, layers};
 use crate::{
+    cli::common::{
+        open::{Compute, EMBEDDED},
+        values::{
+            Method, Optimizer, Pattern, Precision, PrefixInit, RowsName, ScheduleName, Switch,
+            Warmup as TypedWarmup,
+        },
+    },
+    cli::train::table,
     error::{Error, Result},
     observe::machine::{self, Machine},
     optim::{AdamWOptions, OptimizerKind, schedule::Schedule},
@@ -121,6 +122,15 @@ pub fn run_options(args: &TrainArgs, machine: Machine, cache: Option<PathBuf>) -
         config_text: layers::written(&absolute)?,
         machine,
     })
+}
+
+/// What results depend on besides the options.
+pub fn machine(compute: Compute) -> Machine {
+    Machine {
+        device: compute.device.kind().to_owned(),
+        precision: table::type_name(compute.activations).to_owned(),
+        dispatch: compute.dispatch(),
+    }
 }
 
 /// A number of rows, unless it is left to the plan.
@@ -301,7 +311,7 @@ fn inside(option: &str, value: f64, low: f64, high: f64) -> Result<f64> {
 
 /// `runs/BASE-METHOD`, with a number behind it when that name is taken.
 pub fn default_output(args: &TrainArgs) -> PathBuf {
-    let base = args.base.as_deref().unwrap_or(super::open::EMBEDDED);
+    let base = args.base.as_deref().unwrap_or(EMBEDDED);
     let last = base.trim_end_matches('/').rsplit('/').next().unwrap_or(base);
     let plain: String =
         last.chars().map(|c| if c.is_alphanumeric() || "._-".contains(c) { c } else { '_' }).collect();

@@ -2,18 +2,22 @@
 
 use std::path::Path;
 
-use super::{
-    args::TrainArgs,
-    args_other::BaseArgs,
-    config_file,
-    environment::Environment,
-    layers,
-    open::{self, Compute},
-    report::{HumanReporter, JsonReporter},
-    resolve, sample, signals,
-    values::Method,
-};
 use crate::{
+    cli::{
+        common::{
+            args::BaseArgs,
+            environment::Environment,
+            open::{self, Compute},
+            signals,
+            values::Method,
+        },
+        train::{
+            args::TrainArgs,
+            closing, config_file, layers,
+            report::{HumanReporter, JsonReporter},
+            resolve,
+        },
+    },
     embedded,
     error::{Error, Result},
     train::{self, Reporter, RunFolder, folder},
@@ -34,7 +38,7 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     let environment = Environment::read()?;
     let cache = environment.cache().ok().map(Path::to_owned);
     let compute = Compute::open(args.device, args.precision)?;
-    let options = resolve::run_options(&args, compute.machine(), cache)?;
+    let options = resolve::run_options(&args, resolve::machine(compute), cache)?;
     open::threads(args.threads)?;
     // Locked before the base is loaded: a second process is told at once.
     let folder = RunFolder::look(&output, options.resume)?;
@@ -58,7 +62,7 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     };
     let (base, tokenizer) = (&opened.base, opened.tokenizer.as_ref());
     let finished = train::run(&options, base, tokenizer, folder, reporter.as_mut(), signals::watch())?;
-    if json { Ok(()) } else { sample::show(&finished, &opened, args.base.as_deref()) }
+    if json { Ok(()) } else { closing::show(&finished, &opened, args.base.as_deref()) }
 }
 
 /// What to tell somebody whose data is no match for the embedded base.

@@ -4,17 +4,19 @@ use std::path::Path;
 
 use engraft_adapters::{AdapterSet, peft};
 
-use super::{
-    args::TrainArgs,
-    args_other::BaseArgs,
-    environment::Environment,
-    layers,
-    open::{self, Compute},
-    resolve, table, train,
-    values::{BaseDtype, DeviceName, Precision},
-    write_json, write_note, write_out,
-};
+use super::train::joined;
 use crate::{
+    cli::train::table,
+    cli::{
+        common::{
+            args::BaseArgs,
+            environment::Environment,
+            open::{self, Compute},
+            output::{write_json, write_note, write_out},
+            values::{BaseDtype, DeviceName, Precision},
+        },
+        train::{args::TrainArgs, layers, resolve},
+    },
     data::{DataOptions, Dataset, Split, Tokenizer},
     embedded,
     error::Result,
@@ -30,7 +32,7 @@ use crate::{
 /// # Errors
 /// As `engraft train` before its first step.
 pub fn run(typed: TrainArgs) -> Result<()> {
-    let args = train::joined(typed)?;
+    let args = joined(typed)?;
     let environment = Environment::read()?;
     let cache = environment.cache().ok().map(Path::to_owned);
     open::threads(args.threads)?;
@@ -42,7 +44,7 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     let base_dtype = args.base_dtype.map_or(BaseDType::F16, BaseDtype::kept);
     // Before anything else is said.
     check_weights(cpu, base_dtype)?;
-    let options = resolve::run_options(&args, Compute::CPU.machine(), cache)?;
+    let options = resolve::run_options(&args, resolve::machine(Compute::CPU), cache)?;
     if cpu && args.precision == Some(Precision::Bf16) {
         open::hint_at_f32();
     }

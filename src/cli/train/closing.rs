@@ -1,12 +1,10 @@
-//! After a training run: what the base and the adapter make of one held-out prompt, and how to go on.
+//! After a training run: a prompt before and after it, the adapter's folder, the command that uses it.
 
 use engraft_adapters::peft;
 
-use super::{open::Opened, report::quoted, write_out};
 use crate::{
-    data::Tokenizer,
+    cli::common::{open::Opened, output::write_out, sample},
     error::Result,
-    generate::{GenerateOptions, Generator},
     model::BaseDType,
     train::Finished,
 };
@@ -14,14 +12,15 @@ use crate::{
 /// New tokens of a sample.
 const NEW_TOKENS: usize = 48;
 
-/// Prints a sample before and after training, where the adapter lies, and the command that uses it.
+/// Prints a sample before and after training, the adapter's folder, and the command that uses it.
 ///
 /// # Errors
-/// When the adapter just written cannot be read, or the output not be written.
+/// When the adapter just written cannot be read, or the output cannot be written.
 pub fn show(finished: &Finished, opened: &Opened, base: Option<&str>) -> Result<()> {
-    let prompt = opened.tokenizer.as_ref().map(|tokenizer| tokenizer.decode(&finished.prompt)).transpose()?;
-    if let (Some(tokenizer), Some(prompt)) = (&opened.tokenizer, prompt.as_deref()) {
-        samples(finished, opened, tokenizer, prompt)?;
+    let tokenizer = opened.tokenizer.as_ref();
+    let prompt = tokenizer.map(|tokenizer| tokenizer.decode(&finished.prompt)).transpose()?;
+    if let Some(prompt) = &prompt {
+        show_samples(finished, opened, prompt)?;
     }
     let mut base = base.map_or(String::new(), |base| format!(" --base {}", quoted(base)));
     if opened.base.dtype != BaseDType::default() {
@@ -42,25 +41,20 @@ pub fn show(finished: &Finished, opened: &Opened, base: Option<&str>) -> Result<
     ))
 }
 
-fn samples(finished: &Finished, opened: &Opened, tokenizer: &Tokenizer, prompt: &str) -> Result<()> {
+fn show_samples(finished: &Finished, opened: &Opened, prompt: &str) -> Result<()> {
     let loaded = peft::load(&finished.adapter, &opened.base.description(), false)?;
     let adapter = [(&loaded.set, loaded.values.as_slice(), 1.0)];
     write_out(&format!("prompt: {}\n", one_line(prompt)))?;
     for (name, adapters) in [("before", &adapter[..0]), ("after", &adapter[..])] {
-        let generator = Generator::new(opened.base.clone(), adapters, Some(tokenizer))?;
-        let room = generator.room().saturating_sub(finished.prompt.len());
-        if room == 0 {
+        let Some(text) = sample::greedy(opened, adapters, &finished.prompt, NEW_TOKENS)? else {
             return Ok(());
-        }
-        let options = GenerateOptions::greedy(NEW_TOKENS.min(room));
-        for sample in generator.generate(&finished.prompt, &options, &mut |_| Ok(()))? {
-            write_out(&format!("{name:6}: {}\n", one_line(sample.text.as_deref().unwrap_or_default())))?;
-        }
+        };
+        write_out(&format!("{name:6}: {}\n", one_line(&text)))?;
     }
     Ok(())
 }
 
-/// How to call `engraft-infer`: the one beside this program, from the current folder if it lies below.
+/// How to call `engraft-infer`: the program next to this one, relative to the current folder if it is below it.
 fn infer() -> String {
     let beside = std::env::current_exe().ok().map(|program| program.with_file_name("engraft-infer"));
     let Some(program) = beside.filter(|program| program.is_file()) else { return "engraft-infer".to_owned() };
@@ -72,4 +66,26 @@ fn infer() -> String {
 /// Line breaks shown as such: a sample takes one line.
 fn one_line(text: &str) -> String {
     text.trim().replace('\n', "\\n")
+}
+
+/// `text` as one word of a shell command.
+fn quoted(text: &str) -> String {
+    let plain = |c: char| c.is_alphanumeric() || "/._-+=:@".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        text.to_owned()
+    } else {
+        format!("'{}'", text.replace('\'', r"'\''"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commands_can_be_pasted() {
+        assert_eq!(quoted("runs/a-2/adapter"), "runs/a-2/adapter");
+        assert_eq!(quoted("my run's"), r"'my run'\''s'");
+        assert_eq!(quoted(""), "''");
+    }
 }

@@ -8,11 +8,11 @@ use engraft_adapters::{
 };
 
 use super::{
-    args_other::BaseArgs,
+    args::BaseArgs,
+    download::Download,
     environment::Environment,
-    report, table,
+    output::write_note,
     values::{BaseDtype, DeviceName, Precision},
-    write_note,
 };
 use crate::{
     data::Tokenizer,
@@ -23,7 +23,6 @@ use crate::{
         Base, BaseDType, BaseSource,
         base::{TokenizerFiles, check_weights},
     },
-    observe::machine::Machine,
 };
 
 /// Name of the base that is compiled into the program.
@@ -67,18 +66,10 @@ impl Compute {
         Ok(Self { device, activations: precision.map_or(usual, Precision::activations) })
     }
 
-    fn dispatch(self) -> String {
+    /// The instructions that compute: bits differ between these.
+    pub fn dispatch(self) -> String {
         let plus = self.device.is_host() && self.activations == DType::BF16 && bf16();
         self.device.dispatch() + if plus { "+bf16" } else { "" }
-    }
-
-    /// What results depend on besides the options.
-    pub fn machine(self) -> Machine {
-        Machine {
-            device: self.device.kind().to_owned(),
-            precision: table::type_name(self.activations).to_owned(),
-            dispatch: self.dispatch(),
-        }
     }
 }
 
@@ -114,7 +105,7 @@ pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute, stream
         None => BaseSource::Embedded,
         Some(name) => {
             let options = hub_options(Path::new(name), args.revision.as_deref(), args, environment)?;
-            let download = report::Download::new();
+            let download = Download::new();
             hub::base(name, &options, &|progress| download.show(&progress))?
         }
     };
@@ -144,7 +135,7 @@ pub fn adapter(
     environment: &Environment,
     base: &BaseDescription,
 ) -> Result<Loaded> {
-    let download = report::Download::new();
+    let download = Download::new();
     let options = hub_options(name, None, args, environment)?;
     let folder = hub::adapter(&name.display().to_string(), &options, &|progress| download.show(&progress))?;
     let loaded = peft::load(&folder, base, args.allow_base_mismatch).map_err(|error| {

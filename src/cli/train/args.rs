@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use engraft_adapters::Targets;
 use serde::{Deserialize, Serialize};
 
-use super::values::{
+use crate::cli::common::values::{
     BaseDtype, DeviceName, LayerList, MemoryName, Method, Optimizer, Pattern, Precision, PrefixInit,
     RecomputeName, RowsName, ScheduleName, Switch, Warmup,
 };

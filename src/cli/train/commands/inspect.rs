@@ -1,17 +1,38 @@
 //! `engraft inspect`: what a folder is, and what is in it.
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
+use clap::Args;
 use engraft_adapters::{peft, peft::Description};
 use serde_json::{Value, json};
 
-use super::{args_other::InspectArgs, environment::Environment, write_json, write_out};
 use crate::{
+    cli::{
+        common::{
+            environment::Environment,
+            output::{write_json, write_out},
+        },
+        train::config_file,
+    },
     error::{Error, Result},
     model::{Base, BaseSource},
     plan::BaseBytes,
     train::{folder, save},
 };
+
+/// Options of `inspect`.
+#[derive(Debug, Args)]
+pub struct InspectArgs {
+    /// Folder of an adapter, a base or a run
+    #[arg(value_name = "PATH")]
+    pub path: PathBuf,
+    /// One JSON object on stdout
+    #[arg(long)]
+    pub json: bool,
+}
 
 /// Runs `engraft inspect`.
 ///
@@ -92,8 +113,7 @@ fn base(path: &Path) -> Result<Value> {
 fn run_folder(path: &Path) -> Result<Value> {
     let config_file = folder::config_path(path);
     let text = fs::read_to_string(&config_file).map_err(|cause| Error::reading(&config_file, &cause))?;
-    let config =
-        super::config_file::table(&super::config_file::parse(&text, &config_file.display().to_string())?)?;
+    let config = config_file::table(&config_file::parse(&text, &config_file.display().to_string())?)?;
     let newest = save::newest(&path.join("saves"))?;
     let mut found = json!({ "kind": "run", "config": config });
     if let Some((save, damaged)) = newest {

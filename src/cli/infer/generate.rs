@@ -1,23 +1,85 @@
 //! `engraft-infer generate`: continues prompts with a base and adapters.
 
-use std::io::{self, Read};
+use std::{
+    io::{self, Read},
+    path::PathBuf,
+};
 
+use clap::Args;
 use engraft_adapters::peft::Loaded;
 use serde_json::{Value, json};
 
-use super::{
-    args_other::GenerateArgs,
-    environment::Environment,
-    open::{self, Compute, Opened},
-    signals,
-    values::ScaledAdapter,
-    write_json, write_out,
-};
 use crate::{
+    cli::common::{
+        args::{BaseArgs, ComputeArgs},
+        environment::Environment,
+        open::{self, Compute, Opened},
+        output::{write_json, write_out},
+        signals,
+        values::{ScaledAdapter, TokenIds},
+    },
     error::{Error, Result},
     generate::{self, GenerateOptions, Generator},
     model::Base,
 };
+
+/// Options of `generate`.
+#[derive(Debug, Args)]
+pub struct GenerateArgs {
+    /// Which base.
+    #[command(flatten)]
+    pub base: BaseArgs,
+    /// Adapter folder, with =SCALE if wished; repeatable, LoRAs are summed
+    #[arg(long, value_name = "DIR[=SCALE]")]
+    pub adapter: Vec<ScaledAdapter>,
+
+    /// The text to continue [default: standard input]
+    #[arg(long, value_name = "TEXT", help_heading = "Prompt", conflicts_with_all = ["prompt_file", "input_ids"])]
+    pub prompt: Option<String>,
+    /// File with one prompt a line
+    #[arg(long, value_name = "FILE", help_heading = "Prompt", conflicts_with = "input_ids")]
+    pub prompt_file: Option<PathBuf>,
+    /// The prompt as token ids between commas
+    #[arg(long, value_name = "IDS", help_heading = "Prompt")]
+    pub input_ids: Option<TokenIds>,
+
+    /// Most new tokens per sample
+    #[arg(long, value_name = "N", default_value_t = 64, help_heading = "Sampling")]
+    pub max_new_tokens: usize,
+    /// No end-of-text before this many new tokens
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Sampling")]
+    pub min_new_tokens: usize,
+    /// 0 always takes the likeliest token
+    #[arg(long, value_name = "T", default_value_t = 1.0, help_heading = "Sampling")]
+    pub temperature: f64,
+    /// Sample from the K likeliest tokens; 0 from all
+    #[arg(long, value_name = "K", default_value_t = 0, help_heading = "Sampling")]
+    pub top_k: usize,
+    /// Sample from the likeliest tokens that together reach probability P
+    #[arg(long, value_name = "P", default_value_t = 1.0, help_heading = "Sampling")]
+    pub top_p: f64,
+    /// Divide positive and multiply negative logits of tokens seen before
+    #[arg(long, value_name = "R", default_value_t = 1.0, help_heading = "Sampling")]
+    pub repetition_penalty: f64,
+    /// Stop at this text, which is not printed; repeatable
+    #[arg(long, value_name = "TEXT", help_heading = "Sampling")]
+    pub stop: Vec<String>,
+    /// Seed of the samples
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Sampling")]
+    pub seed: u64,
+    /// Samples per prompt
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Sampling")]
+    pub num_samples: usize,
+    /// Samples of a prompt made at a time; more than one are shown when all are done
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Sampling")]
+    pub micro_batch: usize,
+
+    #[command(flatten)]
+    pub compute: ComputeArgs,
+    /// One JSON object per sample on stdout, nothing else there
+    #[arg(long)]
+    pub json: bool,
+}
 
 /// A loaded adapter and the factor on its LoRA.
 type Scaled = (Loaded, f64);

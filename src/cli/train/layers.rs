@@ -4,15 +4,12 @@ use std::path::{Path, PathBuf};
 
 use toml::Table;
 
-use super::{
-    args::TrainArgs,
-    config_file,
-    values::{
+use super::{args::TrainArgs, config_file};
+use crate::{
+    cli::common::values::{
         BaseDtype, DeviceName, LayerList, MemoryName, Method, Optimizer, PrefixInit, RecomputeName, RowsName,
         ScheduleName, Switch, Warmup,
     },
-};
-use crate::{
     error::{Error, Result},
     optim::AdamWOptions,
     plan::budget::Limit,
