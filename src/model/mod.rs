@@ -4,6 +4,7 @@
 //! Nothing here opens a file but the weights module, prints, or knows an optimizer.
 
 mod activations;
+pub mod arch;
 pub mod base;
 mod bindings;
 mod block;

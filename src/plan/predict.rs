@@ -8,7 +8,14 @@ use super::{
     calibrate::{Rates, attention_flops},
     table::{BaseBytes, PlanConfig, Target, TrainingJob},
 };
-use crate::{device::arena::Placement, model::Keep, optim::OptimizerKind};
+use crate::{
+    device::arena::Placement,
+    model::{
+        Keep,
+        arch::{Arch, Site, SiteShape},
+    },
+    optim::OptimizerKind,
+};
 
 /// An update of 8-bit states takes this many times that of FP32 ones (docs/BENCHMARKS.md).
 const EIGHT_BIT: f64 = 1.35;
@@ -65,22 +72,24 @@ struct Block {
 impl Block {
     fn new(job: &TrainingJob, n: usize, rows: usize, rates: &Rates) -> Self {
         let config = job.config;
-        let (c, f) = (config.width, config.inner);
-        let forward = |weights: usize| rates.product_forward.seconds(n, weights);
+        let (c, f, arch) = (config.width, config.inner, Arch::of(config));
+        let forward = |site: Site| rates.product_forward.seconds(n, arch.site(site).weights());
         let t = job.seq_len;
         let prefix = job.set.prefix.as_ref().map_or(0, |prefix| prefix.length);
         let pairs = rows * (t * (t + 1) / 2 + t * prefix);
         let (attend, attend_back) = attention_flops(config.heads, config.head_width(), pairs);
         let bytes = |width: usize, each: usize| (n * width * each) as f64;
         Self {
-            c_attn: forward(3 * c * c),
+            c_attn: forward(Site::CAttn),
             attention: (attend / rates.attention.forward, attend_back / rates.attention.backward),
-            attn_proj: forward(c * c),
-            c_fc: forward(c * f),
-            mlp_proj: forward(f * c),
+            attn_proj: forward(Site::AttnProj),
+            c_fc: forward(Site::CFc),
+            mlp_proj: forward(Site::MlpProj),
             norm: (bytes(c, 8) / rates.layernorm.forward, bytes(c, 16) / rates.layernorm.backward),
             activation: (bytes(f, 8) / rates.activation.forward, bytes(f, 12) / rates.activation.backward),
-            products_backward: rates.product_backward.seconds(n, 4 * c * c + 2 * c * f),
+            products_backward: rates
+                .product_backward
+                .seconds(n, arch.sites.iter().map(SiteShape::weights).sum()),
         }
     }
 
@@ -122,13 +131,14 @@ impl Block {
 
 /// Deltas, forward and backward: 2 and 4 FLOP a value and row.
 fn deltas(job: &TrainingJob, n: usize, rates: &Rates) -> f64 {
-    let config = job.config;
-    let inputs = [config.width, config.width, config.width, config.inner];
+    let arch = Arch::of(job.config);
     let values: usize = job
         .set
         .loras
         .iter()
-        .map(|lora| lora.rank * (inputs.get(lora.site).copied().unwrap_or(0) + lora.columns.len()))
+        .map(|lora| {
+            lora.rank * (arch.sites.get(lora.site).map_or(0, |site| site.inputs) + lora.columns.len())
+        })
         .sum();
     6.0 * (values * n) as f64 / rates.thin
 }

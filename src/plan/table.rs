@@ -19,7 +19,7 @@ use crate::{
     engine::{Trainer, TrainerOptions},
     error::Result,
     kernels::matmul::Arithmetic,
-    model::{BaseDType, Config, Policy, scratch},
+    model::{BaseDType, Config, Policy, arch::Arch, scratch},
     optim::{AdamWOptions, OptimizerKind},
 };
 
@@ -252,16 +252,12 @@ fn base(job: &TrainingJob, policy: Policy) -> Vec<Row> {
         Target::Cpu { .. } => BaseBytes::of(config, job.base_dtype),
         Target::Cuda => BaseBytes::on_device(config),
     };
-    let (c, f, layers) = (config.width, config.inner, config.layers);
-    let tensors: [(&str, Vec<usize>, usize); 7] = [
-        ("token embedding", vec![config.vocab, c], 1),
-        (POSITIONS, vec![config.positions, c], 1),
-        ("c_attn", vec![c, 3 * c], layers),
-        ("attn.c_proj", vec![c, c], layers),
-        ("c_fc", vec![c, f], layers),
-        ("mlp.c_proj", vec![f, c], layers),
-        ("head", vec![config.vocab, c], usize::from(!config.tied)),
-    ];
+    let (c, layers, arch) = (config.width, config.layers, Arch::of(config));
+    let embeddings: [(&str, Vec<usize>, usize); 2] =
+        [("token embedding", vec![config.vocab, c], 1), (POSITIONS, vec![config.positions, c], 1)];
+    let sites = arch.sites.iter().map(|site| (site.label, vec![site.inputs, site.outputs], layers));
+    let tensors =
+        embeddings.into_iter().chain(sites).chain(arch.own_head().map(|head| ("head", head.shape, 1)));
     let streamed = policy.stream;
     let (home, lifetime) = match (streamed, job.target) {
         (true, _) => (Home::Disk, "run"),
@@ -270,8 +266,6 @@ fn base(job: &TrainingJob, policy: Policy) -> Vec<Row> {
     };
     let held = |bytes: u64| if streamed { [0; MOMENTS] } else { from_the_first_pass(bytes) };
     let mut rows: Vec<Row> = tensors
-        .into_iter()
-        .filter(|(_, _, count)| *count > 0)
         .map(|(name, shape, count)| {
             // Positions are no matrix of a product.
             let dtype = if name == POSITIONS { BaseDType::F16 } else { job.base_dtype };
