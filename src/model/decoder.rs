@@ -108,16 +108,9 @@ impl Decoder {
         // A chunk of the prompt, or one token of each row.
         let limits = Limits { rows: 1, tokens: capacity.clamp(1, CHUNK).max(rows) };
         let n = limits.tokens;
-        let needs = ScratchNeeds {
-            rows: n,
-            keys: bindings.prefix_len() + capacity,
-            width: config.width,
-            head_width: config.head_width(),
-            inner: config.inner,
-            rank: 0,
-            dropout: false,
-        };
-        device.reserve(scratch::decoding(needs, activations, config.vocab, rows))?;
+        let needs =
+            ScratchNeeds { config, rows: n, keys: bindings.prefix_len() + capacity, rank: 0, dropout: false };
+        device.reserve(scratch::decoding(needs, activations, rows))?;
         let ranks = std::array::from_fn(|site| {
             (0..config.layers).map(|layer| bindings.ranks(layer, site)).max().unwrap_or(0)
         });
