@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use engraft::{
-    device::{DType, Device, arena::Placement, fixed::FIXED},
+    device::{DType, Device, arena::Placement},
     engine::Trainer,
     error::{Error, Result},
     model::{Base, Policy},
@@ -22,7 +22,7 @@ use crate::{
 
 pub fn check(device: Device, types: &[DType], size: Size) -> Result<Vec<Line>> {
     let mut lines = Vec::new();
-    if device.is_host() {
+    if device.kind().shares_host_memory() {
         return Ok(lines);
     }
     lines.push(kept_for_good(device, types[0], size)?);
@@ -55,7 +55,8 @@ fn kept_for_good(device: Device, activations: DType, size: Size) -> Result<Line>
     let first = base(size, device, activations)?;
     Recipe { optimizer: OptimizerKind::AdamW8bit, ..Recipe::of(Kind::Prefix, size) }.run(&first)?;
     drop(first);
-    Ok(beyond("memory: kept for good", activations, held(device) - scratch(device), FIXED))
+    let fixed = device.kind().own_memory.map_or(0, |own| own.fixed);
+    Ok(beyond("memory: kept for good", activations, held(device) - scratch(device), fixed))
 }
 
 /// Bytes that are held beyond the plan, as a part of it: nothing is allowed.

@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     data::{DataOptions, Dataset, Split, Tokenizer},
-    device::Device,
+    device::DeviceKind,
     embedded,
     error::Result,
     kernels::matmul::Arithmetic,
@@ -36,22 +36,18 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     let cache = environment.cache().ok().map(Path::to_owned);
     open::threads(args.threads)?;
     // A plan needs no device: it is made for the one that was named, or for what is here.
-    let cpu = match args.device {
-        Some(DeviceName::Cuda(_)) => false,
-        Some(DeviceName::Cpu) => true,
-        Some(DeviceName::Auto) | None => Device::best().is_host(),
-    };
-    let target = match (cpu, args.precision) {
+    let kind = args.device.unwrap_or(DeviceName::Auto).kind();
+    let target = match (kind == DeviceKind::CPU, args.precision) {
         (false, _) => Target::Cuda,
         (true, Some(Precision::Bf16)) => run::cpu(Arithmetic::Bf16),
         (true, _) => run::cpu(Arithmetic::F32),
     };
     let base_dtype = args.base_dtype.map_or(BaseDType::F16, BaseDtype::kept);
     // Before anything else is said.
-    check_weights(target != Target::Cuda, base_dtype)?;
+    check_weights(kind, base_dtype)?;
     let options = resolve::run_options(&args, Compute::CPU.machine(), cache)?;
-    if cpu && args.precision == Some(Precision::Bf16) {
-        open::hint_at_f32();
+    if let Some(precision) = args.precision {
+        open::hint_at_f32(kind, precision.activations());
     }
     let base = open_sizes(&args, &environment)?;
     let set = adapter(&options, &base)?;
@@ -77,8 +73,7 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         write_json(&table::event(&selection))
     } else {
         write_out(&table::whole(&selection))?;
-        let faster = cpu.then(|| open::faster_in_bf16(args.precision, args.base_dtype)).flatten();
-        if let Some(hint) = faster {
+        if let Some(hint) = open::faster_in_bf16(kind, args.precision, args.base_dtype) {
             write_note(&format!("hint: {hint}"));
         }
         Ok(())

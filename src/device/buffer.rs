@@ -61,7 +61,7 @@ impl Buffer {
 
     /// The pages of some of its elements.
     pub fn part(&self, elements: std::ops::Range<usize>) -> Option<Region> {
-        let chunk = self.chunk.as_ref().filter(|chunk| chunk.device().is_host())?;
+        let chunk = self.chunk.as_ref().filter(|chunk| chunk.device().is_host_visible())?;
         let start = self.head.as_ptr() as usize - chunk.bytes().as_ptr() as usize;
         let size = self.dtype.size();
         Some(Region::of_chunk(Arc::clone(chunk), start + elements.start * size, elements.len() * size))

@@ -16,7 +16,7 @@ use super::{
 #[cfg(feature = "cuda")]
 use super::{
     cuda::memory::{Loader, Memory},
-    fixed::ALIGN,
+    kinds::CUDA_ALIGNMENT,
 };
 use crate::error::{Error, Result};
 
@@ -125,13 +125,14 @@ impl Frozen {
             }
             #[cfg(feature = "cuda")]
             Device::Cuda(gpu) => {
-                let total = tensors.iter().map(|tensor| tensor.bytes().next_multiple_of(ALIGN)).sum();
+                let total =
+                    tensors.iter().map(|tensor| tensor.bytes().next_multiple_of(CUDA_ALIGNMENT)).sum();
                 let memory = Arc::new(Memory::for_base(gpu, total)?);
                 let mut loader = Loader::new(gpu)?;
                 let mut start = 0;
                 for tensor in tensors {
                     loader.load(tensor.view(), memory.address() + start as u64)?;
-                    let next = start + tensor.bytes().next_multiple_of(ALIGN);
+                    let next = start + tensor.bytes().next_multiple_of(CUDA_ALIGNMENT);
                     **tensor = Self { source: Source::Cuda(Arc::clone(&memory)), start, ..**tensor };
                     start = next;
                 }

@@ -50,7 +50,7 @@ impl WeightStreamer {
     /// When no thread can be had, or a device has no room for two blocks.
     pub fn new(policy: Policy, base: &Base) -> Result<Self> {
         let inputs = policy.inputs == Placement::Disk;
-        let stream = (policy.stream || base.is_streamed()) && base.device.is_host();
+        let stream = (policy.stream || base.is_streamed()) && base.device.kind().shares_host_memory();
         let pager = if stream || inputs { Some(Pager::start()?) } else { None };
         let places = if base.is_streamed() { Places::new(base)? } else { None };
         Ok(Self { pager, stream, inputs, held: Vec::new(), places })

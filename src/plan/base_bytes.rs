@@ -3,7 +3,7 @@
 use super::table::{MOMENTS, by_moment};
 use crate::observe::phase::Phase;
 use crate::{
-    device::fixed,
+    device::DeviceKind,
     model::{BaseDType, Config},
 };
 
@@ -58,7 +58,8 @@ impl BaseBytes {
 
     /// The same in FP16 on a CUDA device, where every tensor is aligned.
     pub fn on_device(config: &Config) -> Self {
-        let aligned = |elements: usize| (2 * elements).next_multiple_of(fixed::ALIGN) as u64;
+        let alignment = DeviceKind::CUDA.own_memory.map_or(1, |own| own.alignment);
+        let aligned = |elements: usize| (2 * elements).next_multiple_of(alignment) as u64;
         let (c, f) = (config.width, config.inner);
         let norm = 2 * aligned(c);
         let linear = |inputs: usize, outputs: usize| aligned(inputs * outputs) + aligned(outputs);

@@ -9,12 +9,12 @@ use super::{options::RunOptions, prepare::Prepared, save::SaveInfo};
 use crate::engine::trainer::{Trainer, TrainerOptions};
 use crate::{
     data::Dataset,
-    device::{DType, arena::Arenas},
+    device::{DeviceKind, arena::Arenas},
     error::{Error, Result},
     kernels::matmul::Arithmetic,
     model::{
         Base, BaseDType, BaseSource, Config,
-        base::{check_weights, no_f16},
+        base::{check_activations, check_weights},
     },
     observe::machine,
     optim::OptimizerKind,
@@ -38,7 +38,11 @@ pub(super) fn job<'a>(options: &RunOptions, base: &'a Base, prepared: &'a Prepar
         set: &prepared.set,
         batch: options.batch,
         seq_len: prepared.longest(),
-        target: if base.device.is_host() { cpu(base.weights.wte.arithmetic) } else { Target::Cuda },
+        target: if base.device.kind() == DeviceKind::CPU {
+            cpu(base.weights.wte.arithmetic)
+        } else {
+            Target::Cuda
+        },
         program: budget::program(),
         rows_on_heap: if held { 0 } else { rows_on_heap },
         streamable: base.source != BaseSource::Embedded,
@@ -51,8 +55,16 @@ pub(super) fn job<'a>(options: &RunOptions, base: &'a Base, prepared: &'a Prepar
 /// [`Error::Input`] with the option.
 fn check_wish(constraints: Constraints, target: Target) -> Result<()> {
     match (target, constraints.activations) {
-        (Target::Cpu { .. }, Some(DType::F16)) => Err(no_f16()),
+        (Target::Cpu { .. }, Some(activations)) => check_activations(DeviceKind::CPU, activations),
         _ => Ok(()),
+    }
+}
+
+/// The kind of device that `target` is.
+pub fn kind_of(target: Target) -> &'static DeviceKind {
+    match target {
+        Target::Cpu { .. } => DeviceKind::CPU,
+        Target::Cuda => DeviceKind::CUDA,
     }
 }
 
@@ -96,7 +108,7 @@ pub fn plan_request(options: &RunOptions, plan_request: PlanRequest) -> Result<S
         streamable: plan_request.streamable,
     };
     check_wish(options.constraints, plan_request.target)?;
-    check_weights(plan_request.target != Target::Cuda, plan_request.base_dtype)?;
+    check_weights(kind_of(plan_request.target), plan_request.base_dtype)?;
     // BF16 on a CPU is arithmetic alone.
     let activations = options.constraints.activations.filter(|_| plan_request.target == Target::Cuda);
     let constraints = Constraints { activations, ..options.constraints };
@@ -145,8 +157,8 @@ fn by_speed(
 /// When the save holds something else than numbers where they belong.
 pub(super) fn constraints(options: &RunOptions, base: &Base, past: Option<&SaveInfo>) -> Constraints {
     let mut constraints = Constraints { activations: Some(base.activations), ..options.constraints };
-    // On a device that was settled when the base was brought there.
-    if !base.device.is_host() {
+    // On a device with memory of its own that was settled when the base was brought there.
+    if !base.device.kind().shares_host_memory() {
         constraints.stream = Some(base.is_streamed());
     }
     let Some(past) = past else { return constraints };
@@ -192,7 +204,7 @@ pub(super) fn plan(
 
 /// Bytes that a device holds of a base before a trainer is made.
 fn base_bytes(base: &Base) -> u64 {
-    if base.device.is_host() {
+    if base.device.kind().shares_host_memory() {
         return BaseBytes::of(&base.config, base.dtype).total();
     }
     let parts = BaseBytes::on_device(&base.config);
@@ -267,9 +279,10 @@ pub(super) fn trainer(
     selection: &Selection,
     spool: &Path,
 ) -> Result<Trainer> {
-    let free = if base.device.is_host() { (options.free_memory)() } else { base.device.free() };
+    let free =
+        if base.device.kind().shares_host_memory() { (options.free_memory)() } else { base.device.free() };
     check(selection, free)?;
-    if !base.device.is_host() {
+    if !base.device.kind().shares_host_memory() {
         check_pinned(selection, (options.free_memory)())?;
     }
     let PlanConfig { micro_batch, policy, optimizer } = selection.chosen.plan.setting;
@@ -285,7 +298,7 @@ pub(super) fn trainer(
     };
     let arenas = Arenas::real(Some(spool.to_owned())).on(base.device);
     let mut base = Arc::clone(base);
-    if base.device.is_host() && !policy.stream {
+    if base.device.kind().wants_settled_weights && !policy.stream {
         // Without the memory for it the file serves as well.
         let mut settled = Base::clone(&base);
         if settled.weights.settle().is_ok() {

@@ -386,7 +386,8 @@ impl Run<'_> {
         let planned = self.before as u64 + self.selection.chosen.plan.counted();
         let counted = counting::measured_peak() as u64;
         // Of a device's run the host holds what no plan counts.
-        (counting::peak() > 0 && self.base.device.is_host()).then_some(events::Counted { planned, counted })
+        (counting::peak() > 0 && self.base.device.kind().shares_host_memory())
+            .then_some(events::Counted { planned, counted })
     }
 
     fn start(&self, trainer: &Trainer) -> events::Start {
