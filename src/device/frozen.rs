@@ -290,6 +290,7 @@ impl std::fmt::Debug for Frozen {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::skip;
 
     #[test]
     fn settled_tensors_keep_their_bytes_and_leave_their_file() {
@@ -325,7 +326,9 @@ mod tests {
         let mut tensor = Frozen::new(source, 0, DType::F16, numbers.len() / 2).unwrap();
         let moved = Frozen::settle(&mut [(&mut tensor, Order::Strips { rows, bytes: width })]).unwrap();
         assert_eq!(moved, large_pages());
-        if moved {
+        if !moved {
+            skip("the system gives no large pages to copy strips to", false);
+        } else {
             let settled = tensor.view().bytes();
             for (row, strip) in [(0, 0), (1, 0), (rows - 1, 1), (7, 2), (rows - 1, 2), (rows / 2, 1)] {
                 let expected = &numbers[(row * strips + strip) * width..][..width];
