@@ -236,9 +236,9 @@ fn info(base: &Base, prepared: &Prepared, optimizer: OptimizerKind) -> SaveInfo 
         base: base.weights.fingerprint.clone(),
         data: String::new(),
         machine: Machine {
-            device: base.device.kind().to_owned(),
+            device: base.device.kind().name.to_owned(),
             precision: format!("{:?}", base.activations),
-            dispatch: base.device.dispatch(),
+            dispatch: base.device.dispatch(base.activations),
         },
         spec: set.spec.clone(),
         tensors: set.layout.tensors.iter().map(|slot| slot.name.clone()).collect(),
@@ -293,7 +293,7 @@ fn generation(cpu: &Arc<Base>, base: &Arc<Base>, size: Size) -> Result<Vec<Line>
     let ([rows, again], recorded) = stepwise(base, size)?;
     let streamed = streamed(size, base.device, base.activations)?;
     let ([launched, _], streams) = stepwise(&streamed, size)?;
-    let as_meant = recorded != base.device.is_host() && !streams;
+    let as_meant = recorded == base.device.kind().records_graphs && !streams;
     let (first, second) = rows.split_at(base.config.vocab);
     let line = |what: &str, error| {
         Line::new(format!("generation: {what}"), base.activations, error, element_bound(base.activations))

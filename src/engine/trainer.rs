@@ -352,7 +352,7 @@ impl Trainer {
     /// The flat store.
     pub fn values(&self) -> Cow<'_, [f32]> {
         let view = self.values.view();
-        if view.device().is_host() { Cow::Borrowed(view.host()) } else { Cow::Owned(view.to_vec()) }
+        if view.device().is_host_visible() { Cow::Borrowed(view.host()) } else { Cow::Owned(view.to_vec()) }
     }
 
     /// The gradient that the last step or [`Trainer::accumulate`] left, in the layout of the store.

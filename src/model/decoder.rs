@@ -96,7 +96,7 @@ impl Decoder {
         let mut arenas = Arenas::real(None).on(device);
         let mut prompt = PrefixState::new(&bindings, config, activations, false, &mut arenas)?;
         let (mut bindings, mut values) = (bindings, values);
-        if device.is_host() {
+        if device.kind().wants_transposed_factors {
             bindings.turn(&mut values, config);
         }
         let values = Buffer::on(device, &values)?;
@@ -131,7 +131,7 @@ impl Decoder {
         let (x, block, work, stats, logits, (inputs, starts)) = made;
         let block = Some(block);
         let flow = WeightStreamer::new(Policy::default(), &base)?;
-        let records = !device.is_host() && !base.is_streamed();
+        let records = device.kind().records_graphs && !base.is_streamed();
         let recorded = if records { Recorded::Not(0) } else { Recorded::Never };
         Ok(Self {
             base,
@@ -368,7 +368,7 @@ impl Decoder {
     /// The logits `(count, v)` that were left last.
     fn logits(&mut self, count: usize) -> Result<&[f32]> {
         let logits = rows!(self.logits, count, self.base.config.vocab);
-        if logits.device().is_host() {
+        if logits.device().is_host_visible() {
             return Ok(logits.host());
         }
         logits.read_into(&mut self.on_host);

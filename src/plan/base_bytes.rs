@@ -75,7 +75,7 @@ impl BaseBytes {
     /// The same in FP16 in the `memory` of a device, where every tensor is aligned.
     pub fn on_device(config: &Config, memory: &OwnMemory) -> Self {
         Self::sum(&Arch::of(config), config, |tensor| {
-            (2 * tensor.len()).next_multiple_of(memory.align) as u64
+            (2 * tensor.len()).next_multiple_of(memory.alignment) as u64
         })
     }
 

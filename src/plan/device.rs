@@ -1,13 +1,15 @@
 //! What a plan must know of the device that would compute; it need not be here.
 
 use crate::{
-    device::{DType, Device, OwnMemory, arena::Placement},
+    device::{DType, Device, DeviceKind, OwnMemory, arena::Placement},
     kernels::matmul::Arithmetic,
 };
 
 /// A device to plan for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PlannedDevice {
+    /// Its kind.
+    pub kind: &'static DeviceKind,
     /// Memory beside the host's, which is then planned, and the host's only listed; `None`: the host's
     /// memory holds everything, the process included.
     pub own_memory: Option<&'static OwnMemory>,
@@ -28,22 +30,25 @@ impl PlannedDevice {
     /// The host: the pool of this process, computing in `arithmetic`.
     pub fn host(arithmetic: Arithmetic) -> Self {
         let cores = Cores { threads: rayon::current_num_threads(), arithmetic };
-        Self { own_memory: None, cores: Some(cores) }
-    }
-
-    /// A device with memory of its own.
-    pub fn with_memory(memory: &'static OwnMemory) -> Self {
-        Self { own_memory: Some(memory), cores: None }
+        Self { kind: DeviceKind::CPU, own_memory: None, cores: Some(cores) }
     }
 
     /// `device`, whose products are in `arithmetic` where cores of the host compute them.
     pub fn of(device: Device, arithmetic: Arithmetic) -> Self {
-        device.own_memory().map_or_else(|| Self::host(arithmetic), Self::with_memory)
+        Self::of_kind(device.kind(), arithmetic)
+    }
+
+    /// A device of `kind`, whose products are in `arithmetic` where cores of the host compute them.
+    pub fn of_kind(kind: &'static DeviceKind, arithmetic: Arithmetic) -> Self {
+        match &kind.own_memory {
+            None => Self::host(arithmetic),
+            own_memory @ Some(_) => Self { kind, own_memory: own_memory.as_ref(), cores: None },
+        }
     }
 
     /// Where what is moved out of the planned memory goes.
     pub fn away(self) -> Placement {
-        if self.own_memory.is_some() { Placement::Host } else { Placement::Disk }
+        self.kind.offload_placement()
     }
 
     /// Where what an arena places at `place` is: the memory of the host has one name in a plan.
@@ -56,6 +61,6 @@ impl PlannedDevice {
 
     /// Type of activations where none is asked for.
     pub fn activations(self) -> DType {
-        if self.cores.is_some() { DType::F32 } else { DType::F16 }
+        self.kind.default_activations
     }
 }

@@ -6,7 +6,7 @@ use engraft_adapters::{AdapterSpec, LoraSpec, PrefixSpec};
 
 use super::*;
 use crate::{
-    device::OwnMemory,
+    device::DeviceKind,
     error::Result,
     kernels::matmul::Arithmetic,
     plan::{BaseBytes, Cores, Plan, Selection, budget, plan, size},
@@ -23,11 +23,15 @@ fn choose(
 }
 
 fn device() -> PlannedDevice {
-    PlannedDevice::with_memory(OwnMemory::CUDA)
+    PlannedDevice::of_kind(DeviceKind::CUDA, Arithmetic::F32)
 }
 
 fn host() -> PlannedDevice {
-    PlannedDevice { cores: Some(Cores { threads: 2, arithmetic: Arithmetic::F32 }), own_memory: None }
+    PlannedDevice {
+        kind: DeviceKind::CPU,
+        cores: Some(Cores { threads: 2, arithmetic: Arithmetic::F32 }),
+        own_memory: None,
+    }
 }
 
 fn xl() -> Config {
@@ -226,7 +230,7 @@ fn a_streamed_base_takes_two_blocks_of_a_device() {
         rows.map(Row::most_resident).sum()
     };
     let (resident, streamed) = (planned(false), planned(true));
-    let parts = BaseBytes::on_device(&config, OwnMemory::CUDA);
+    let parts = BaseBytes::on_device(&config, DeviceKind::CUDA.own_memory.as_ref().unwrap());
     assert_eq!(device(&resident), parts.total());
     assert_eq!(device(&resident) - device(&streamed), parts.blocks - 2 * parts.block);
     assert_eq!(resident.peak().1 - streamed.peak().1, parts.blocks - 2 * parts.block);
@@ -236,7 +240,7 @@ fn a_streamed_base_takes_two_blocks_of_a_device() {
     // Of the base what is there before a trainer is, and nothing of the places for blocks.
     let held = |plan: &Plan<PlanConfig>| plan.peak().1 - budget::wanted(plan);
     assert_eq!(held(&resident) - held(&streamed), parts.blocks);
-    assert_eq!(held(&resident), parts.total() + OwnMemory::CUDA.runtime);
+    assert_eq!(held(&resident), parts.total() + DeviceKind::CUDA.own_memory.as_ref().unwrap().runtime);
 }
 
 #[test]

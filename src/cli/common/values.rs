@@ -8,7 +8,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    device::{DType, Device, OwnMemory},
+    device::{DType, Device, DeviceKind},
     model::{BaseDType, Recompute},
     plan::budget::Limit,
 };
@@ -218,12 +218,24 @@ pub enum DeviceName {
 }
 
 impl DeviceName {
-    /// Memory of the device to plan for, which need not be here; `None` where the host computes.
-    pub fn planned_memory(name: Option<Self>) -> Option<&'static OwnMemory> {
-        match name {
-            Some(Self::Cuda(_)) => Some(OwnMemory::CUDA),
-            Some(Self::Cpu) => None,
-            Some(Self::Auto) | None => Device::best().own_memory(),
+    /// Opens the device.
+    ///
+    /// # Errors
+    /// When there is no such device.
+    pub fn open(self) -> crate::error::Result<Device> {
+        match self {
+            Self::Cpu => Ok(Device::HOST),
+            Self::Cuda(number) => Device::cuda(number),
+            Self::Auto => Ok(Device::best()),
+        }
+    }
+
+    /// Its kind, which need not be on this machine.
+    pub fn kind(self) -> &'static DeviceKind {
+        match self {
+            Self::Cpu => DeviceKind::CPU,
+            Self::Cuda(_) => DeviceKind::CUDA,
+            Self::Auto => Device::best().kind(),
         }
     }
 }

@@ -127,7 +127,7 @@ pub fn run_options(args: &TrainArgs, machine: Machine, cache: Option<PathBuf>) -
 /// What results depend on besides the options.
 pub fn machine(compute: Compute) -> Machine {
     Machine {
-        device: compute.device.kind().to_owned(),
+        device: compute.device.kind().name.to_owned(),
         precision: table::type_name(compute.activations).to_owned(),
         dispatch: compute.dispatch(),
     }

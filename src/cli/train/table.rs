@@ -105,15 +105,7 @@ fn shape(row: &Row) -> String {
 
 /// The name of an element type, as in safetensors but in lower case.
 pub fn type_name(dtype: DType) -> &'static str {
-    match dtype {
-        DType::F32 => "f32",
-        DType::F16 => "f16",
-        DType::U32 => "u32",
-        DType::I32 => "i32",
-        DType::U8 => "u8",
-        DType::I8 => "i8",
-        DType::BF16 => "bf16",
-    }
+    dtype.name()
 }
 
 /// Columns side by side; those of `right` flush right.

@@ -37,16 +37,15 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     let cache = environment.cache().ok().map(Path::to_owned);
     open::threads(args.threads)?;
     // A plan needs no device: it is made for the one that was named, or for what is here.
-    let memory = DeviceName::planned_memory(args.device);
-    let cpu = memory.is_none();
+    let kind = args.device.unwrap_or(DeviceName::Auto).kind();
     let arithmetic = if args.precision == Some(Precision::Bf16) { Arithmetic::Bf16 } else { Arithmetic::F32 };
-    let device = memory.map_or_else(|| PlannedDevice::host(arithmetic), PlannedDevice::with_memory);
+    let device = PlannedDevice::of_kind(kind, arithmetic);
     let base_dtype = args.base_dtype.map_or(BaseDType::F16, BaseDtype::kept);
     // Before anything else is said.
-    check_weights(cpu, base_dtype)?;
+    check_weights(kind, base_dtype)?;
     let options = resolve::run_options(&args, resolve::machine(Compute::CPU), cache)?;
-    if cpu && args.precision == Some(Precision::Bf16) {
-        open::hint_at_f32();
+    if let Some(precision) = args.precision {
+        open::hint_at_f32(kind, precision.activations());
     }
     let base = open_sizes(&args, &environment)?;
     let set = adapter(&options, &base)?;
@@ -72,8 +71,7 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         write_json(&table::event(&selection))
     } else {
         write_out(&table::whole(&selection))?;
-        let faster = cpu.then(|| open::faster_in_bf16(args.precision, args.base_dtype)).flatten();
-        if let Some(hint) = faster {
+        if let Some(hint) = open::faster_in_bf16(kind, args.precision, args.base_dtype) {
             write_note(&format!("hint: {hint}"));
         }
         Ok(())
