@@ -2,7 +2,7 @@
 
 use std::{fmt, path::Path};
 
-use engraft_adapters::{AdapterSet, AdapterSpec};
+use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec};
 
 use super::{
     calibrate::Rates,
@@ -155,7 +155,8 @@ impl Ways for Server<'_> {
 #[test]
 fn a_job_that_trains_nothing_is_planned_and_chosen_alike() {
     let config = xl();
-    let set = AdapterSet::new(&AdapterSpec::default(), &config.describe("xl", None)).unwrap();
+    let spec = AdapterSpec { lora: Some(LoraSpec::default()), prefix: None };
+    let set = AdapterSet::new(&spec, &config.describe("xl", None)).unwrap();
     let host = PlannedDevice {
         kind: DeviceKind::CPU,
         cores: Some(Cores { threads: 2, arithmetic: Arithmetic::F32 }),

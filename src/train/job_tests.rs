@@ -205,6 +205,44 @@ fn nothing_fits_names_the_smallest() {
     assert!(choose(&job, Constraints::default(), Some(bytes - (1 << 20)), &Rates::NOMINAL).is_err());
 }
 
+/// The number of MiB in the first part of `text` after `before`.
+fn mib_after(text: &str, before: &str) -> u64 {
+    let number = text.split(before).nth(1).and_then(|rest| rest.split("MiB").next());
+    number.unwrap_or_else(|| panic!("no {before:?} in {text}")).parse().unwrap()
+}
+
+#[test]
+fn eight_bit_moments_are_proposed_and_chosen_only_where_asked_for() {
+    let config = xl();
+    let lora = LoraSpec { rank: 64, targets: "all-linear".parse().unwrap(), ..LoraSpec::default() };
+    let spec = AdapterSpec { lora: Some(lora), prefix: None };
+    let set = AdapterSet::new(&spec, &config.describe("xl", None)).unwrap();
+    let fixed = Constraints { moments: Some(false), ..Constraints::default() };
+    for device in [device(), host()] {
+        let job = TrainingJob { device, ..job(&config, &set, 2) };
+        let select = |constraints, mib: u64| choose(&job, constraints, Some(mib << 20), &Rates::NOMINAL);
+        let text = select(fixed, 1).unwrap_err().to_string();
+        let wide = mib_after(&text, "the smallest plan takes ");
+        let coded = mib_after(&text, "with --optimizer adamw8bit the smallest plan takes ");
+        // All tensors are large: 8 bytes a trainable against 2 and a scale for 256 elements.
+        let saved = set.layout.len as u64 * (8 * 128 - 2 * 128 - 4) / 128;
+        assert!((wide - coded).abs_diff(saved >> 20) <= 1, "{text}");
+        assert!(text.contains(&format!("(-{})", size(saved))), "{} in {text}", size(saved));
+        // Neither is it chosen where only it fits, nor is it proposed to a run that has begun.
+        assert!(select(fixed, wide - 1).is_err());
+        let resumed = select(Constraints { resumed: true, ..fixed }, 1).unwrap_err().to_string();
+        assert!(!resumed.contains("adamw8bit"), "{resumed}");
+        let optimizer = |optimizer, mib| {
+            select(Constraints { optimizer, ..fixed }, mib).unwrap().chosen.plan.config.optimizer
+        };
+        let eight_bit = OptimizerKind::AdamW8bit;
+        assert_eq!(optimizer(Some(eight_bit), coded), eight_bit);
+        assert_eq!(optimizer(None, coded), eight_bit);
+        assert_eq!(optimizer(None, wide), OptimizerKind::AdamW);
+        assert_eq!(optimizer(fixed.optimizer, wide), OptimizerKind::AdamW);
+    }
+}
+
 #[test]
 fn a_device_is_planned_without_one() {
     let config = xl();
