@@ -2,6 +2,6 @@
 //!
 //! Only this room and `bin/` print or read the environment. `infer` and `common` never reach training.
 
-pub mod common;
+mod common;
 pub mod infer;
 pub mod train;

@@ -1,49 +1,64 @@
 //! Options that both programs have: the base, and what computes.
 
-use clap::Args;
+use serde::{Deserialize, Serialize};
 
-use super::values::{BaseDtype, DeviceName, Precision, Switch};
+use super::{
+    options::{Check, OnResume, options, switch, unless, value},
+    values::{BaseDtype, DeviceName, Precision, Switch},
+};
 
-/// Which base, and how to find it.
-#[derive(Debug, Clone, Default, Args)]
-pub struct BaseArgs {
-    /// Hub id or folder [default: the embedded base]
-    #[arg(help_heading = "Base", long, value_name = "NAME|DIR")]
-    pub base: Option<String>,
-    /// Branch, tag or commit of a base from the hub
-    #[arg(help_heading = "Base", long, value_name = "REV")]
-    pub revision: Option<String>,
-    /// Use the hub's local cache only
-    #[arg(help_heading = "Base", long)]
-    pub offline: bool,
-    /// What matrices of the base are kept in: f16, or q8 for 8 bits with a scale for each 32 weights [default: f16]
-    #[arg(help_heading = "Base", long, value_name = "TYPE")]
-    pub base_dtype: Option<BaseDtype>,
-    /// Accept an adapter that was trained on another base
-    #[arg(help_heading = "Base", long)]
-    pub allow_base_mismatch: bool,
+options! {
+    /// Which base, and how to find it.
+    #[derive(Serialize, Deserialize)]
+    #[serde(rename_all = "kebab-case", default)]
+    BaseArgs {}
+
+    "Base" {
+        /// Hub id (gpt2, openai-community/gpt2-xl, any GPT2LMHeadModel) or folder
+        base: String =>
+            value("NAME|DIR").otherwise("the embedded base").on_resume(OnResume::OwnRule);
+        /// Branch, tag or commit of a base from the hub
+        revision: String => value("REV").on_resume(OnResume::OwnRule);
+        /// Use the hub's local cache only
+        offline: bool => switch().on_resume(OnResume::OfTheCall);
+        /// Type of the base's matrices: f16, or q8 for 8 bits with a scale for each 32 weights
+        base_dtype: BaseDtype = BaseDtype::F16 => value("TYPE");
+        /// Accept an adapter that was trained on another base
+        allow_base_mismatch: bool => switch().on_resume(OnResume::Free);
+    }
 }
 
-/// What a program computes with.
-#[derive(Debug, Args)]
-pub struct ComputeArgs {
-    /// Where to compute: cpu, cuda, cuda:N, or auto for CUDA where there is a device
-    #[arg(help_heading = "Machine", long, value_name = "DEVICE", default_value = "auto")]
-    pub device: DeviceName,
-    /// Arithmetic of activations: f32, and on CUDA also f16 or bf16 [default: f32 on a CPU, f16 on CUDA]
-    #[arg(help_heading = "Machine", long, value_name = "TYPE")]
-    pub precision: Option<Precision>,
-    /// Threads to compute with [default: all cores]
-    #[arg(help_heading = "Machine", long, value_name = "N")]
-    pub threads: Option<usize>,
-    /// Bring the layers of the base when they are needed: two at a time are in memory [default: off]
-    #[arg(help_heading = "Machine", long, value_name = "WHEN")]
-    pub stream_base: Option<Switch>,
+/// More threads than any machine has cores.
+const MOST_THREADS: usize = 4096;
+
+options! {
+    /// What computes.
+    #[derive(Serialize, Deserialize)]
+    #[serde(rename_all = "kebab-case", default)]
+    ComputeArgs {}
+
+    "Device and memory" {
+        /// Where to compute: cpu, cuda, cuda:N, or auto for CUDA if there is a device
+        device: DeviceName = DeviceName::Auto => value("DEVICE").on_resume(OnResume::OwnRule);
+        /// Type of activations: f32, bf16 (on a CPU in products and attention, if it has fast BF16 products),
+        /// or f16 (CUDA only)
+        precision: Precision =>
+            value("TYPE").otherwise("f32 on a CPU, f16 on CUDA").on_resume(OnResume::OwnRule);
+        /// Number of threads; results do not depend on it
+        threads: usize => value("N").otherwise("all cores").on_resume(OnResume::OfTheCall).check(Check {
+            refused: |&threads| unless((1..=MOST_THREADS).contains(&threads), threads),
+            fault: "is no number of threads",
+            remedy: "give a whole number from 1 to 4096",
+        });
+        /// Read the layers of the base from its file when they are needed; auto: the memory plan decides, and
+        /// without a plan (eval, generate) they stay in memory
+        stream_base: Switch = Switch::Auto => value("WHEN").on_resume(OnResume::Free);
+    }
 }
 
 impl ComputeArgs {
-    /// Whether the base is streamed; there is no plan that could choose it.
+    /// Whether the base is streamed where no memory plan decides it.
     pub fn streams(&self) -> bool {
-        self.stream_base.and_then(Switch::fixed).unwrap_or(false)
+        self.stream_base().fixed().unwrap_or(false)
     }
 }

@@ -4,6 +4,7 @@ pub mod args;
 pub mod download;
 pub mod environment;
 pub mod open;
+pub mod options;
 pub mod output;
 pub mod program;
 pub mod sample;

@@ -98,7 +98,7 @@ pub fn faster_in_bf16(
 /// # Errors
 /// When it cannot be found, downloaded or read, or the device has no room for it.
 pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute, stream: bool) -> Result<Opened> {
-    let dtype = args.base_dtype.map_or(BaseDType::F16, BaseDtype::kept);
+    let dtype = args.base_dtype().kept();
     // Before anything is downloaded or converted.
     check_weights(compute.device.kind(), dtype)?;
     hint_at_f32(compute.device.kind(), compute.activations);
@@ -139,7 +139,7 @@ pub fn adapter(
     let download = Download::new();
     let options = hub_options(name, None, args, environment)?;
     let folder = hub::adapter(&name.display().to_string(), &options, &|progress| download.show(&progress))?;
-    let loaded = peft::load(&folder, base, args.allow_base_mismatch).map_err(|error| {
+    let loaded = peft::load(&folder, base, args.allow_base_mismatch == Some(true)).map_err(|error| {
         let inside = folder.join(RUN_ADAPTER);
         if inside.is_dir() {
             return Error::from(error).hint(format!("it is a run; its adapter is {}", inside.display()));
@@ -157,26 +157,18 @@ fn hub_options(
     args: &BaseArgs,
     environment: &Environment,
 ) -> Result<HubOptions> {
-    match environment.hub(revision, args.offline) {
+    match environment.hub(revision, args.offline == Some(true)) {
         Err(_) if name.is_dir() => Ok(HubOptions::default()),
         options => options,
     }
 }
 
-/// More threads than any machine of ours has cores.
-const MOST_THREADS: usize = 4096;
-
 /// Makes the pool that kernels run on, of `threads` threads.
 ///
 /// # Errors
-/// When the number makes no sense or the system refuses the threads.
+/// When the system refuses the threads.
 pub fn threads(threads: Option<usize>) -> Result<()> {
     let Some(threads) = threads else { return Ok(()) };
-    if !(1..=MOST_THREADS).contains(&threads) {
-        return Err(Error::input(format!(
-            "--threads {threads}: is no number of threads; give 1 to {MOST_THREADS}"
-        )));
-    }
     rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().map_err(|cause| {
         Error::failed(format!("--threads {threads}: cannot be started: {cause}; give fewer"))
     })

@@ -315,7 +315,8 @@ impl BaseDtype {
 }
 
 /// `--split` of `eval`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum SplitName {
     /// `train.*` of a folder.
     Train,
@@ -463,7 +464,7 @@ impl From<RecomputeName> for String {
 }
 
 /// `--adapter DIR[=SCALE]` of `engraft-infer`.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ScaledAdapter {
     /// A folder or a hub id.
     pub name: PathBuf,
@@ -486,7 +487,7 @@ impl FromStr for ScaledAdapter {
 }
 
 /// `--input-ids 1,2,3`.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct TokenIds(pub Vec<u32>);
 
 impl FromStr for TokenIds {

@@ -5,7 +5,6 @@ use std::{
     path::PathBuf,
 };
 
-use clap::Args;
 use engraft_adapters::peft::Loaded;
 use serde_json::{Value, json};
 
@@ -14,6 +13,7 @@ use crate::{
         args::{BaseArgs, ComputeArgs},
         environment::Environment,
         open::{self, Compute, Opened},
+        options::{Check, FROM_ONE, Options, from_zero, options, switch, unless, value},
         output::{write_json, write_out},
         signals,
         values::{ScaledAdapter, TokenIds},
@@ -23,62 +23,62 @@ use crate::{
     model::Base,
 };
 
-/// Options of `generate`.
-#[derive(Debug, Args)]
-pub struct GenerateArgs {
-    /// Which base.
-    #[command(flatten)]
-    pub base: BaseArgs,
-    /// Adapter folder, with =SCALE if wished; repeatable, LoRAs are summed
-    #[arg(long, value_name = "DIR[=SCALE]")]
-    pub adapter: Vec<ScaledAdapter>,
+options! {
+    /// Options of `generate`.
+    GenerateArgs { base: BaseArgs, compute: ComputeArgs }
 
-    /// The text to continue [default: standard input]
-    #[arg(long, value_name = "TEXT", help_heading = "Prompt", conflicts_with_all = ["prompt_file", "input_ids"])]
-    pub prompt: Option<String>,
-    /// File with one prompt a line
-    #[arg(long, value_name = "FILE", help_heading = "Prompt", conflicts_with = "input_ids")]
-    pub prompt_file: Option<PathBuf>,
-    /// The prompt as token ids between commas
-    #[arg(long, value_name = "IDS", help_heading = "Prompt")]
-    pub input_ids: Option<TokenIds>,
+    "" {
+        /// Adapter folder, with =SCALE if wished; repeatable, LoRAs are summed
+        adapter: Vec<ScaledAdapter> => value("DIR[=SCALE]");
+        /// One JSON object per sample on stdout, nothing else there
+        json: bool => switch();
+    }
 
-    /// Most new tokens per sample
-    #[arg(long, value_name = "N", default_value_t = 64, help_heading = "Sampling")]
-    pub max_new_tokens: usize,
-    /// No end-of-text before this many new tokens
-    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Sampling")]
-    pub min_new_tokens: usize,
-    /// 0 always takes the likeliest token
-    #[arg(long, value_name = "T", default_value_t = 1.0, help_heading = "Sampling")]
-    pub temperature: f64,
-    /// Sample from the K likeliest tokens; 0 from all
-    #[arg(long, value_name = "K", default_value_t = 0, help_heading = "Sampling")]
-    pub top_k: usize,
-    /// Sample from the likeliest tokens that together reach probability P
-    #[arg(long, value_name = "P", default_value_t = 1.0, help_heading = "Sampling")]
-    pub top_p: f64,
-    /// Divide positive and multiply negative logits of tokens seen before
-    #[arg(long, value_name = "R", default_value_t = 1.0, help_heading = "Sampling")]
-    pub repetition_penalty: f64,
-    /// Stop at this text, which is not printed; repeatable
-    #[arg(long, value_name = "TEXT", help_heading = "Sampling")]
-    pub stop: Vec<String>,
-    /// Seed of the samples
-    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Sampling")]
-    pub seed: u64,
-    /// Samples per prompt
-    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Sampling")]
-    pub num_samples: usize,
-    /// Samples of a prompt made at a time; more than one are shown when all are done
-    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Sampling")]
-    pub micro_batch: usize,
+    "Prompt" {
+        /// Text to continue
+        #[arg(conflicts_with_all = ["prompt_file", "input_ids"])]
+        prompt: String => value("TEXT").otherwise("standard input");
+        /// File with one prompt a line
+        #[arg(conflicts_with = "input_ids")]
+        prompt_file: PathBuf => value("FILE");
+        /// The prompt as token ids, with commas between them
+        input_ids: TokenIds => value("IDS");
+    }
 
-    #[command(flatten)]
-    pub compute: ComputeArgs,
-    /// One JSON object per sample on stdout, nothing else there
-    #[arg(long)]
-    pub json: bool,
+    "Sampling" {
+        /// Most new tokens per sample
+        max_new_tokens: usize = 64 => value("N").check(FROM_ONE);
+        /// No end-of-text before this many new tokens
+        min_new_tokens: usize = 0 => value("N");
+        /// Temperature of sampling; 0 always takes the likeliest token
+        temperature: f64 = 1.0 => value("T").check(from_zero("give 0 for greedy, or a number such as 0.8"));
+        /// Sample from the K likeliest tokens; 0 from all
+        top_k: usize = 0 => value("K");
+        /// Sample from the likeliest tokens that together reach probability P
+        top_p: f64 = 1.0 => value("P").check(Check {
+            refused: |&part| unless(part > 0.0 && part <= 1.0, part),
+            fault: "is not above 0 and at most 1",
+            remedy: "give a number such as 0.9",
+        });
+        /// Divide positive and multiply negative logits of earlier tokens by this number
+        repetition_penalty: f64 = 1.0 => value("R").check(Check {
+            refused: |penalty| unless((1e-3..=1e3).contains(penalty), penalty),
+            fault: "is not between 0.001 and 1000",
+            remedy: "give 1 for none, or a number such as 1.2",
+        });
+        /// Stop at this text, which is not printed; repeatable
+        stop: Vec<String> => value("TEXT").check(Check {
+            refused: |texts| texts.iter().any(String::is_empty).then(|| "\"\"".to_owned()),
+            fault: "every text holds the empty one",
+            remedy: "give some text",
+        });
+        /// Seed of the samples
+        seed: u64 = 0 => value("N");
+        /// Samples per prompt
+        num_samples: usize = 1 => value("N").check(FROM_ONE);
+        /// Samples of a prompt made at a time; more than one are shown when all are done
+        micro_batch: usize = 1 => value("N").check(FROM_ONE);
+    }
 }
 
 /// A loaded adapter and the factor on its LoRA.
@@ -99,7 +99,7 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     let options = options(args)?;
     let texts = texts(args)?;
     open::threads(args.compute.threads)?;
-    let compute = Compute::open(Some(args.compute.device), args.compute.precision)?;
+    let compute = Compute::open(args.compute.device, args.compute.precision)?;
     let environment = Environment::read()?;
     let opened = open::base(&args.base, &environment, compute, args.compute.streams())?;
     let adapters = adapters(args, &opened, &environment)?;
@@ -132,7 +132,7 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     let samples = options.num_samples as u64;
     (0u64..).zip(&prompts).try_for_each(|(index, prompt)| {
         let seed = options.seed.wrapping_add(index.wrapping_mul(samples));
-        answer(prompt, args.json, &generator, &GenerateOptions { seed, ..options.clone() })
+        answer(prompt, args.json == Some(true), &generator, &GenerateOptions { seed, ..options.clone() })
     })
 }
 
@@ -152,51 +152,24 @@ fn answer(prompt: &Prompt, json: bool, generator: &Generator, options: &Generate
 }
 
 fn options(args: &GenerateArgs) -> Result<GenerateOptions> {
-    let refuse = |option: &str, value: &dyn std::fmt::Display, rule: &str| {
-        Err(Error::input(format!("--{option} {value}: {rule}")))
-    };
-    if args.max_new_tokens == 0 {
-        return refuse("max-new-tokens", &0, "generates nothing; give at least 1");
-    }
-    if args.min_new_tokens > args.max_new_tokens {
-        return refuse("min-new-tokens", &args.min_new_tokens, "is more than --max-new-tokens; give less");
-    }
-    if !(args.temperature.is_finite() && args.temperature >= 0.0) {
-        return refuse(
-            "temperature",
-            &args.temperature,
-            "is negative or not finite; give 0 for greedy, or such as 0.8",
-        );
-    }
-    if !(args.top_p > 0.0 && args.top_p <= 1.0) {
-        return refuse("top-p", &args.top_p, "is not above 0 and up to 1; give a number such as 0.9");
-    }
-    if !(1e-3..=1e3).contains(&args.repetition_penalty) {
-        return refuse(
-            "repetition-penalty",
-            &args.repetition_penalty,
-            "is not between 0.001 and 1000; give 1 for none",
-        );
-    }
-    for (option, value) in [("num-samples", args.num_samples), ("micro-batch", args.micro_batch)] {
-        if value == 0 {
-            return refuse(option, &0, "generates nothing; give at least 1");
-        }
-    }
-    if args.stop.iter().any(String::is_empty) {
-        return refuse("stop", &"\"\"", "every text holds the empty one; give some text");
+    args.check()?;
+    if args.min_new_tokens() > args.max_new_tokens() {
+        let least = args.min_new_tokens();
+        return Err(Error::input(format!(
+            "--min-new-tokens {least}: is more than --max-new-tokens; give less"
+        )));
     }
     Ok(GenerateOptions {
-        max_new_tokens: args.max_new_tokens,
-        min_new_tokens: args.min_new_tokens,
-        temperature: args.temperature,
-        top_k: args.top_k,
-        top_p: args.top_p,
-        repetition_penalty: args.repetition_penalty,
-        stop: args.stop.clone(),
-        seed: args.seed,
-        num_samples: args.num_samples,
-        micro_batch: args.micro_batch,
+        max_new_tokens: args.max_new_tokens(),
+        min_new_tokens: args.min_new_tokens(),
+        temperature: args.temperature(),
+        top_k: args.top_k(),
+        top_p: args.top_p(),
+        repetition_penalty: args.repetition_penalty(),
+        stop: args.stop.clone().unwrap_or_default(),
+        seed: args.seed(),
+        num_samples: args.num_samples(),
+        micro_batch: args.micro_batch(),
     })
 }
 
@@ -256,7 +229,7 @@ fn from_ids(ids: &[u32], base: &Base) -> Result<Prompt> {
 fn adapters(args: &GenerateArgs, opened: &Opened, environment: &Environment) -> Result<Vec<Scaled>> {
     let description = opened.base.description();
     let mut adapters: Vec<Scaled> = Vec::new();
-    for ScaledAdapter { name, scale } in &args.adapter {
+    for ScaledAdapter { name, scale } in args.adapter.iter().flatten() {
         let loaded = open::adapter(name, &args.base, environment, &description)?;
         if loaded.set.loras.is_empty() && *scale != 1.0 {
             return Err(Error::input(format!(

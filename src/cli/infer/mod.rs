@@ -6,7 +6,10 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use super::common::program;
+use super::common::{
+    options::{Facts, Options},
+    program,
+};
 
 /// Runs a frozen GPT-2 with adapters
 #[derive(Debug, Parser)]
@@ -25,8 +28,18 @@ enum Command {
 
 /// Runs the program with the arguments of the process.
 pub fn main() -> ExitCode {
-    program::exit(program::parse::<EngraftInfer>().and_then(|typed| match typed.map(|typed| typed.command) {
-        None => Ok(()),
-        Some(Command::Generate(args)) => generate::run(&args),
+    program::exit(program::parse::<EngraftInfer>(options).and_then(|typed| {
+        match typed.map(|typed| typed.command) {
+            None => Ok(()),
+            Some(Command::Generate(args)) => generate::run(&args),
+        }
     }))
+}
+
+/// The options of a command; none where it has no table of them.
+pub(super) fn options(command: &str) -> Vec<Facts> {
+    match command {
+        "generate" => generate::GenerateArgs::facts(),
+        _ => Vec::new(),
+    }
 }

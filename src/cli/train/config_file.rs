@@ -2,12 +2,15 @@
 
 use std::{fs, path::Path};
 
-use clap::Args as _;
+use serde::Serialize;
 use serde_json::Value;
 use toml::Table;
 
 use super::args::TrainArgs;
-use crate::error::{Error, Result};
+use crate::{
+    cli::common::options::Options,
+    error::{Error, Result},
+};
 
 /// The options in the file at `path`.
 ///
@@ -37,14 +40,22 @@ pub fn parse(text: &str, name: &str) -> Result<TrainArgs> {
         )));
     }
     // From the text, not from the table: only so does a wrong value know its line.
-    toml::from_str(text).map_err(|cause| damaged(name, text, &cause))
+    from_text(text).map_err(|cause| damaged(name, text, &cause))
 }
 
-/// Long names of the options a config file may hold.
+/// Options from TOML, group by group; keys of other groups are passed over.
+fn from_text(text: &str) -> Result<TrainArgs, toml::de::Error> {
+    Ok(TrainArgs {
+        base: toml::from_str(text)?,
+        data: toml::from_str(text)?,
+        compute: toml::from_str(text)?,
+        ..toml::from_str(text)?
+    })
+}
+
+/// Names of the options a config file may hold.
 fn option_names() -> Vec<String> {
-    let command = TrainArgs::augment_args(clap::Command::new("train"));
-    let names = command.get_arguments().filter_map(|option| option.get_long().map(str::to_owned));
-    names.filter(|name| name != "config").collect()
+    TrainArgs::facts().into_iter().map(|facts| facts.name).filter(|name| name != "config").collect()
 }
 
 fn damaged(name: &str, text: &str, cause: &toml::de::Error) -> Error {
@@ -66,12 +77,20 @@ fn one_line(message: &str) -> String {
 /// # Errors
 /// On what TOML cannot hold: a path that is not UTF-8, a number beyond 64 signed bits.
 pub fn table(args: &TrainArgs) -> Result<Table> {
-    let given = serde_json::to_value(args).unwrap_or_default();
+    let mut table = group(args)?;
+    table.extend(group(&args.base)?);
+    table.extend(group(&args.data)?);
+    table.extend(group(&args.compute)?);
+    Ok(table)
+}
+
+fn group(options: &impl Serialize) -> Result<Table> {
+    let given = serde_json::to_value(options).unwrap_or_default();
     let too_large = |value: &Value| value.as_u64().is_some_and(|number| i64::try_from(number).is_err());
     if let Some((key, value)) = given.as_object().into_iter().flatten().find(|(_, value)| too_large(value)) {
         return Err(Error::input(format!("--{key} {value}: is too large; give {} or less", i64::MAX)));
     }
-    Table::try_from(args).map_err(|cause| {
+    Table::try_from(options).map_err(|cause| {
         Error::input(format!("an option cannot be written to a config file: {cause}; change its value"))
     })
 }
@@ -80,10 +99,8 @@ pub fn table(args: &TrainArgs) -> Result<Table> {
 ///
 /// # Errors
 /// When a value does not fit its option.
-pub fn untable(table: Table) -> Result<TrainArgs> {
-    table
-        .try_into()
-        .map_err(|cause: toml::de::Error| Error::input(format!("{}; correct it", cause.message())))
+pub fn untable(table: &Table) -> Result<TrainArgs> {
+    from_text(&table.to_string()).map_err(|cause| Error::input(format!("{}; correct it", cause.message())))
 }
 
 #[cfg(test)]
@@ -98,12 +115,21 @@ mod tests {
     }
 
     #[test]
+    fn every_group_is_written_and_read() {
+        let text = "base = 'gpt2'\ndata = ['a.txt']\ndevice = 'cpu'\nrank = 3\n";
+        let args = parse(text, "x.toml").unwrap();
+        let given = (args.base.base.as_deref(), args.data.data.is_some(), args.compute.device.is_some());
+        assert_eq!((given, args.rank), ((Some("gpt2"), true, true), Some(3)));
+        assert_eq!(table(&args).unwrap().len(), 4);
+    }
+
+    #[test]
     fn reads_the_spellings_of_the_command_line() {
         let text = "targets = ['q', 'v']\nlayers = '0-2,5'\nwarmup = 0.5\nrecompute = 'every:2'\n\
                     rank-pattern = ['h.0=4']\nno-shuffle = true\nmethod = 'lora+prefix'\ndata = ['a.txt']\n";
         let args = parse(text, "x.toml").unwrap();
         assert_eq!(args.layers.as_ref().unwrap().0, [0, 1, 2, 5]);
-        assert_eq!(untable(table(&args).unwrap()).unwrap(), args);
+        assert_eq!(untable(&table(&args).unwrap()).unwrap(), args);
     }
 
     #[test]

@@ -6,137 +6,74 @@ use toml::Table;
 
 use super::{args::TrainArgs, config_file};
 use crate::{
-    cli::common::values::{
-        BaseDtype, DeviceName, LayerList, MemoryName, Method, Optimizer, PrefixInit, RecomputeName, RowsName,
-        ScheduleName, Switch, Warmup,
-    },
+    cli::common::options::{Facts, OnResume, Options, Part},
     error::{Error, Result},
-    optim::AdamWOptions,
-    plan::budget::Limit,
 };
-use engraft_adapters::{LoraSpec, PrefixSpec};
-
-/// Options that say the same in two ways: a layer that gives one hides the other in the layers below.
-const EXCLUSIVE: [[&str; 2]; 3] = [["steps", "epochs"], ["pack", "no-pack"], ["eval-data", "eval-fraction"]];
-/// Options of a LoRA.
-pub const LORA_KEYS: [&str; 8] =
-    ["rank", "alpha", "targets", "layers", "lora-dropout", "rslora", "rank-pattern", "alpha-pattern"];
-/// Options of a prefix.
-pub const PREFIX_KEYS: [&str; 4] = ["prefix-len", "prefix-init", "prefix-text", "prefix-projection"];
-/// Not written to a run folder: they belong to one call, not to the run.
-const OF_THE_CALL: [&str; 6] = ["output", "resume", "json", "threads", "offline", "memory-trace"];
 
 /// Joins layers of options, the first one winning.
 ///
 /// # Errors
-/// When a value cannot be written as TOML.
+/// When a value cannot be written as TOML, or a layer has two options that exclude each other.
 pub fn join(layers: &[TrainArgs]) -> Result<TrainArgs> {
+    let facts = TrainArgs::facts();
     let mut joined = Table::new();
     for layer in layers {
         let mut below = config_file::table(layer)?;
-        refuse_both(&below)?;
-        hide(&joined, &mut below);
+        refuse_both(&facts, &below)?;
+        hide(&facts, &joined, &mut below);
         for (key, value) in below {
             joined.entry(key).or_insert(value);
         }
     }
-    config_file::untable(joined)
+    config_file::untable(&joined)
 }
 
-fn refuse_both(layer: &Table) -> Result<()> {
-    match EXCLUSIVE.iter().find(|pair| pair.iter().all(|key| layer.contains_key(*key))) {
+/// Pairs of options that say the same in two ways.
+fn exclusive(facts: &[Facts]) -> impl Iterator<Item = [&str; 2]> {
+    facts.iter().filter_map(|facts| Some([facts.excludes?, facts.name.as_str()]))
+}
+
+fn refuse_both(facts: &[Facts], layer: &Table) -> Result<()> {
+    match exclusive(facts).find(|pair| pair.iter().all(|key| layer.contains_key(*key))) {
         None => Ok(()),
         Some([one, other]) => Err(Error::input(format!(
             "--{one} {} and --{other} {} exclude each other; give one of them",
-            layer[*one], layer[*other]
+            layer[one], layer[other]
         ))),
     }
 }
 
 /// Removes from the layer `below` what a decision above makes meaningless.
-fn hide(above: &Table, below: &mut Table) {
-    for [one, other] in EXCLUSIVE {
-        if above.contains_key(one) || above.contains_key(other) {
-            below.remove(one);
-            below.remove(other);
+fn hide(facts: &[Facts], above: &Table, below: &mut Table) {
+    for pair in exclusive(facts) {
+        if pair.iter().any(|key| above.contains_key(*key)) {
+            pair.iter().for_each(|key| drop(below.remove(*key)));
         }
     }
-    if above.contains_key("init-adapter") {
-        below.remove("method");
-        LORA_KEYS.iter().chain(&PREFIX_KEYS).filter(|key| **key != "lora-dropout").for_each(|key| {
-            below.remove(*key);
-        });
-    }
-    let method = above.get("method").and_then(|name| name.as_str());
-    let meaningless: &[&str] = match method {
-        Some("prefix") => &LORA_KEYS,
-        Some("lora") => &PREFIX_KEYS,
-        _ => &[],
+    let from_adapter = above.contains_key("init-adapter");
+    let meaningless = match above.get("method").and_then(|name| name.as_str()) {
+        Some("prefix") => Some(Part::Lora),
+        Some("lora") => Some(Part::Prefix),
+        _ => None,
     };
-    meaningless.iter().for_each(|key| {
-        below.remove(*key);
-    });
+    let hidden = |facts: &&Facts| from_adapter && facts.from_adapter || Some(facts.part) == meaningless;
+    facts.iter().filter(hidden).for_each(|facts| drop(below.remove(&facts.name)));
 }
 
 /// `args` with every default that does not depend on the base filled in.
 pub fn with_defaults(mut args: TrainArgs) -> TrainArgs {
-    let method = args.method.unwrap_or(Method::Lora);
-    if args.init_adapter.is_none() {
-        args.method = Some(method);
-        if method.lora() {
-            lora_defaults(&mut args);
-        }
-        if method.prefix() {
-            prefix_defaults(&mut args);
-        }
+    args.fill(&|facts| facts.part == Part::Run);
+    // An adapter to start from gives these; its method is not known here.
+    if let Some(method) = args.method.filter(|_| args.init_adapter.is_none()) {
+        args.fill(&|facts| match facts.part {
+            Part::Run => false,
+            Part::Lora => method.lora(),
+            Part::Prefix => method.prefix(),
+        });
     }
-    args.base_dtype.get_or_insert(BaseDtype::F16);
-    args.log_every.get_or_insert(10);
-    // One name for what two options say.
-    let packed = !args.no_pack.take().unwrap_or(false);
-    args.pack.get_or_insert(packed);
-    args.batch.get_or_insert(8);
-    if args.steps.is_none() {
-        args.epochs.get_or_insert(1.0);
-    }
-    args.lr.get_or_insert(5e-4);
-    args.schedule.get_or_insert(ScheduleName::Linear);
-    args.warmup.get_or_insert(Warmup::Steps(0));
-    args.weight_decay.get_or_insert(AdamWOptions::default().weight_decay);
-    args.clip.get_or_insert(1.0);
-    args.label_smoothing.get_or_insert(0.0);
-    args.optimizer.get_or_insert(Optimizer::Adamw);
-    args.seed.get_or_insert(0);
-    args.device.get_or_insert(DeviceName::Auto);
-    args.micro_batch.get_or_insert(RowsName::AUTO);
-    args.memory.get_or_insert(MemoryName(Limit::Auto));
-    args.recompute.get_or_insert(RecomputeName(None));
-    args.head_rows.get_or_insert(RowsName::AUTO);
-    args.stream_base.get_or_insert(Switch::Auto);
-    args.offload_inputs.get_or_insert(Switch::Auto);
-    args.offload_optimizer.get_or_insert(Switch::Auto);
-    args.save_every.get_or_insert(100);
-    args.keep.get_or_insert(2);
-    args.eval_every.get_or_insert(0);
+    // `pack` now says what both options say.
+    args.data.no_pack = None;
     args
-}
-
-fn lora_defaults(args: &mut TrainArgs) {
-    let spec = LoraSpec::default();
-    args.rank.get_or_insert(spec.rank);
-    args.alpha.get_or_insert(spec.alpha);
-    args.lora_dropout.get_or_insert(spec.dropout);
-    args.rslora.get_or_insert(spec.rslora);
-    args.targets.get_or_insert(spec.targets);
-    if args.layers.is_none() {
-        args.layers = spec.layers.map(LayerList);
-    }
-}
-
-fn prefix_defaults(args: &mut TrainArgs) {
-    args.prefix_len.get_or_insert(PrefixSpec::default().length);
-    let projected = args.prefix_projection.is_some();
-    args.prefix_init.get_or_insert(if projected { PrefixInit::Random } else { PrefixInit::Text });
 }
 
 /// `args` as the text of a run folder's `config.toml`, which `--config` reads again.
@@ -145,9 +82,11 @@ fn prefix_defaults(args: &mut TrainArgs) {
 /// When a value cannot be written as TOML.
 pub fn written(args: &TrainArgs) -> Result<String> {
     let mut table = config_file::table(args)?;
-    OF_THE_CALL.iter().for_each(|key| {
-        table.remove(*key);
-    });
+    let of_the_call = |facts: &Facts| facts.on_resume == OnResume::OfTheCall;
+    TrainArgs::facts()
+        .iter()
+        .filter(|facts| of_the_call(facts))
+        .for_each(|facts| drop(table.remove(&facts.name)));
     let text = toml::to_string(&table).map_err(|cause| {
         Error::input(format!("an option cannot be written to config.toml: {cause}; change it"))
     })?;
@@ -161,7 +100,7 @@ pub fn written(args: &TrainArgs) -> Result<String> {
 /// # Errors
 /// When there is no current folder.
 pub fn with_absolute_paths(mut args: TrainArgs) -> Result<TrainArgs> {
-    for path in args.data.iter_mut().flatten().chain(args.eval_data.iter_mut().flatten()) {
+    for path in args.data.data.iter_mut().flatten().chain(args.eval_data.iter_mut().flatten()) {
         *path = absolute(path)?;
     }
     if let Some(path) = &mut args.init_adapter {

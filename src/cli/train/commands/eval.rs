@@ -2,66 +2,45 @@
 
 use std::path::{Path, PathBuf};
 
-use clap::Args;
 use serde_json::json;
 
 use crate::{
-    cli::common::{
-        args::{BaseArgs, ComputeArgs},
-        environment::Environment,
-        open::{self, Compute},
-        output::{write_json, write_out},
-        signals,
-        values::SplitName,
+    cli::{
+        common::{
+            args::{BaseArgs, ComputeArgs},
+            environment::Environment,
+            open::{self, Compute},
+            options::{FROM_ONE, Options, options, switch, value},
+            output::{write_json, write_out},
+            signals,
+            values::SplitName,
+        },
+        train::args::DataArgs,
     },
     data::{DataOptions, Split},
     engine::Evaluator,
-    error::{Error, Result},
-    model::Limits,
+    error::Result,
+    model::{Limits, Policy},
     train::{self, DataSource},
 };
 
-/// Options of `eval`.
-#[derive(Debug, Args)]
-pub struct EvalArgs {
-    /// Which base.
-    #[command(flatten)]
-    pub base: BaseArgs,
-    /// Adapter folder; without it the base alone
-    #[arg(long, value_name = "DIR")]
-    pub adapter: Option<PathBuf>,
-    /// .txt or .jsonl file, or folder; repeatable [default: the embedded data]
-    #[arg(long, value_name = "PATH")]
-    pub data: Vec<PathBuf>,
-    /// Which files of a folder
-    #[arg(long, value_name = "SPLIT", default_value = "valid")]
-    pub split: SplitName,
-    /// Longest row in tokens [default: 256, or what the base's positions leave]
-    #[arg(long, value_name = "N")]
-    pub seq_len: Option<usize>,
-    /// Put several documents in a row (the default)
-    #[arg(long, overrides_with = "no_pack")]
-    pub pack: bool,
-    /// One record a row
-    #[arg(long, overrides_with = "pack")]
-    pub no_pack: bool,
-    /// A .txt file is one document per line instead of one document
-    #[arg(long)]
-    pub line_by_line: bool,
-    /// Count the loss on prompts too
-    #[arg(long)]
-    pub train_on_prompt: bool,
-    /// Rows at a time
-    #[arg(long, value_name = "N", default_value_t = 8, visible_alias = "batch")]
-    pub micro_batch: usize,
-    /// Rows of logits held at a time by the head
-    #[arg(long, value_name = "N", default_value_t = crate::model::Policy::HEAD_ROWS)]
-    pub head_rows: usize,
-    #[command(flatten)]
-    pub compute: ComputeArgs,
-    /// One JSON object on stdout
-    #[arg(long)]
-    pub json: bool,
+options! {
+    /// Options of `eval`.
+    EvalArgs { base: BaseArgs, data: DataArgs, compute: ComputeArgs }
+
+    "" {
+        /// Adapter folder; without it the base alone
+        adapter: PathBuf => value("DIR");
+        /// Which files of a folder
+        split: SplitName = SplitName::Valid => value("SPLIT");
+        /// Sequences per forward pass
+        #[arg(visible_alias = "batch")]
+        micro_batch: usize = 8 => value("N").check(FROM_ONE);
+        /// Rows of logits that the head holds at a time
+        head_rows: usize = Policy::HEAD_ROWS => value("N").check(FROM_ONE);
+        /// One JSON object on stdout
+        json: bool => switch();
+    }
 }
 
 /// Runs `engraft eval`.
@@ -70,13 +49,9 @@ pub struct EvalArgs {
 /// When anything named cannot be read or does not fit together.
 pub fn run(args: &EvalArgs) -> Result<()> {
     signals::install()?;
-    for (option, value) in [("micro-batch", args.micro_batch), ("head-rows", args.head_rows)] {
-        if value == 0 {
-            return Err(Error::input(format!("--{option} 0: is too small; give at least 1")));
-        }
-    }
+    args.check()?;
     open::threads(args.compute.threads)?;
-    let compute = Compute::open(Some(args.compute.device), args.compute.precision)?;
+    let compute = Compute::open(args.compute.device, args.compute.precision)?;
     let environment = Environment::read()?;
     let opened = open::base(&args.base, &environment, compute, args.compute.streams())?;
     let adapter = args
@@ -88,23 +63,22 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         adapter.as_ref().and_then(|loaded| loaded.set.prefix.as_ref()).map_or(0, |prefix| prefix.length);
     let config = &opened.base.config;
     let options = DataOptions {
-        seq_len: train::row_limit(args.seq_len, prefix, config.positions)?,
-        pack: !args.no_pack,
-        line_by_line: args.line_by_line,
-        train_on_prompt: args.train_on_prompt,
+        seq_len: train::row_limit(args.data.seq_len, prefix, config.positions)?,
+        pack: args.data.packs(),
+        line_by_line: args.data.line_by_line == Some(true),
+        train_on_prompt: args.data.train_on_prompt == Some(true),
         end_of_text: train::end_of_text(config, opened.tokenizer.as_ref())?,
         vocab: config.vocab,
         spool: environment.cache().ok().map(Path::to_owned),
     };
-    let source =
-        if args.data.is_empty() { DataSource::Embedded } else { DataSource::Files(args.data.clone()) };
-    let data = train::load_split(&source, split(args.split), opened.tokenizer.as_ref(), &options)?;
-    let limits = Limits { rows: args.micro_batch.min(data.rows.len()), tokens: data.longest() };
+    let source = args.data.data.clone().map_or(DataSource::Embedded, DataSource::Files);
+    let data = train::load_split(&source, split(args.split()), opened.tokenizer.as_ref(), &options)?;
+    let limits = Limits { rows: args.micro_batch().min(data.rows.len()), tokens: data.longest() };
     let adapter = adapter.as_ref().map(|loaded| (&loaded.set, loaded.values.as_slice()));
-    let mut evaluator = Evaluator::new(opened.base.clone(), adapter, limits, args.head_rows)?;
-    let found = evaluator.evaluate(&mut data.batches(args.micro_batch))?;
+    let mut evaluator = Evaluator::new(opened.base.clone(), adapter, limits, args.head_rows())?;
+    let found = evaluator.evaluate(&mut data.batches(args.micro_batch()))?;
     let perplexity = found.perplexity();
-    if args.json {
+    if args.json == Some(true) {
         let (loss, tokens, rows) = (found.loss, found.tokens, found.rows);
         return write_json(
             &json!({ "loss": loss, "perplexity": perplexity, "tokens": tokens, "rows": rows }),

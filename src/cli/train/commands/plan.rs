@@ -13,7 +13,7 @@ use crate::{
             environment::Environment,
             open::{self, Compute},
             output::{write_json, write_note, write_out},
-            values::{BaseDtype, DeviceName, Precision},
+            values::{DeviceName, Precision},
         },
         train::{args::TrainArgs, layers, resolve},
     },
@@ -21,7 +21,7 @@ use crate::{
     embedded,
     error::Result,
     kernels::matmul::Arithmetic,
-    model::{BaseDType, Config, base::check_weights, builtin, weights},
+    model::{Config, base::check_weights, builtin, weights},
     plan::PlannedDevice,
     train as run,
     train::{AdapterOptions, DataSource, PlanRequest, RunOptions},
@@ -35,16 +35,17 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     let args = joined(typed)?;
     let environment = Environment::read()?;
     let cache = environment.cache().ok().map(Path::to_owned);
-    open::threads(args.threads)?;
+    open::threads(args.compute.threads)?;
     // A plan needs no device: it is made for the one that was named, or for what is here.
-    let kind = args.device.unwrap_or(DeviceName::Auto).kind();
-    let arithmetic = if args.precision == Some(Precision::Bf16) { Arithmetic::Bf16 } else { Arithmetic::F32 };
+    let kind = args.compute.device.unwrap_or(DeviceName::Auto).kind();
+    let arithmetic =
+        if args.compute.precision == Some(Precision::Bf16) { Arithmetic::Bf16 } else { Arithmetic::F32 };
     let device = PlannedDevice::of_kind(kind, arithmetic);
-    let base_dtype = args.base_dtype.map_or(BaseDType::F16, BaseDtype::kept);
+    let base_dtype = args.base.base_dtype().kept();
     // Before anything else is said.
     check_weights(kind, base_dtype)?;
     let options = resolve::run_options(&args, resolve::machine(Compute::CPU), cache)?;
-    if let Some(precision) = args.precision {
+    if let Some(precision) = args.compute.precision {
         open::hint_at_f32(kind, precision.activations());
     }
     let base = open_sizes(&args, &environment)?;
@@ -64,14 +65,15 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         set: &set,
         seq_len,
         device,
-        streamable: args.base.is_some(),
+        streamable: args.base.base.is_some(),
     };
     let selection = run::plan_request(&options, plan_request)?;
-    if args.json.unwrap_or(false) {
+    if args.json == Some(true) {
         write_json(&table::event(&selection))
     } else {
         write_out(&table::whole(&selection))?;
-        if let Some(hint) = open::faster_in_bf16(kind, args.precision, args.base_dtype) {
+        let faster = open::faster_in_bf16(kind, args.compute.precision, args.base.base_dtype);
+        if let Some(hint) = faster {
             write_note(&format!("hint: {hint}"));
         }
         Ok(())
@@ -87,7 +89,7 @@ struct BaseSizes {
 
 /// The config of a base: built in for the four GPT-2 models, else read as for training, without weights.
 fn open_sizes(args: &TrainArgs, environment: &Environment) -> Result<BaseSizes> {
-    let Some(name) = &args.base else {
+    let Some(name) = &args.base.base else {
         let config = Config::from_json(embedded::CONFIG, Path::new("the embedded config.json"))?;
         let tokenizer = Some(Tokenizer::from_bytes(embedded::TOKENIZER)?);
         return Ok(BaseSizes { name: open::EMBEDDED.to_owned(), config, tokenizer });
@@ -100,13 +102,8 @@ fn open_sizes(args: &TrainArgs, environment: &Environment) -> Result<BaseSizes> 
     if let Some(config) = builtin::builtin(name)? {
         return Ok(BaseSizes { name: name.clone(), config, tokenizer: None });
     }
-    let named = BaseArgs {
-        base: args.base.clone(),
-        revision: args.revision.clone(),
-        offline: args.offline.unwrap_or(false),
-        base_dtype: None,
-        allow_base_mismatch: true,
-    };
+    // Sizes are the same in every type, and no adapter is loaded.
+    let named = BaseArgs { base_dtype: None, allow_base_mismatch: Some(true), ..args.base.clone() };
     let opened = open::base(&named, environment, Compute::CPU, false)?;
     Ok(BaseSizes { name: name.clone(), config: opened.base.config.clone(), tokenizer: opened.tokenizer })
 }
@@ -157,11 +154,16 @@ mod tests {
 
     #[test]
     fn a_built_in_size_needs_no_file() {
-        let args = TrainArgs { base: Some("gpt2-xl".to_owned()), ..TrainArgs::default() };
+        let of = |base| TrainArgs { base, ..TrainArgs::default() };
+        let args = of(BaseArgs { base: Some("gpt2-xl".to_owned()), ..BaseArgs::default() });
         let environment = Environment::read().unwrap();
         let base = open_sizes(&args, &environment).unwrap();
         assert_eq!((base.config.layers, base.tokenizer.is_none()), (48, true));
-        let missing = TrainArgs { base: Some("no/such-folder".to_owned()), offline: Some(true), ..args };
+        let missing = of(BaseArgs {
+            base: Some("no/such-folder".to_owned()),
+            offline: Some(true),
+            ..BaseArgs::default()
+        });
         let error = open_sizes(&missing, &environment).err().unwrap();
         assert_eq!(error.exit_code(), 2);
     }

@@ -5,7 +5,6 @@ use std::path::Path;
 use crate::{
     cli::{
         common::{
-            args::BaseArgs,
             environment::Environment,
             open::{self, Compute},
             signals,
@@ -30,45 +29,38 @@ use crate::{
 pub fn run(typed: TrainArgs) -> Result<()> {
     signals::install()?;
     let mut args = joined(typed)?;
-    args.base = args.base.as_deref().map(layers::base_name).transpose()?;
+    args.base.base = args.base.base.as_deref().map(layers::base_name).transpose()?;
     let output = match &args.output {
         Some(output) => output.clone(),
         None => resolve::default_output(&args),
     };
     let environment = Environment::read()?;
     let cache = environment.cache().ok().map(Path::to_owned);
-    let compute = Compute::open(args.device, args.precision)?;
+    let compute = Compute::open(args.compute.device, args.compute.precision)?;
     let options = resolve::run_options(&args, resolve::machine(compute), cache)?;
-    open::threads(args.threads)?;
+    open::threads(args.compute.threads)?;
     // Locked before the base is loaded: a second process is told at once.
     let folder = RunFolder::look(&output, options.resume)?;
-    let named = BaseArgs {
-        base: args.base.clone(),
-        revision: args.revision.clone(),
-        offline: args.offline.unwrap_or(false),
-        base_dtype: args.base_dtype,
-        allow_base_mismatch: options.allow_base_mismatch,
-    };
-    let opened = open::base(&named, &environment, compute, options.constraints.stream == Some(true))?;
-    let json = args.json.unwrap_or(false);
+    let opened = open::base(&args.base, &environment, compute, options.constraints.stream == Some(true))?;
+    let json = args.json == Some(true);
     let mut reporter: Box<dyn Reporter> = if json {
         Box::new(JsonReporter)
     } else {
         // A run that goes on has its precision.
+        let (kind, precision) = (compute.device.kind(), args.compute.precision);
         let chooses = !options.resume;
-        let kind = compute.device.kind();
-        let faster = chooses.then(|| open::faster_in_bf16(kind, args.precision, args.base_dtype)).flatten();
+        let faster = chooses.then(|| open::faster_in_bf16(kind, precision, args.base.base_dtype)).flatten();
         let hints = own_data_on_embedded_base(&args).into_iter().chain(faster).collect();
-        Box::new(HumanReporter::new(args.log_every.unwrap_or_default(), hints))
+        Box::new(HumanReporter::new(args.log_every(), hints))
     };
     let (base, tokenizer) = (&opened.base, opened.tokenizer.as_ref());
     let finished = train::run(&options, base, tokenizer, folder, reporter.as_mut(), signals::watch())?;
-    if json { Ok(()) } else { closing::show(&finished, &opened, args.base.as_deref()) }
+    if json { Ok(()) } else { closing::show(&finished, &opened, args.base.base.as_deref()) }
 }
 
 /// What to tell somebody whose data is no match for the embedded base.
 fn own_data_on_embedded_base(args: &TrainArgs) -> Option<&'static str> {
-    (args.base.is_none() && args.data.is_some()).then_some(
+    (args.base.base.is_none() && args.data.data.is_some()).then_some(
         "the embedded base knows little beyond its examples; --base gpt2, or a folder, is for your own data",
     )
 }
@@ -88,7 +80,7 @@ pub(super) fn joined(typed: TrainArgs) -> Result<TrainArgs> {
         layers.extend(of_run_folder(output)?);
     }
     let so_far = layers::join(&layers)?;
-    if so_far.base.is_none() && so_far.data.is_none() {
+    if so_far.base.base.is_none() && so_far.data.data.is_none() {
         let prefix = matches!(so_far.method, Some(Method::Prefix));
         let defaults = if prefix { embedded::PREFIX_DEFAULTS } else { embedded::DEFAULTS };
         layers.push(config_file::parse(defaults, "the embedded defaults")?);

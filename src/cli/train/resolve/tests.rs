@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::cli::train::layers::{join, with_defaults};
-use crate::model::Recompute;
+use crate::{cli::common::args::BaseArgs, model::Recompute, plan::budget::Limit};
 
 fn machine() -> Machine {
     Machine { device: "cpu".into(), precision: "f32".into(), dispatch: "test".into() }
@@ -17,7 +17,8 @@ fn resolve(text: &str) -> Result<RunOptions> {
 fn defaults_make_a_run() {
     let options = resolve("").unwrap();
     assert_eq!(options.data, DataSource::Embedded);
-    assert_eq!((options.batch, options.constraints, options.shuffle), (8, Constraints::default(), true));
+    let constraints = Constraints { optimizer: Some(OptimizerKind::AdamW), ..Constraints::default() };
+    assert_eq!((options.batch, options.constraints, options.shuffle), (8, constraints, true));
     assert_eq!(options.length, Length::Epochs(1.0));
     assert_eq!(options.adapter.kinds, Some(Kinds { lora: true, prefix: false }));
     assert_eq!(options.adapter.spec(), AdapterOptions::default().spec());
@@ -104,7 +105,7 @@ fn a_projection_starts_from_random_numbers() {
 fn the_output_is_named_after_base_and_method() {
     let name = |base: &str| {
         let args = TrainArgs {
-            base: Some(base.to_owned()),
+            base: BaseArgs { base: Some(base.to_owned()), ..BaseArgs::default() },
             method: Some(Method::LoraPrefix),
             ..TrainArgs::default()
         };
