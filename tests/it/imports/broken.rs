@@ -48,7 +48,7 @@ pub const RUN: (&str, &str) = (
 
 pub type Rule = fn(&Graph) -> Vec<String>;
 
-/// `says` stands in what the rule finds in a tree of `given`; without it the rule finds nothing.
+/// The rule finds something that contains `says` in a tree of `given`, or nothing if `says` is `None`.
 #[track_caller]
 pub fn check(rule: Rule, given: &[(&str, &str)], says: Option<&str>) {
     let graph = graph(given);
@@ -113,35 +113,32 @@ fn a_new_room_needs_a_row() {
 }
 
 #[test]
-fn circles_of_rooms_are_found() {
-    assert_eq!(
-        rows_out_of_order(&[("a", "b"), ("b", "")]),
-        ["a may import b, which does not stand above it"]
-    );
+fn cycles_of_rooms_are_found() {
+    assert_eq!(rows_out_of_order(&[("a", "b"), ("b", "")]), ["a may import b, which has no row above it"]);
     assert_eq!(rows_out_of_order(&[("a", ""), ("b", "a b")]).len(), 1);
     assert!(rows_out_of_order(&[("a", ""), ("b", "a")]).is_empty());
     let model = ("src/model/mod.rs", "pub mod a;");
     // The table has kernels below the model.
     let kernels = ("src/kernels/mod.rs", "use crate::model::a;");
-    check(rooms_form_no_circle, &[model, ("src/model/a.rs", ""), kernels], Some("HOUSE: model -> data"));
+    check(rooms_form_no_cycle, &[model, ("src/model/a.rs", ""), kernels], Some("HOUSE: model -> data"));
     let one = ("src/x/mod.rs", "pub mod a; use crate::y::a::B;");
     let two = ("src/y/mod.rs", "pub mod a; use crate::z::C;");
     let three = ("src/z/mod.rs", "use crate::x::a; pub struct C;");
     let ends = [("src/x/a.rs", ""), ("src/y/a.rs", "pub struct B;")];
     check(
-        rooms_form_no_circle,
+        rooms_form_no_cycle,
         &[one, two, three, ends[0], ends[1]],
         Some("src/z/mod.rs:1: z -> x: crate::x::a"),
     );
     let three = ("src/z/mod.rs", "pub struct C; #[cfg(test)] use crate::x::a;");
-    check(rooms_form_no_circle, &[one, two, three, ends[0], ends[1]], None);
+    check(rooms_form_no_cycle, &[one, two, three, ends[0], ends[1]], None);
     let kernels = ("src/kernels/mod.rs", "");
     let model = ("src/model/mod.rs", "use crate::kernels;");
-    check(rooms_form_no_circle, &[model, kernels], None);
+    check(rooms_form_no_cycle, &[model, kernels], None);
 }
 
 #[test]
-fn training_is_found_over_any_number_of_files() {
+fn training_is_found_through_other_files() {
     let bin = ("src/bin/engraft-infer.rs", "fn main() { engraft::cli::infer::run() }");
     let infer = ("src/cli/infer/mod.rs", "use crate::plan::rows; pub fn run() {}");
     let plan = ("src/plan/mod.rs", "pub mod rows; pub mod job;");
@@ -209,7 +206,7 @@ fn kernels_keep_to_their_folders() {
     let check = |a: &str, b: &str, c: &str, says: Option<&str>| {
         let files = [("src/kernels/mod.rs", "pub mod a; pub mod b; pub mod c; pub use b::*; pub use c::*;")];
         let ops = [("src/kernels/a/mod.rs", a), ("src/kernels/b/mod.rs", b), ("src/kernels/c/mod.rs", c)];
-        check(ops_form_no_circle, &[files[0], ops[0], ops[1], ops[2]], says);
+        check(ops_form_no_cycle, &[files[0], ops[0], ops[1], ops[2]], says);
     };
     check("use super::b;", "use crate::kernels::c;", "", None);
     check("use super::b;", "use super::c;", "#[cfg(test)] use super::a;", None);

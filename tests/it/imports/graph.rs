@@ -108,7 +108,7 @@ impl Graph {
     }
 }
 
-/// For each node that `is_end` says and that a start reaches over others: the arrows on the shortest way.
+/// For each node that a start reaches and for which `is_end` holds: the arrows on the shortest way.
 pub fn ways(steps: &Steps, starts: &BTreeSet<String>, is_end: impl Fn(&str) -> bool) -> Vec<Vec<String>> {
     let mut came: BTreeMap<&str, Option<&str>> = starts.iter().map(|start| (&start[..], None)).collect();
     let mut queue: VecDeque<&str> = starts.iter().map(String::as_str).collect();
@@ -135,8 +135,8 @@ pub fn ways(steps: &Steps, starts: &BTreeSet<String>, is_end: impl Fn(&str) -> b
     found
 }
 
-/// The circles of a graph: the arrows of a shortest one for each group of nodes that reach one another.
-pub fn circles(steps: &Steps) -> Vec<Vec<String>> {
+/// The cycles of a graph: the arrows of a shortest one for each group of nodes that reach one another.
+pub fn cycles(steps: &Steps) -> Vec<Vec<String>> {
     let mut seen: BTreeSet<&str> = BTreeSet::new();
     let mut found = Vec::new();
     for (start, first) in steps {
@@ -147,8 +147,8 @@ pub fn circles(steps: &Steps) -> Vec<Vec<String>> {
             let way = ways(steps, &BTreeSet::from([next.clone()]), |node| node == start).pop()?;
             Some([vec![first[next].clone()], way].concat())
         });
-        let Some(circle) = back.min_by_key(Vec::len) else { continue };
-        found.push(circle);
+        let Some(cycle) = back.min_by_key(Vec::len) else { continue };
+        found.push(cycle);
         let reaches = |from: &str, to: &str| {
             let starts = BTreeSet::from([from.to_owned()]);
             !ways(steps, &starts, |node| node == to).is_empty()

@@ -3,11 +3,11 @@
 use std::collections::BTreeSet;
 
 use super::{
-    graph::{Graph, Steps, circles, ways},
+    graph::{Graph, Steps, cycles, ways},
     modules::Module,
 };
 
-/// A room and what it may import besides itself, from the ground up: all that a row names stands above it.
+/// A room and what it may import besides itself, from the ground up: a row only names rooms above it.
 ///
 /// A room is a top-level module of `engraft`, a part of `cli`, the programs (`bin`), or another crate. `lib`
 /// and `cli` are the files `lib.rs` and `cli/mod.rs`, which declare modules and do nothing.
@@ -64,7 +64,7 @@ pub const INFERENCE: [&str; 6] = [
 ];
 pub const TRAINING: [&str; 4] = ["train", "engine", "optim", "cli/train"];
 
-/// Where `--device` is read: the one file above `kernels/` that says which devices there are.
+/// Where `--device` is parsed: the one file above `kernels/` that may name a vendor.
 pub const PARSES_DEVICES: &str = "src/cli/common/values.rs";
 
 /// Every arrow between rooms is one that the table allows.
@@ -84,7 +84,7 @@ pub fn rooms_import_what_they_may(graph: &Graph) -> Vec<String> {
     broken
 }
 
-/// Every file stands in a room that the table has.
+/// Every file is in a room that the table has.
 pub fn rooms_are_known(graph: &Graph) -> Vec<String> {
     let modules = graph.modules.all.iter().filter(|module| allows(&module.room()).is_none());
     let lost =
@@ -96,20 +96,20 @@ fn allows(room: &str) -> Option<&'static str> {
     HOUSE.iter().find(|(name, _)| *name == room).map(|(_, allowed)| *allowed)
 }
 
-/// Rows that name a room which does not stand further up.
+/// Rows that name a room that has no row above them.
 pub fn rows_out_of_order(house: &[(&str, &str)]) -> Vec<String> {
     let mut above = BTreeSet::new();
     let mut broken = Vec::new();
     for (room, allowed) in house {
         let later = allowed.split_whitespace().filter(|one| !above.contains(one));
-        broken.extend(later.map(|one| format!("{room} may import {one}, which does not stand above it")));
+        broken.extend(later.map(|one| format!("{room} may import {one}, which has no row above it")));
         above.insert(*room);
     }
     broken
 }
 
-/// No room reaches itself over others, by what is imported or by what the table allows.
-pub fn rooms_form_no_circle(graph: &Graph) -> Vec<String> {
+/// No room reaches itself through others, by what is imported or by what the table allows.
+pub fn rooms_form_no_cycle(graph: &Graph) -> Vec<String> {
     let mut steps = graph.steps(|module| Some(module.room()), true);
     for (room, allowed) in HOUSE {
         for one in allowed.split_whitespace() {
@@ -120,9 +120,9 @@ pub fn rooms_form_no_circle(graph: &Graph) -> Vec<String> {
     described(&steps)
 }
 
-/// The circles of a graph, each as lines.
+/// The cycles of a graph, each as lines.
 fn described(steps: &Steps) -> Vec<String> {
-    circles(steps).into_iter().map(|circle| format!("a circle:\n  {}", circle.join("\n  "))).collect()
+    cycles(steps).into_iter().map(|cycle| format!("a cycle:\n  {}", cycle.join("\n  "))).collect()
 }
 
 /// No file of training is reached from a file that infers.
@@ -147,8 +147,8 @@ fn op(module: &Module) -> Option<String> {
     }
 }
 
-/// No op imports itself over others.
-pub fn ops_form_no_circle(graph: &Graph) -> Vec<String> {
+/// No op reaches itself through others.
+pub fn ops_form_no_cycle(graph: &Graph) -> Vec<String> {
     described(&graph.steps(op, false))
 }
 
@@ -163,7 +163,7 @@ pub fn kernels_hold_ops<'a>(graph: &Graph, files: impl Iterator<Item = &'a Strin
     others.map(|file| format!("src/kernels/{file}:1: is no part of an op's folder")).collect()
 }
 
-/// Which device there is, only `device/`, `kernels/` and the file that reads `--device` say.
+/// Only `device/`, `kernels/` and the file that parses `--device` name a vendor.
 pub fn only_kernels_name_a_vendor(graph: &Graph) -> Vec<String> {
     let is_below = |module: &Module| ["device", "kernels"].contains(&module.room().as_str());
     let may = |module: &Module| is_below(module) || module.file == PARSES_DEVICES;

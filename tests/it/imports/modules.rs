@@ -54,7 +54,7 @@ pub struct Module {
     pub children: Vec<(String, usize)>,
     pub definitions: Vec<Definition>,
     pub imports: Vec<Import>,
-    /// A macro call stands where items do, so that names can be defined that nobody sees here.
+    /// A macro call among the items may define names that are not seen here.
     pub expands: bool,
 }
 
@@ -208,13 +208,13 @@ struct Folders {
 }
 
 impl Folders {
-    /// Of a file that is `mod.rs`, a crate's root, or named by `#[path]`: its modules lie beside it.
+    /// Of a file that is `mod.rs`, a crate's root, or named by `#[path]`: its modules are beside it.
     fn beside(file: &str) -> Self {
         let folder = file.rsplit_once('/').map_or("", |(folder, _)| folder).to_owned();
         Self { own: folder.clone(), nested: folder, inline: false }
     }
 
-    /// Of another file: its modules lie in a folder of its name.
+    /// Of another file: its modules are in a folder of its name.
     fn below(file: &str) -> Self {
         Self { nested: file.trim_end_matches(".rs").to_owned(), ..Self::beside(file) }
     }

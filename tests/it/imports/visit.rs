@@ -14,7 +14,7 @@ use super::{
 
 /// A path in a file, and what it means.
 pub struct Mention {
-    /// The module that it stands in.
+    /// The module that holds it.
     pub from: usize,
     pub line: usize,
     pub path: Vec<String>,
