@@ -16,6 +16,9 @@ const TARGETS: [&str; 3] = [
 
 const KERNELS: &str = "src/kernels";
 
+/// Headers that the kernels of all ops include.
+const SHARED: &str = "src/device/cuda";
+
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     if env::var_os("CARGO_FEATURE_CUDA").is_none() {
@@ -56,7 +59,7 @@ fn compile_all() -> Result<(), String> {
 fn compiler(nvcc: &Path, source: &Path, output: &Path) -> Command {
     let mut command = Command::new(nvcc);
     // No fast math: dropout must replay the bits of the CPU's, and division is IEEE's.
-    command.args(["-std=c++17", "-O3", "-fatbin", "-I", KERNELS]).args(TARGETS);
+    command.args(["-std=c++17", "-O3", "-fatbin", "-I", KERNELS, "-I", SHARED]).args(TARGETS);
     command.arg("-o").arg(output).arg(source);
     command
 }
@@ -65,7 +68,7 @@ fn compiler(nvcc: &Path, source: &Path, output: &Path) -> Command {
 /// Rust files beside them.
 fn kernels() -> Result<Vec<(String, PathBuf)>, String> {
     let mut found = Vec::new();
-    for folder in [vec![PathBuf::from(KERNELS)], list(Path::new(KERNELS))?].concat() {
+    for folder in [vec![PathBuf::from(SHARED)], list(Path::new(KERNELS))?].concat() {
         if !folder.is_dir() {
             continue;
         }

@@ -12,11 +12,12 @@
 use std::{env, path::Path, sync::Arc, time::Instant};
 
 use engraft::{
+    device::{DType, Device},
     error::{Error, Result},
-    kernels::device::{DType, Device},
     model::{Base, BaseDType, BaseSource, Decoder, Wiring},
 };
-use engraft_adapters::{peft, rng};
+use engraft_adapters::peft;
+use engraft_util::rng;
 use rayon::prelude::*;
 
 /// Tokens before those whose making is timed.

@@ -9,14 +9,18 @@
 
 use std::{env, hint::black_box, process::ExitCode, time::Instant};
 
-use engraft::kernels::{
-    activation::{self, Activation},
-    attention::{self, Seen, Shape},
-    cpu::{Level, bf16, level, limit_level, on_pool},
-    device::{View, ViewMut},
-    layernorm,
-    matmul::{self, Arithmetic, Matrix, Start},
-    q8,
+use engraft::{
+    device::{
+        View, ViewMut,
+        cpu::{Level, bf16, level, limit_level, on_pool},
+    },
+    kernels::{
+        activation::{self, Activation},
+        attention::{self, Seen, Shape},
+        layernorm,
+        matmul::{self, Arithmetic, Matrix, Start},
+        q8,
+    },
 };
 use half::f16;
 use rayon::prelude::*;

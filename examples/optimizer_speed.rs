@@ -7,14 +7,14 @@
 use std::{env, time::Instant};
 
 use engraft::{
-    error::Result,
-    kernels::{
+    device::{
+        Buffer,
         arena::{Arenas, Place, TableRow},
-        device::Buffer,
     },
+    error::Result,
     optim::{AdamWOptions, Optimizer, OptimizerKind},
 };
-use engraft_adapters::rng;
+use engraft_util::rng;
 
 fn main() -> Result<()> {
     let len: usize = env::args().nth(1).and_then(|text| text.parse().ok()).unwrap_or(10_000_000);

@@ -8,16 +8,14 @@ use std::{env, path::Path, sync::Arc, time::Instant};
 
 use engraft::{
     data::{Batch, Row},
+    device::{DType, Device, arena::Arenas},
+    engine::{Trainer, TrainerOptions},
     error::{Error, Result},
-    kernels::{
-        arena::Arenas,
-        device::{DType, Device},
-    },
     model::{Base, BaseSource, Policy, Recompute},
     optim::{AdamWOptions, OptimizerKind},
-    train::{Trainer, TrainerOptions},
 };
-use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, rng};
+use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec};
+use engraft_util::rng;
 
 fn main() -> Result<()> {
     let usage = || {

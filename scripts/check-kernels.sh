@@ -28,7 +28,7 @@ compile() {
     name=$(basename "$(dirname "$source")").sm_$architecture
     # Word by word.
     # shellcheck disable=SC2086
-    "$NVCC" $flags_line -I "$kernels" -Werror all-warnings -Xptxas -v -cubin \
+    "$NVCC" $flags_line -I "$kernels" -I "$kernels/../device/cuda" -Werror all-warnings -Xptxas -v -cubin \
         -gencode="arch=compute_$architecture,code=sm_$architecture" -o "$work/$name.cubin" "$source" \
         >"$work/$name.log" 2>&1 || echo "$name: does not compile" >"$work/$name.failed"
 }

@@ -128,6 +128,12 @@ const OPTIONS: [(&str, &str); 9] = [
     ("prefix projection:", "--prefix-projection:"),
 ];
 
+impl From<engraft_util::atomic::WriteError> for Error {
+    fn from(error: engraft_util::atomic::WriteError) -> Self {
+        Self::failed(error.to_string())
+    }
+}
+
 impl From<engraft_adapters::Error> for Error {
     fn from(error: engraft_adapters::Error) -> Self {
         use engraft_adapters::Problem;

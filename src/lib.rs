@@ -6,12 +6,17 @@
 
 pub mod cli;
 pub mod data;
+pub mod device;
 pub mod embedded;
+pub mod engine;
 pub mod error;
 pub mod generate;
 pub mod hub;
 pub mod kernels;
-pub mod memory;
 pub mod model;
+pub mod observe;
 pub mod optim;
+pub mod plan;
+#[cfg(test)]
+mod testing;
 pub mod train;

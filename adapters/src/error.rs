@@ -5,6 +5,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use engraft_util::atomic::WriteError;
+
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -176,13 +178,8 @@ pub enum Error {
         value: f32,
     },
     /// A file or folder that cannot be written.
-    #[error("{}: cannot be written: {cause}; free space or choose another folder", .path.display())]
-    Write {
-        /// File or folder.
-        path: PathBuf,
-        /// What the system said.
-        cause: io::Error,
-    },
+    #[error(transparent)]
+    Write(#[from] WriteError),
     /// The reference maths failed inside candle.
     #[error("reference maths: {0}")]
     Candle(#[from] candle_core::Error),
@@ -258,10 +255,7 @@ pub enum Problem {
 impl Error {
     /// Whether the user's input is at fault (exit code 2) and not the running of it (exit code 1).
     pub fn is_input(&self) -> bool {
-        !matches!(
-            self,
-            Self::Write { .. } | Self::NotFinite { .. } | Self::ValueCount { .. } | Self::Candle(_)
-        )
+        !matches!(self, Self::Write(_) | Self::NotFinite { .. } | Self::ValueCount { .. } | Self::Candle(_))
     }
 
     /// Every reason behind a [`Error::Mismatch`], nothing for the others.
@@ -274,10 +268,6 @@ impl Error {
 
     pub(crate) fn read(path: &Path, cause: io::Error) -> Self {
         Self::Read { path: path.to_owned(), cause }
-    }
-
-    pub(crate) fn write(path: &Path, cause: io::Error) -> Self {
-        Self::Write { path: path.to_owned(), cause }
     }
 }
 

@@ -8,7 +8,9 @@
 //! Each tensor draws from a stream named by the seed and its own name: a tensor starts the same
 //! whatever else is adapted.
 
-use crate::{AdapterSet, PrefixValues, TensorSlot, rng};
+use engraft_util::rng;
+
+use crate::{AdapterSet, PrefixValues, TensorSlot};
 
 impl AdapterSet {
     /// Initial values of the flat store, `layout.len` of them. The same seed gives the same values.

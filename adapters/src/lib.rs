@@ -53,13 +53,11 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-pub mod atomic;
 mod base;
 mod error;
 mod init;
 pub mod peft;
 pub mod reference;
-pub mod rng;
 mod set;
 mod spec;
 mod targets;

@@ -120,7 +120,7 @@ mod tests {
     use candle_core::{DType, Device, Var};
 
     use super::*;
-    use crate::rng;
+    use engraft_util::rng;
 
     fn random(shape: &[usize], seed: u64) -> Tensor {
         let len = shape.iter().product::<usize>() as u64;

@@ -19,7 +19,7 @@ flags=(-O2 -fPIC -std=c++17)
 objects=()
 for source in "$kernels"/*/kernel.cu; do
     object=$folder/$(basename "$(dirname "$source")").o
-    "${CXX:-g++}" "${flags[@]}" -DCPU_SHIM -fno-strict-aliasing -w -I "$shim/shim" -I "$kernels" \
+    "${CXX:-g++}" "${flags[@]}" -DCPU_SHIM -fno-strict-aliasing -w -I "$shim/shim" -I "$kernels" -I "$kernels/../device/cuda" \
         -x c++ -c "$source" -o "$object"
     objects+=("$object")
 done

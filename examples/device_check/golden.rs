@@ -6,14 +6,11 @@ use std::{path::Path, sync::Arc};
 use candle_core::{DType as CandleType, Device as CandleDevice, Tensor};
 use engraft::{
     data::{Batch, NO_LOSS, Row},
+    device::{Buffer, DType, Device, arena::Arenas},
+    engine::{Trainer, TrainerOptions},
     error::{Error, Result},
-    kernels::{
-        arena::Arenas,
-        device::{Buffer, DType, Device},
-    },
     model::{Base, BaseSource, Decoder, Limits, Policy, Stack, Trained, Wiring},
     optim::{AdamWOptions, OptimizerKind},
-    train::{Trainer, TrainerOptions},
 };
 use engraft_adapters::{AdapterSet, peft};
 

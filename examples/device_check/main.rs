@@ -24,8 +24,8 @@ mod wide;
 use std::{path::PathBuf, process::ExitCode, time::Instant};
 
 use engraft::{
+    device::{DType, Device},
     error::{Error, Result},
-    kernels::device::{DType, Device},
 };
 use serde_json::{Value, json};
 use setup::Size;

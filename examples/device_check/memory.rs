@@ -3,19 +3,15 @@
 use std::sync::Arc;
 
 use engraft::{
+    device::{DType, Device, arena::Place, fixed::FIXED},
+    engine::Trainer,
     error::{Error, Result},
-    kernels::{
-        arena::Place,
-        device::{DType, Device},
-        device_scratch::FIXED,
-    },
-    memory::{
-        choose::size as shown,
-        plan::{BaseBytes, CUDA_RUNTIME, Home, Job, Setting, Target, plan},
-    },
     model::{Base, Policy},
     optim::OptimizerKind,
-    train::Trainer,
+    plan::{
+        choose::size as shown,
+        table::{BaseBytes, CUDA_RUNTIME, Home, Job, Setting, Target, plan},
+    },
 };
 
 use crate::{

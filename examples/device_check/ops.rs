@@ -1,25 +1,25 @@
 //! Every op on the device against the CPU side, on the same inputs: rounded to the type of the activations first.
 
 use engraft::{
+    device::{
+        Buffer,
+        DType::{self, BF16, F16, F32},
+        Device, View,
+        arena::{Arenas, Place},
+    },
     error::Result,
     kernels::{
         activation::{self, Activation},
         adamw, adamw8,
         adapted_linear::{self, Delta, Dropout, Layer},
-        arena::{Arenas, Place},
         attention::{self, Heads, Prefix, Seen, Shape},
-        device::{
-            Buffer,
-            DType::{self, BF16, F16, F32},
-            Device, View,
-        },
         embed,
         head_loss::{self, Supervised},
         layernorm,
         matmul::{self, Arithmetic, Matrix, Start},
     },
 };
-use engraft_adapters::rng;
+use engraft_util::rng;
 use half::{bf16, f16};
 
 use crate::{Line, runs::largest_error};

@@ -4,11 +4,8 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use engraft::{
+    device::{DType, Device, arena::Place},
     error::Result,
-    kernels::{
-        arena::Place,
-        device::{DType, Device},
-    },
     model::{Base, Decoder, Policy, Recompute, Wiring},
     optim::OptimizerKind,
     train::{
@@ -16,7 +13,7 @@ use engraft::{
         save::{self, FORMAT, SaveInfo},
     },
 };
-use engraft_adapters::rng;
+use engraft_util::rng;
 
 use crate::{
     Line,

@@ -8,16 +8,17 @@ use std::{
 
 use engraft::{
     data::{Batch, NO_LOSS, Row},
-    error::Result,
-    kernels::{
+    device::{
+        DType, Device,
         arena::{Arenas, TableRow},
-        device::{DType, Device},
     },
+    engine::{Trainer, TrainerOptions},
+    error::Result,
     model::{Base, BaseSource, Policy},
     optim::{AdamWOptions, OptimizerKind},
-    train::{Trainer, TrainerOptions},
 };
-use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, PrefixSpec, Targets, rng};
+use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, PrefixSpec, Targets};
+use engraft_util::rng;
 
 use crate::wide;
 

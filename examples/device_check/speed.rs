@@ -6,22 +6,23 @@
 use std::{path::Path, sync::Arc, time::Instant};
 
 use engraft::{
+    device::{
+        Buffer,
+        DType::{self, BF16, F16, F32},
+        Device,
+        arena::{Arenas, Place},
+    },
     error::Result,
     kernels::{
-        arena::{Arenas, Place},
         attention::{self, Seen, Shape, packed},
-        device::{
-            Buffer,
-            DType::{self, BF16, F16, F32},
-            Device,
-        },
         matmul::{self, Arithmetic, Matrix, Start},
     },
-    memory::calibrate::attention_flops,
     model::{Base, BaseSource, Decoder, Wiring},
     optim::{AdamWOptions, Optimizer, OptimizerKind},
+    plan::calibrate::attention_flops,
 };
-use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, Targets, rng};
+use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, Targets};
+use engraft_util::rng;
 use half::{bf16, f16};
 
 use crate::setup::{Size, load, start};
@@ -98,7 +99,7 @@ fn numbers(device: Device, dtype: DType, len: usize) -> Result<Buffer> {
 }
 
 fn zeros(device: Device, dtype: DType, len: usize) -> Result<Buffer> {
-    let cut = |arena: &mut engraft::kernels::arena::Arena| arena.take("zeros", dtype, &[len]);
+    let cut = |arena: &mut engraft::device::arena::Arena| arena.take("zeros", dtype, &[len]);
     Arenas::real(None).on(device).build("speed", Place::Memory, cut)
 }
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use engraft::error::{Error, Result};
-use engraft_adapters::rng;
+use engraft_util::rng;
 use half::f16;
 use safetensors::{Dtype, tensor::TensorView};
 use serde_json::json;

@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use engraft::memory::counting::Counting;
+use engraft::observe::counting::Counting;
 
 #[global_allocator]
 static HEAP: Counting = Counting;

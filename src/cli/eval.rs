@@ -14,9 +14,10 @@ use super::{
 };
 use crate::{
     data::{DataOptions, Split},
+    engine::Evaluator,
     error::{Error, Result},
     model::Limits,
-    train::{self, DataSource, Evaluator},
+    train::{self, DataSource},
 };
 
 /// Runs `engraft eval`.

@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 use super::{args_other::InspectArgs, environment::Environment, write_json, write_out};
 use crate::{
     error::{Error, Result},
-    memory::plan::BaseBytes,
     model::{Base, BaseSource},
+    plan::table::BaseBytes,
     train::{folder, save},
 };
 

@@ -14,8 +14,8 @@ use super::{
 };
 use crate::{
     error::{Error, Result},
-    memory::budget::Limit,
     optim::AdamWOptions,
+    plan::budget::Limit,
 };
 use engraft_adapters::{LoraSpec, PrefixSpec};
 

@@ -16,12 +16,9 @@ use super::{
 };
 use crate::{
     data::Tokenizer,
+    device::{DType, Device, cpu::bf16},
     error::{Error, Result},
     hub::{self, HubOptions},
-    kernels::{
-        cpu::bf16,
-        device::{DType, Device},
-    },
     model::{
         Base, BaseDType, BaseSource,
         base::{TokenizerFiles, check_weights},

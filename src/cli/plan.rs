@@ -16,12 +16,14 @@ use super::{
 };
 use crate::{
     data::{DataOptions, Dataset, Split, Tokenizer},
+    device::Device,
     embedded,
     error::Result,
-    kernels::{device::Device, matmul::Arithmetic},
-    memory::plan::Target,
-    model::{BaseDType, Config, base::check_weights, sizes, weights},
-    train::{self as run, AdapterOptions, DataSource, Draft, RunOptions},
+    kernels::matmul::Arithmetic,
+    model::{BaseDType, Config, base::check_weights, builtin, weights},
+    plan::table::Target,
+    train as run,
+    train::{AdapterOptions, DataSource, Draft, RunOptions},
 };
 
 /// Runs `engraft plan`.
@@ -102,7 +104,7 @@ fn open_sizes(args: &TrainArgs, environment: &Environment) -> Result<BaseSizes> 
         let (config, tokenizer) = (weights::read_config(folder)?, Tokenizer::from_folder(folder)?);
         return Ok(BaseSizes { name: layers::base_name(name)?, config, tokenizer });
     }
-    if let Some(config) = sizes::builtin(name)? {
+    if let Some(config) = builtin::builtin(name)? {
         return Ok(BaseSizes { name: name.clone(), config, tokenizer: None });
     }
     let named = BaseArgs {

@@ -13,7 +13,7 @@ use super::{table, write_json, write_note, write_out};
 use crate::{
     error::Result,
     hub::Progress,
-    memory::choose::{Choice, size},
+    plan::choose::{Choice, size},
     train::{
         Event, Reporter,
         events::{Done, Eval, Start, Step},

@@ -12,8 +12,9 @@ use super::{
 };
 use crate::{
     error::{Error, Result},
-    memory::{budget::Limit, choose::Wish, machine},
+    observe::machine,
     optim::{AdamWOptions, OptimizerKind, schedule::Schedule},
+    plan::{budget::Limit, choose::Wish},
     train::{self, AdapterOptions, DataSource, Kinds, Length, Machine, PrefixStart, RunOptions},
 };
 

@@ -3,11 +3,11 @@
 use serde_json::{Value, json};
 
 use crate::{
-    kernels::device::DType,
-    memory::{
+    device::DType,
+    observe::phase::Moment,
+    plan::{
         choose::{Alternative, Choice, Predicted, size},
-        moment::Moment,
-        plan::{Home, Plan, Row},
+        table::{Home, Plan, Row},
     },
 };
 

@@ -8,9 +8,9 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    kernels::device::DType,
-    memory::budget::Limit,
+    device::DType,
     model::{BaseDType, Recompute},
+    plan::budget::Limit,
 };
 
 /// `--method`.

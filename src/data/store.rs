@@ -13,8 +13,8 @@ use memmap2::Mmap;
 
 use super::batch::RowRef;
 use crate::{
+    device::page_cache::AROUND as AROUND_BYTES,
     error::{Error, Result},
-    kernels::pages::AROUND as AROUND_BYTES,
 };
 
 /// Words that wait in memory before they go to the file; data of fewer words get no file. 1 MiB.

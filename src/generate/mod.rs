@@ -13,10 +13,10 @@ pub use options::GenerateOptions;
 
 use crate::{
     data::Tokenizer,
+    device::Frozen,
     error::Result,
-    kernels::device::Frozen,
-    memory::machine,
     model::{Base, BlockWeights, Decoder, Wiring},
+    observe::machine,
 };
 
 use choose::Chooser;

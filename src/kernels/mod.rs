@@ -8,31 +8,11 @@ pub mod activation;
 pub mod adamw;
 pub mod adamw8;
 pub mod adapted_linear;
-pub mod arena;
 pub mod attention;
-pub mod cpu;
-#[cfg(feature = "cuda")]
-pub mod cuda;
-pub mod device;
-pub mod device_scratch;
 pub mod elementwise;
 pub mod embed;
-pub mod frozen;
+pub mod gather;
 pub mod head_loss;
 pub mod layernorm;
 pub mod matmul;
-pub mod mover;
-pub mod pages;
-#[cfg(any(feature = "cuda", test))]
-pub mod product;
 pub mod q8;
-pub mod real;
-pub mod recording;
-pub mod rows;
-pub mod scratch;
-pub(crate) mod simd;
-pub mod stages;
-pub mod tasks;
-#[cfg(test)]
-pub mod testing;
-pub mod view;

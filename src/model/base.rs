@@ -14,12 +14,10 @@ use super::{
     weights::{BaseDType, Weights},
 };
 use crate::{
+    device::{DType, Device},
     embedded,
     error::{Error, Result},
-    kernels::{
-        device::{DType, Device},
-        matmul::Arithmetic,
-    },
+    kernels::matmul::Arithmetic,
 };
 
 /// Where a base lies.

@@ -4,23 +4,23 @@
 //! lines upwards. What it needs and the forward did not keep (both layer norms' outputs, the activated
 //! MLP) is computed again from what was kept, by the same functions, hence with the same bits.
 
+use super::{BlockWeights, Config, Linear, Norm};
 use crate::{
+    device::{View, ViewMut},
     kernels::{
         activation,
         adapted_linear::{self, Dropout, Layer},
         attention::{self, Heads, Prefix, Seen, Shape},
-        device::{View, ViewMut},
+        gather::{gather, spread},
         layernorm,
-        rows::{gather, spread},
     },
-    model::{BlockWeights, Config, Linear, Norm},
 };
 
 use super::{
+    bindings::{LayerDeltas, Site},
     buffers::{BackwardWork, BlockBuffers, Room, Work},
     cache::LayerCache,
     policy::Keep,
-    wiring::{LayerDeltas, Site},
 };
 
 /// Everything a block sees beside its input.
@@ -153,7 +153,7 @@ impl<'a> Block<'a> {
         site: Site,
         x: View,
         residual: Option<View>,
-        buffers: &mut [crate::kernels::device::Buffer],
+        buffers: &mut [crate::device::Buffer],
         y: ViewMut,
     ) {
         let n = self.seen_by(site);
@@ -448,7 +448,7 @@ impl<'a> Block<'a> {
         dy: View,
         x: View,
         kept: &BlockBuffers,
-        d_low: &mut crate::kernels::device::Buffer,
+        d_low: &mut crate::device::Buffer,
         to: &mut Gradients,
         dx: Option<ViewMut>,
     ) {

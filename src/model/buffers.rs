@@ -4,22 +4,20 @@
 //! r sum of the ranks at a site, p prefix rows, v vocabulary.
 
 use crate::{
-    error::Result,
-    kernels::{
+    device::{
+        Buffer,
+        DType::{self, F32, I32, U8, U32},
+        View, ViewMut,
         arena::{ALIGN, Arena},
-        device::{
-            Buffer,
-            DType::{self, F32, I32, U8, U32},
-            View, ViewMut,
-        },
-        head_loss,
     },
+    error::Result,
+    kernels::head_loss,
 };
 
 use super::{
     Config,
+    bindings::{SITES, Site, Wiring},
     policy::Keep,
-    wiring::{SITES, Site, Wiring},
 };
 
 /// The largest micro-batch that a model is prepared for.

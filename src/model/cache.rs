@@ -1,12 +1,12 @@
 //! Keys and values of tokens already seen, so that a new token costs one row.
 
 use crate::{
-    error::Result,
-    kernels::{
+    device::{
+        Buffer, DType, View,
         arena::{Arena, Arenas, Place},
-        attention::{self, Heads},
-        device::{Buffer, DType, View},
     },
+    error::Result,
+    kernels::attention::{self, Heads},
 };
 
 use super::Config;

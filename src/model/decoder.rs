@@ -2,35 +2,35 @@
 
 use std::sync::Arc;
 
+use super::scratch::{self, Needs};
 use crate::{
+    device::{
+        Buffer,
+        DType::{F32, U32},
+        View,
+        arena::{Arenas, Place},
+        cpu::on_pool,
+        graph::Recording,
+    },
     error::{Error, Result},
     kernels::{
         adapted_linear::Dropout,
-        arena::{Arenas, Place},
-        cpu::on_pool,
-        device::{
-            Buffer,
-            DType::{F32, U32},
-            View,
-        },
-        device_scratch, embed, layernorm,
+        embed, layernorm,
         matmul::{self, Start},
-        recording::Recording,
-        scratch::Needs,
     },
 };
 
 use super::{
     Base, Limits,
     base::MANY,
+    bindings::Wiring,
     block::{Block, rows},
     buffers::{BlockBuffers, Passes, Sizes, Work},
     cache::Cache,
-    flow::{Flow, Input, Stage},
     policy::Policy,
     prefix::Prompt,
     stack::{check_length, head_matrix},
-    wiring::Wiring,
+    weight_streamer::{Flow, Input, Stage},
 };
 
 /// Tokens a prompt is fed in at a time: workspace stays small, products stay efficient.
@@ -117,7 +117,7 @@ impl Decoder {
             rank: 0,
             dropout: false,
         };
-        device.reserve(device_scratch::decoding(needs, activations, config.vocab, rows))?;
+        device.reserve(scratch::decoding(needs, activations, config.vocab, rows))?;
         let ranks = std::array::from_fn(|site| {
             (0..config.layers).map(|layer| wiring.ranks(layer, site)).max().unwrap_or(0)
         });

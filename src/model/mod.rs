@@ -3,22 +3,24 @@
 //! [`Base`] is the frozen model; [`Stack`] runs training and evaluation on it, [`Decoder`] generation.
 //! Nothing here opens a file but the weights module, prints, or knows an optimizer.
 
+mod activations;
 pub mod base;
+mod bindings;
 mod block;
 mod buffers;
+pub mod builtin;
 mod cache;
 pub mod config;
 mod decoder;
-mod flow;
-mod held;
 mod policy;
 mod prefix;
-pub mod sizes;
+pub mod scratch;
 mod stack;
+mod weight_streamer;
 pub mod weights;
-mod wiring;
 
 pub use base::{Base, BaseSource, TokenizerFiles};
+pub use bindings::{PrefixSource, Projection, Wiring};
 pub use block::Gradients;
 pub use buffers::Limits;
 pub use config::{Activation, Config};
@@ -27,4 +29,3 @@ pub use policy::{Keep, Policy, Recompute};
 pub use prefix::{Prompt, prefix_from_text};
 pub use stack::{LossSum, Pass, Stack, Trained};
 pub use weights::{BaseDType, BlockWeights, Linear, Norm, Weights};
-pub use wiring::{PrefixSource, Projection, Wiring};

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::kernels::{arena::Place, device::DType};
+use crate::device::{DType, arena::Place};
 
 /// What blocks keep from their forward for their backward; the rest is computed again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -3,24 +3,23 @@
 use std::sync::Arc;
 
 use crate::{
+    device::{
+        Buffer,
+        DType::{self, F32},
+        View, ViewMut,
+        arena::{Arenas, Place},
+        cpu::on_pool,
+    },
     error::Result,
     kernels::{
         activation::{self, Activation},
-        adamw,
-        arena::{Arenas, Place},
-        cpu::on_pool,
-        device::{
-            Buffer,
-            DType::{self, F32},
-            View, ViewMut,
-        },
-        elementwise, matmul,
+        adamw, elementwise, matmul,
     },
 };
 
 use super::{
     Base, Config, Decoder,
-    wiring::{PrefixSource, PrefixWiring, Projection, Wiring},
+    bindings::{PrefixSource, PrefixWiring, Projection, Wiring},
 };
 
 /// Keys and values `(p, 2 l c)` of a prefix, their gradient, and the network behind them if any.

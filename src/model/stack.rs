@@ -2,31 +2,33 @@
 
 use std::sync::Arc;
 
-use engraft_adapters::rng;
+use engraft_util::rng;
 
 use crate::{
     data::{Batch, NO_LOSS},
+    device::{
+        View,
+        arena::{Arenas, Place},
+        cpu::on_pool,
+    },
     error::{Error, Result},
     kernels::{
         adapted_linear::Dropout,
-        arena::{Arenas, Place},
-        cpu::on_pool,
-        device::View,
         embed,
         head_loss::{self, Supervised, Tally},
         layernorm,
         matmul::Matrix,
     },
-    memory::moment::{self, Moment},
+    observe::phase::{self, Moment},
 };
 
 use super::{
     Base, Config, Limits, Policy,
+    activations::{ANY, Held},
+    bindings::{Site, Wiring},
     block::{Block, Gradients, rows},
     buffers::{Inputs, Sizes},
-    flow::{Flow, Input, Stage},
-    held::{ANY, Held},
-    wiring::{Site, Wiring},
+    weight_streamer::{Flow, Input, Stage},
 };
 
 /// Trained values as a forward needs them.
@@ -210,9 +212,9 @@ impl Stack {
             let kept = self.forward(trained, batch, pass.dropout)?;
             let back_to = (self.wiring.lowest() < layers).then(|| Stage::Block(layers - 1));
             self.flow.enter(&self.base.weights, Stage::Head, back_to, self.passed(layers));
-            moment::enter(Moment::Head);
+            phase::enter(Moment::Head);
             self.head(batch, supervised, pass, (true, tally));
-            moment::enter(Moment::Backward);
+            phase::enter(Moment::Backward);
             self.backward(trained, to, batch, pass.dropout, kept)?;
             Ok(supervised)
         })
@@ -222,7 +224,7 @@ impl Stack {
     fn forward(&mut self, trained: Trained, batch: &Batch, dropout: Dropout) -> Result<Kept> {
         let (n, base) = (batch.ids.len(), Arc::clone(&self.base));
         let (c, layers) = (base.config.width, base.config.layers);
-        moment::enter(Moment::Forward);
+        phase::enter(Moment::Forward);
         for layer in 0..layers {
             self.flow.enter(&base.weights, Stage::Block(layer), after(layer, layers), self.passed(layer));
             let (buffers, owned) = self.held.block(layer)?;

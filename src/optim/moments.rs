@@ -4,17 +4,15 @@ use std::{convert::Infallible, ops::Range};
 
 use super::windows::{WINDOW, Window, windows};
 use crate::{
-    error::{Error, Result},
-    kernels::{
-        adamw8,
+    device::{
+        Buffer,
+        DType::{self, F32, U8},
+        View, ViewMut,
         arena::Arena,
-        device::{
-            Buffer,
-            DType::{self, F32, U8},
-            View, ViewMut,
-        },
-        pages::{PIECE, Region},
+        page_cache::{PIECE, Region},
     },
+    error::{Error, Result},
+    kernels::adamw8,
 };
 
 /// How AdamW holds its moments.
@@ -206,7 +204,7 @@ fn pair(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::arena::{Arenas, Place, TableRow};
+    use crate::device::arena::{Arenas, Place, TableRow};
 
     /// Rank 84 on c_attn, attn.c_proj and c_fc of gpt2 (12 layers of width 768), and a few biases' worth of
     /// small tensors: 10.9M trainables.

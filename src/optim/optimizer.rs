@@ -2,13 +2,15 @@
 
 use super::{Kept, Moments, OptimizerKind, Stored, Window, windows};
 use crate::{
+    device::{
+        View, ViewMut,
+        arena::{Arenas, Place},
+        page_cache::{Pager, Turn},
+    },
     error::Result,
     kernels::{
         adamw::{self, Update},
         adamw8,
-        arena::{Arenas, Place},
-        device::{View, ViewMut},
-        pages::{Pager, Turn},
     },
 };
 
@@ -132,7 +134,7 @@ fn turn(pager: &mut Option<Pager>, moments: &Moments, windows: &[Window], index:
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::testing::numbers;
+    use crate::testing::numbers;
 
     /// Small tensors between large ones, odd lengths, more than one window.
     const SEGMENTS: [usize; 5] = [100, 5_000_003, 4095, 4096, 70_001];
@@ -157,7 +159,7 @@ mod tests {
         optimizer.update(values.as_mut_slice().into(), gradient[..].into(), 1e-3, 1.0, 1.0);
     }
 
-    fn copies(optimizer: &Optimizer) -> Vec<(&'static str, crate::kernels::device::DType, Vec<u8>)> {
+    fn copies(optimizer: &Optimizer) -> Vec<(&'static str, crate::device::DType, Vec<u8>)> {
         let tensors = optimizer.tensors().into_iter();
         tensors.map(|(name, view, _)| (name, view.dtype(), view.bytes().to_vec())).collect()
     }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::{data::DataReport, error::Result, memory::choose::Choice, optim::LossScale};
+use crate::{data::DataReport, error::Result, optim::LossScale, plan::choose::Choice};
 
 /// Receives events; an error it returns ends the run.
 pub trait Reporter {

@@ -5,28 +5,25 @@ use std::{path::Path, sync::Arc};
 
 use engraft_adapters::AdapterSet;
 
-use super::{
-    options::RunOptions,
-    prepare::Prepared,
-    save::SaveInfo,
-    trainer::{Trainer, TrainerOptions},
-};
+use super::{options::RunOptions, prepare::Prepared, save::SaveInfo};
+use crate::engine::trainer::{Trainer, TrainerOptions};
 use crate::{
     data::Dataset,
+    device::{DType, arena::Arenas},
     error::{Error, Result},
-    kernels::{arena::Arenas, device::DType, matmul::Arithmetic},
-    memory::{
-        budget::{self, Limit},
-        calibrate::Rates,
-        choose::{Choice, Wish, choose, size},
-        machine,
-        plan::{BaseBytes, Home, Job, Row, Setting, Target},
-    },
+    kernels::matmul::Arithmetic,
     model::{
         Base, BaseDType, BaseSource, Config,
         base::{check_weights, no_f16},
     },
+    observe::machine,
     optim::OptimizerKind,
+    plan::{
+        budget::{self, Limit},
+        calibrate::Rates,
+        choose::{Choice, Wish, choose, size},
+        table::{BaseBytes, Home, Job, Row, Setting, Target},
+    },
 };
 
 /// What a plan of the run is made for.

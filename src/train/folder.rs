@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use engraft_adapters::atomic;
+use engraft_util::atomic;
 
 use crate::error::{Error, Result};
 

@@ -1,7 +1,6 @@
-//! Training: the run as prose, its folder, its saves; one optimizer step; evaluation.
+//! Training: the run as prose, its folder, its saves.
 
 pub mod adapter;
-mod evaluator;
 pub mod events;
 mod fit;
 pub mod folder;
@@ -10,14 +9,11 @@ mod prepare;
 mod resume;
 pub mod run;
 pub mod save;
-pub mod trainer;
 
 pub use adapter::{AdapterOptions, Kinds, PrefixStart};
-pub use evaluator::Evaluator;
 pub use events::{Event, Reporter};
 pub use fit::{Draft, cpu, draft};
 pub use folder::RunFolder;
 pub use options::{DataSource, Length, Machine, RunOptions, Warmup};
 pub use prepare::{brings_valid, end_of_text, load_split, row_limit};
 pub use run::{Finished, run};
-pub use trainer::{Evaluation, StepReport, Trainer, TrainerOptions};

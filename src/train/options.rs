@@ -4,8 +4,8 @@ use std::{collections::BTreeMap, path::PathBuf};
 
 use super::{AdapterOptions, PrefixStart};
 use crate::{
-    memory::{budget::Limit, choose::Wish},
     optim::{AdamWOptions, schedule::Schedule},
+    plan::{budget::Limit, choose::Wish},
 };
 
 /// Everything a run needs besides the base and its tokenizer.

@@ -12,8 +12,8 @@ use crate::{
     data::{self, DataOptions, Dataset, Kind, Sampler, Split, Tokenizer},
     embedded,
     error::{Error, Result},
-    memory::plan::Setting,
     model::{Base, Config},
+    plan::table::Setting,
 };
 
 /// Longest row when none is asked for and the base has the positions.

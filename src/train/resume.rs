@@ -4,8 +4,8 @@ use std::path::Path;
 
 use super::save::{Save, SaveInfo};
 use crate::{
+    device::DType,
     error::{Error, Result},
-    kernels::device::DType,
     optim::schedule::{Schedule, rate},
 };
 

@@ -12,24 +12,27 @@ use std::{
 use engraft_adapters::peft;
 
 use super::{
-    Event, Reporter, RunFolder, RunOptions, Trainer, events, fit,
+    Event, Reporter, RunFolder, RunOptions, events, fit,
     prepare::{Prepared, describe, prepare},
     resume,
     save::{self, SaveInfo},
 };
+use crate::engine::Trainer;
 use crate::{
     data::{Batch, NO_LOSS, RowRef, Tokenizer},
     error::{Error, Report, Result},
-    memory::{
+    model::Base,
+    observe::{
+        counting, machine,
+        phase::{self, Moment},
+        trace::Trace,
+    },
+    optim::schedule::rate,
+    plan::{
         budget,
         calibrate::Rates,
         choose::{Choice, Wish, size, size_up},
-        counting, machine,
-        moment::{self, Moment},
-        trace::Trace,
     },
-    model::Base,
-    optim::schedule::rate,
 };
 
 /// What a run leaves behind.
@@ -282,7 +285,7 @@ impl Run<'_> {
     /// Loss over the held-out rows, if there are any.
     fn evaluate(&self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<()> {
         let Some(eval) = &self.prepared.eval else { return Ok(()) };
-        moment::enter(Moment::Evaluation);
+        phase::enter(Moment::Evaluation);
         let mut batches =
             eval.batches(self.micro_batch()).take_while(|_| !self.interrupt.load(Ordering::Relaxed));
         let found = trainer.evaluate(&mut batches);
@@ -339,7 +342,7 @@ impl Run<'_> {
     }
 
     fn write_save(&self, trainer: &Trainer) -> Result<PathBuf> {
-        moment::enter(Moment::Saving);
+        phase::enter(Moment::Saving);
         let loss_scale = trainer.loss_scale();
         let info = save::SaveInfo { step: trainer.steps_done(), loss_scale, ..self.info.clone() };
         let path = save::write(&self.folder.saves(), &info, &trainer.tensors())?;

@@ -5,9 +5,9 @@ use std::{cell::Cell, sync::atomic::AtomicBool};
 use super::*;
 use crate::{
     embedded,
-    memory::budget::Limit,
     model::BaseSource,
     optim::{AdamWOptions, schedule::Schedule},
+    plan::budget::Limit,
     train::{AdapterOptions, DataSource, Kinds, Length, Machine, PrefixStart, Warmup},
 };
 

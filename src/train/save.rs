@@ -15,7 +15,8 @@ use std::{
     sync::Arc,
 };
 
-use engraft_adapters::{AdapterSpec, atomic};
+use engraft_adapters::AdapterSpec;
+use engraft_util::atomic;
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 use serde::{Deserialize, Serialize};
@@ -23,11 +24,8 @@ use serde_json::json;
 
 use super::Machine;
 use crate::{
+    device::{Bytes, DType, page_cache::Region},
     error::{Error, Result},
-    kernels::{
-        device::{Bytes, DType},
-        pages::Region,
-    },
     optim::{Kept, LossScale, Stored},
 };
 

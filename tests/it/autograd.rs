@@ -8,13 +8,14 @@ use std::{collections::BTreeMap, sync::Arc};
 use candle_core::{DType, Device, Result, Tensor, Var, backprop::GradStore};
 use engraft::{
     data::{NO_LOSS, Row},
-    kernels::arena::Arenas,
-    kernels::{device::Frozen, matmul::FrozenMatrix},
+    device::{Frozen, arena::Arenas},
+    engine::{Trainer, TrainerOptions},
+    kernels::matmul::FrozenMatrix,
     model::{Activation, Base, BaseDType, BlockWeights, Linear, Norm, Policy, Recompute},
     optim::{AdamWOptions, OptimizerKind},
-    train::{Trainer, TrainerOptions},
 };
-use engraft_adapters::{Lora, PrefixValues, rng};
+use engraft_adapters::{Lora, PrefixValues};
+use engraft_util::rng;
 use half::f16;
 
 use crate::setup::{

@@ -104,7 +104,7 @@ fn a_pytorch_file_gives_its_rounded_values() {
         let (_, tensor) = tensors.iter().find(|(name, _)| name.ends_with(suffix)).unwrap();
         tensor.to_dtype(candle_core::DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap()
     };
-    let check = |frozen: &engraft::kernels::device::Frozen, suffix: &str| {
+    let check = |frozen: &engraft::device::Frozen, suffix: &str| {
         let wanted: Vec<_> = of(suffix).into_iter().map(f16::from_f32).collect();
         assert_eq!(frozen.view().host::<f16>(), wanted, "{suffix}");
     };

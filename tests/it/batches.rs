@@ -2,8 +2,8 @@
 
 use engraft::{
     data::{Batch, NO_LOSS, Row},
+    engine::TrainerOptions,
     model::Policy,
-    train::TrainerOptions,
 };
 
 use crate::{

@@ -7,17 +7,18 @@ use std::{env, os::unix::process::ExitStatusExt, path::Path, process::Command, s
 
 use engraft::{
     data::{Batch, Row},
-    kernels::{
+    device::{
+        DType, Device,
         arena::Arenas,
         cpu::{Level, bf16 as fast_bf16, force_bf16, level},
-        device::{DType, Device},
-        matmul::Arithmetic,
     },
+    engine::{Trainer, TrainerOptions},
+    kernels::matmul::Arithmetic,
     model::{Base, BaseSource, Policy},
     optim::{AdamWOptions, OptimizerKind},
-    train::{Trainer, TrainerOptions},
 };
-use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, rng};
+use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec};
+use engraft_util::rng;
 
 use crate::cli_support::Sandbox;
 

@@ -7,7 +7,7 @@ use engraft::kernels::{
     head_loss::{self, Supervised, Work},
     matmul::Matrix,
 };
-use engraft_adapters::rng;
+use engraft_util::rng;
 use half::f16;
 
 fn drawn(seed: u64, len: usize) -> Vec<f32> {

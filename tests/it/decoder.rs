@@ -4,16 +4,11 @@ use std::{ops::Range, sync::Arc};
 
 use engraft::{
     data::{NO_LOSS, Row},
-    kernels::arena::Arenas,
-    kernels::{
-        cpu::vectors,
-        device::{Buffer, DType},
-        matmul::Layout,
-        pages::large_pages,
-    },
+    device::{Buffer, DType, arena::Arenas, cpu::vectors, page_cache::large_pages},
+    kernels::matmul::Layout,
     model::{Base, Decoder, Limits, Policy, Prompt, Stack, Trained, Wiring},
 };
-use engraft_adapters::rng;
+use engraft_util::rng;
 
 use crate::setup::{
     Case, RandomBase, Sizes, batch, bits, cases, difference, golden, random_base, row, wide, within,

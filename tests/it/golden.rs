@@ -11,11 +11,10 @@ use std::{
 use candle_core::{DType, Device, Tensor};
 use engraft::{
     data::{Batch, NO_LOSS, Row},
-    kernels::arena::Arenas,
-    kernels::device::Buffer,
+    device::{Buffer, arena::Arenas},
+    engine::{Trainer, TrainerOptions},
     model::{Base, BaseSource, Decoder, Limits, Policy, Recompute, Stack, Trained, Wiring},
     optim::{AdamWOptions, OptimizerKind},
-    train::{Trainer, TrainerOptions},
 };
 use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, PrefixSpec, peft};
 

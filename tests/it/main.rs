@@ -26,4 +26,4 @@ mod speed;
 mod tidy;
 
 #[global_allocator]
-static HEAP: engraft::memory::counting::Counting = engraft::memory::counting::Counting;
+static HEAP: engraft::observe::counting::Counting = engraft::observe::counting::Counting;

@@ -1,7 +1,7 @@
 //! The memory engine by its program: plans without weights, refusals, what is planned against what is
 //! counted, everything together against nothing at all.
 
-use engraft::kernels::cpu::bf16 as fast_bf16;
+use engraft::device::cpu::bf16 as fast_bf16;
 use serde_json::Value;
 
 use crate::cli_support::{Finished, SMALL, Sandbox, names, planned_for};

@@ -5,11 +5,13 @@ use std::sync::Arc;
 
 use engraft::{
     data::{Batch, NO_LOSS, Row},
-    kernels::arena::{Arenas, Place},
-    kernels::device::Frozen,
+    device::{
+        Frozen,
+        arena::{Arenas, Place},
+    },
+    engine::{StepReport, Trainer, TrainerOptions},
     model::{Base, Decoder, Linear, Policy, Recompute, Wiring},
     optim::{AdamWOptions, OptimizerKind},
-    train::{StepReport, Trainer, TrainerOptions},
 };
 use engraft_adapters::LoraSpec;
 use half::f16;

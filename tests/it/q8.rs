@@ -3,16 +3,15 @@
 use std::{fs, path::Path, sync::Arc};
 
 use engraft::{
+    device::{Frozen, arena::Arenas},
+    engine::{Trainer, TrainerOptions},
     kernels::{
-        arena::Arenas,
-        device::Frozen,
         matmul::FrozenMatrix,
         q8::{BLOCK, blocks},
     },
-    memory::plan::BaseBytes,
     model::{Base, BaseDType, BaseSource, Decoder, Policy, Wiring},
     optim::{AdamWOptions, OptimizerKind},
-    train::{Trainer, TrainerOptions},
+    plan::table::BaseBytes,
 };
 use half::f16;
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};

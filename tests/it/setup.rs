@@ -4,13 +4,14 @@ use std::{path::Path, sync::Arc};
 
 use engraft::{
     data::{Batch, NO_LOSS, Row},
+    device::{DType, View},
+    engine::Trainer,
     error::Result,
-    kernels::device::{DType, View},
     model::{Base, BaseSource},
     optim::Stored,
-    train::Trainer,
 };
-use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, PrefixSpec, rng};
+use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, PrefixSpec};
+use engraft_util::rng;
 use half::f16;
 use safetensors::{Dtype, tensor::TensorView};
 use serde_json::json;

@@ -3,13 +3,15 @@
 
 use std::{env, process::Command, time::Instant};
 
-use engraft::kernels::{
-    activation::{self, Activation},
-    attention::{self, Seen, Shape},
-    cpu::{Level, limit_level, vectors},
-    matmul::{Arithmetic, Matrix, Start, frozen_nn, frozen_nt},
+use engraft::{
+    device::cpu::{Level, limit_level, vectors},
+    kernels::{
+        activation::{self, Activation},
+        attention::{self, Seen, Shape},
+        matmul::{Arithmetic, Matrix, Start, frozen_nn, frozen_nt},
+    },
 };
-use engraft_adapters::rng;
+use engraft_util::rng;
 use half::f16;
 
 /// A kernel is at fault when it takes this many times as long as its twin; they take 0.2 to 0.95.

@@ -6,8 +6,10 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::{CONFIG_FILE, META_LORA, TENSOR_FILE, describe, load, save};
+use engraft_util::rng;
+
 use crate::{
-    AdapterSet, AdapterSpec, BaseDescription, Error, LoraSpec, PrefixSpec, Problem, Result, rng, testing,
+    AdapterSet, AdapterSpec, BaseDescription, Error, LoraSpec, PrefixSpec, Problem, Result, testing,
 };
 
 /// An adapter whose every value is drawn, B included, in a fresh folder.

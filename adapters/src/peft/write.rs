@@ -6,12 +6,14 @@
 
 use std::{collections::HashMap, io::Write, path::Path};
 
+use engraft_util::atomic::{self, WriteError};
+
 use super::{
     CONFIG_FILE, LORA_FOLDER, META_FINGERPRINT, META_LORA, PREFIX_FOLDER, PROMPT, TENSOR_FILE, config,
     modules::modules,
     tensors::{self, Outgoing},
 };
-use crate::{AdapterSet, BaseDescription, Error, PrefixValues, Result, atomic};
+use crate::{AdapterSet, BaseDescription, Error, PrefixValues, Result};
 
 /// Entries of an adapter's folder that a save may replace or remove.
 const OWNED: [&str; 4] = [CONFIG_FILE, TENSOR_FILE, LORA_FOLDER, PREFIX_FOLDER];
@@ -43,10 +45,10 @@ pub fn save(
     let lora = lora_files(set, values, base);
     let prefix = prefix_files(set, values, projected, base)?;
     match (&lora, &prefix) {
-        (Some(lora), Some(prefix)) => atomic::replace_folder(dir, &OWNED, |fresh| {
+        (Some(lora), Some(prefix)) => Ok(atomic::replace_folder(dir, &OWNED, |fresh| {
             lora.write_below(&fresh.join(LORA_FOLDER))?;
             prefix.write_below(&fresh.join(PREFIX_FOLDER))
-        }),
+        })?),
         (Some(one), None) | (None, Some(one)) => one.replace(dir),
         (None, None) => Err(Error::Empty),
     }
@@ -55,9 +57,9 @@ pub fn save(
 impl Files<'_> {
     fn replace(&self, dir: &Path) -> Result<()> {
         if self.differs_in_tensors_only(dir) {
-            return atomic::write_with(&dir.join(TENSOR_FILE), |out| self.write_tensors(out));
+            return Ok(atomic::write_with(&dir.join(TENSOR_FILE), |out| self.write_tensors(out))?);
         }
-        atomic::replace_folder(dir, &OWNED, |fresh| self.write_into(fresh))
+        Ok(atomic::replace_folder(dir, &OWNED, |fresh| self.write_into(fresh))?)
     }
 
     fn differs_in_tensors_only(&self, dir: &Path) -> bool {
@@ -65,13 +67,13 @@ impl Files<'_> {
         alone && std::fs::read(dir.join(CONFIG_FILE)).is_ok_and(|old| old == self.config.as_bytes())
     }
 
-    fn write_below(&self, folder: &Path) -> Result<()> {
-        std::fs::create_dir(folder).map_err(|cause| Error::write(folder, cause))?;
+    fn write_below(&self, folder: &Path) -> atomic::Result<()> {
+        std::fs::create_dir(folder).map_err(|cause| WriteError::new(folder, cause))?;
         self.write_into(folder)?;
-        atomic::sync_folder(folder).map_err(|cause| Error::write(folder, cause))
+        atomic::sync_folder(folder).map_err(|cause| WriteError::new(folder, cause))
     }
 
-    fn write_into(&self, folder: &Path) -> Result<()> {
+    fn write_into(&self, folder: &Path) -> atomic::Result<()> {
         atomic::create(&folder.join(TENSOR_FILE), |out| self.write_tensors(out))?;
         atomic::create(&folder.join(CONFIG_FILE), |out| out.write_all(self.config.as_bytes()))
     }

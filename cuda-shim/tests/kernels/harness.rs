@@ -148,8 +148,8 @@ macro_rules! args {
 
 /// Repeatable values in -1 .. 1, different for every `seed`.
 pub fn numbers(seed: u64, len: usize) -> Vec<f64> {
-    let key = engraft_adapters::rng::key(&[seed]);
-    (0..len as u64).map(|at| f64::from(2.0 * engraft_adapters::rng::uniform(key, at) - 1.0)).collect()
+    let key = engraft_util::rng::key(&[seed]);
+    (0..len as u64).map(|at| f64::from(2.0 * engraft_util::rng::uniform(key, at) - 1.0)).collect()
 }
 
 /// As [`numbers`], rounded to `T`.

@@ -3,7 +3,7 @@
 
 use cuda_shim::{Launcher, kernels};
 use engraft::kernels::adapted_linear::reference::{self, Shape};
-use engraft_adapters::rng;
+use engraft_util::rng;
 use half::{bf16, f16};
 
 use crate::{args, harness::*};

@@ -1,11 +1,7 @@
 //! CPU side: vector loops for the functions that GPT-2 uses, the plain formula for the rest.
 
 use super::{Activation, reference, simd};
-use crate::kernels::{
-    cpu::{Shared, exp, vectorised},
-    simd::at_level,
-    tasks::each,
-};
+use crate::device::cpu::{Shared, exp, simd::at_level, tasks::each, vectorised};
 
 /// Elements a task takes.
 const PIECE: usize = 1 << 14;

@@ -1,9 +1,9 @@
 //! CUDA side: one thread for a few neighbouring elements.
 
 use super::Activation;
-use crate::kernels::{
+use crate::device::{
+    View, ViewMut,
     cuda::{Argument, Gpu, Grid, Image, arguments, image, named},
-    device::{View, ViewMut},
 };
 
 static IMAGE: Image = image!("activation");

@@ -8,7 +8,7 @@
 //! | `Silu` | `x / (1 + exp(-x))` | the same |
 //! | `Tanh` | `tanh x` | used by the projection of a prefix |
 
-use super::device::{Device, View, ViewMut};
+use crate::device::{Device, View, ViewMut};
 
 mod cpu;
 #[cfg(feature = "cuda")]

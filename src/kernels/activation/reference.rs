@@ -1,7 +1,7 @@
 //! REFERENCE twin of the pointwise functions, in any precision.
 
 use super::Activation;
-use crate::kernels::real::Real;
+use engraft_util::real::Real;
 
 /// `f(x)`.
 pub fn forward<T: Real>(kind: Activation, x: T) -> T {

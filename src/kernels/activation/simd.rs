@@ -1,7 +1,7 @@
 //! The tanh form of GELU in vectors.
 
 use super::reference;
-use crate::kernels::simd::{Simd, exp, load_or, store};
+use crate::device::cpu::simd::{Simd, exp, load_or, store};
 
 const K: f32 = reference::SQRT_2_OVER_PI as f32;
 const CUBE: f32 = reference::CUBE as f32;

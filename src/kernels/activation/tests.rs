@@ -1,7 +1,7 @@
 //! Derivatives by central differences; the vector code against the plain formula over a wide range.
 
 use super::*;
-use crate::kernels::testing::*;
+use crate::testing::*;
 
 const ALL: [Activation; 5] =
     [Activation::GeluTanh, Activation::Gelu, Activation::Relu, Activation::Silu, Activation::Tanh];

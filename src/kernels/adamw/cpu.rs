@@ -1,10 +1,7 @@
 //! CPU side: one fused pass; pieces go to tasks.
 
 use super::Update;
-use crate::kernels::{
-    cpu::{Shared, vectorised},
-    tasks::each,
-};
+use crate::device::cpu::{Shared, tasks::each, vectorised};
 
 /// Elements a task takes.
 const PIECE: usize = 1 << 15;

@@ -1,11 +1,11 @@
 //! CUDA side: the norm stays on the device, where the update finds the factor of clipping and whether the gradient
 //! is finite.
 
+use super::device_scratch::norm;
 use super::{Update, cpu::Factors};
-use crate::kernels::{
+use crate::device::{
+    View, ViewMut,
     cuda::{Argument, Gpu, Grid, Image, arguments, image},
-    device::{View, ViewMut},
-    device_scratch::norm,
 };
 
 static IMAGE: Image = image!("adamw");

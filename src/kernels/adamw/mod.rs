@@ -4,13 +4,16 @@
 //! `w -= lr decay w`; `m = b1 m + (1 - b1) g`; `v = b2 v + (1 - b2) g^2`;
 //! `w -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)`.
 
-use super::device::{Device, View, ViewMut};
 #[cfg(feature = "cuda")]
-use super::{cuda::Gpu, elementwise};
+use super::elementwise;
+#[cfg(feature = "cuda")]
+use crate::device::cuda::Gpu;
+use crate::device::{Device, View, ViewMut};
 
 pub(super) mod cpu;
 #[cfg(feature = "cuda")]
 pub(super) mod cuda;
+pub mod device_scratch;
 pub mod reference;
 #[cfg(test)]
 mod tests;

@@ -1,7 +1,7 @@
 //! REFERENCE twin of the update, in any precision.
 
 use super::Update;
-use crate::kernels::real::Real;
+use engraft_util::real::Real;
 
 /// One update of `values` and both moments.
 pub fn update<T: Real>(values: &mut [T], gradient: &[T], first: &mut [T], second: &mut [T], u: Update) {

@@ -1,7 +1,7 @@
 //! The fused update against its twin; the norm against a plain sum.
 
 use super::*;
-use crate::kernels::testing::*;
+use crate::testing::*;
 
 #[test]
 fn cpu_matches_reference_over_many_updates() {

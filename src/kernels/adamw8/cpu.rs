@@ -6,9 +6,9 @@ use super::{
     BLOCK, Moments, Piece,
     codebook::{Codebook, SIGNED, UNSIGNED},
 };
-use crate::kernels::{
-    adamw::{Update, cpu::Factors},
-    cpu::vectorised,
+use crate::{
+    device::cpu::vectorised,
+    kernels::adamw::{Update, cpu::Factors},
 };
 
 /// One 8-bit moment of a piece: codes, and a scale a block.

@@ -4,10 +4,12 @@ use super::{
     BLOCK, Moments, Piece,
     codebook::{SIGNED, UNSIGNED},
 };
-use crate::kernels::{
-    adamw::{self, Update, cpu::Factors},
-    cuda::{Argument, Gpu, Grid, Image, arguments, image},
-    device::{View, ViewMut},
+use crate::{
+    device::{
+        View, ViewMut,
+        cuda::{Argument, Gpu, Grid, Image, arguments, image},
+    },
+    kernels::adamw::{self, Update, cpu::Factors},
 };
 
 static IMAGE: Image = image!("adamw8");

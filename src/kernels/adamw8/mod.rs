@@ -14,10 +14,8 @@
 //! Blocks begin anew with every tensor, whose last block may be shorter. A tensor below [`SMALLEST`]
 //! elements keeps FP32 moments. The 8 bytes of an element's two moments become 2 + 8/256.
 
-use super::{
-    adamw::Update,
-    device::{Device, View, ViewMut},
-};
+use super::adamw::Update;
+use crate::device::{Device, View, ViewMut};
 
 mod codebook;
 mod cpu;

@@ -1,10 +1,8 @@
 //! REFERENCE twin of the update, in any precision: books and search as they are defined.
 
 use super::BLOCK;
-use crate::kernels::{
-    adamw::{self, Update},
-    real::Real,
-};
+use crate::kernels::adamw::{self, Update};
+use engraft_util::real::Real;
 
 /// A moment of one tensor: codes, and a scale for every [`BLOCK`] of them.
 pub type Coded<'a, T> = (&'a mut [u8], &'a mut [T]);

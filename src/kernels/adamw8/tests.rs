@@ -5,7 +5,7 @@ use super::{
     codebook::{Codebook, SIGNED, UNSIGNED},
     *,
 };
-use crate::kernels::{adamw, testing::*};
+use crate::{kernels::adamw, testing::*};
 
 const OPTIONS: Update =
     Update { step: 1, lr: 1e-2, betas: (0.9, 0.999), epsilon: 1e-8, weight_decay: 0.1, factor: 1.0 };

@@ -3,9 +3,10 @@
 use std::ops::Range;
 
 use super::{Delta, Dropout};
-use crate::kernels::{
-    cpu::{Shared, Strides, gemm, vectors, with_scratch},
+use crate::device::cpu::{
+    Shared, Strides, gemm,
     tasks::{cut, each, shares},
+    vectors, with_scratch,
 };
 
 /// Rows a task takes; its slice of `y` stays in the second-level cache.
@@ -32,7 +33,7 @@ pub fn scratch(n: usize, widest: usize, rank: usize, dropout: bool) -> (usize, u
 
 fn packing(n: usize, widest: usize, rank: usize) -> usize {
     let sizes = [(ROWS, widest, rank), (ROWS, rank, widest), (OUTER, rank, n), (rank, OUTER, n)];
-    sizes.into_iter().map(|(m, n, k)| crate::kernels::cpu::packing(m, n, k)).max().unwrap_or(0)
+    sizes.into_iter().map(|(m, n, k)| crate::device::cpu::packing(m, n, k)).max().unwrap_or(0)
 }
 
 type Sizes = (usize, usize, usize);

@@ -1,11 +1,17 @@
 //! CUDA side: tiled thin products; sums over rows go through shares that are added in order.
 
+use super::device_scratch::{deltas as parts_of, row_shares};
 use super::{Delta, Dropout, Matrix, Start};
-use crate::kernels::{
-    cuda::{Argument, Gpu, Grid, Image, arguments, image, named},
-    device::{View, ViewMut},
-    device_scratch::{FEW, deltas as parts_of, product_shares, row_shares},
-    matmul::{self, cuda::operands},
+use crate::{
+    device::{
+        View, ViewMut,
+        cuda::{Argument, Gpu, Grid, Image, arguments, image, named},
+    },
+    kernels::matmul::{
+        self,
+        cuda::operands,
+        device_scratch::{FEW, product_shares},
+    },
 };
 
 static IMAGE: Image = image!("adapted_linear");

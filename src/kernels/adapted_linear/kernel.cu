@@ -3,7 +3,7 @@
 // One tiled product serves all of them: a block of 256 threads makes 64 rows and 16 or 64 columns of the result.
 // Sums over the n rows of a batch (dA, dB) are cut into shares, one a block in z, which `sum_parts` adds in
 // order: no atomics, the same bits in every run.
-#include "few.cuh"
+#include "matmul/small_batch.cuh"
 
 /// Which elements of a delta's input are dropped; the fields of `adapted_linear::Dropout`, the delta's place
 /// already mixed into the key.

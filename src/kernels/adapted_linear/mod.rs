@@ -8,14 +8,13 @@
 
 use std::ops::Range;
 
-use super::{
-    device::{Device, View, ViewMut},
-    matmul::{self, Matrix, Start},
-};
+use super::matmul::{self, Matrix, Start};
+use crate::device::{Device, View, ViewMut};
 
 mod cpu;
 #[cfg(feature = "cuda")]
 pub(super) mod cuda;
+pub mod device_scratch;
 pub mod reference;
 #[cfg(test)]
 mod tests;
@@ -77,7 +76,7 @@ impl Dropout {
     #[inline(always)]
     fn factor(&self, a: usize, inputs: usize, row: usize, column: usize) -> f32 {
         let token = (self.first_row + row / self.seq_len) * self.stride + row % self.seq_len;
-        let kept = engraft_adapters::rng::uniform(self.key_of(a), (token * inputs + column) as u64) >= self.p;
+        let kept = engraft_util::rng::uniform(self.key_of(a), (token * inputs + column) as u64) >= self.p;
         if kept { 1.0 / (1.0 - self.p) } else { 0.0 }
     }
 }

@@ -1,6 +1,6 @@
 //! REFERENCE twin, in any precision; `factors (n, in)` are the dropout factors of the one delta.
 
-use crate::kernels::real::Real;
+use engraft_util::real::Real;
 
 /// Sizes of an adapted linear layer with one delta on `columns` outputs from `first` on.
 #[derive(Clone, Copy)]

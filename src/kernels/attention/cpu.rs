@@ -4,11 +4,7 @@
 //! its own head's columns.
 
 use super::{Heads, Prefix, Seen, Shape, simd};
-use crate::kernels::{
-    cpu::{Shared, Strides, exp, gemm, vectorised, with_scratch},
-    simd::at_level,
-    tasks::each,
-};
+use crate::device::cpu::{Shared, Strides, exp, gemm, simd::at_level, tasks::each, vectorised, with_scratch};
 
 /// Queries of a tile: 64 x 1044 scores are 267 KiB.
 const TILE: usize = 64;
@@ -24,7 +20,7 @@ pub fn scratch(keys: usize, width: usize) -> (usize, usize) {
 
 fn packing(keys: usize, width: usize) -> usize {
     let sizes = [(TILE, keys, width), (TILE, width, keys), (keys, width, TILE)];
-    sizes.into_iter().map(|(m, n, k)| crate::kernels::cpu::packing(m, n, k)).max().unwrap_or(0)
+    sizes.into_iter().map(|(m, n, k)| crate::device::cpu::packing(m, n, k)).max().unwrap_or(0)
 }
 
 /// One head of one row, with its strides.

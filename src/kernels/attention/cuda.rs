@@ -1,11 +1,11 @@
 //! CUDA side: tensor cores for heads of width 64 in 16 bits, plain kernels for all others, and shares of the keys
 //! for a single query.
 
+use super::device_scratch::{KEYS, attention_backward, attention_decode, key_shares};
 use super::{Heads, Prefix, Seen, Shape, packed};
-use crate::kernels::{
+use crate::device::{
+    DType, View, ViewMut,
     cuda::{Argument, Gpu, Grid, Image, arguments, image, named},
-    device::{DType, View, ViewMut},
-    device_scratch::{KEYS, attention_backward, attention_decode, key_shares},
 };
 
 static IMAGE: Image = image!("attention");

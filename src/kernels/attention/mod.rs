@@ -6,14 +6,13 @@
 //! rebuilds the probabilities tile by tile (Dao et al. 2022). Hidden keys are left out by selection,
 //! never by a large negative number.
 
-use super::{
-    device::{Device, View, ViewMut},
-    matmul::Arithmetic,
-};
+use super::matmul::Arithmetic;
+use crate::device::{Device, View, ViewMut};
 
 mod cpu;
 #[cfg(feature = "cuda")]
 pub(super) mod cuda;
+pub mod device_scratch;
 pub mod reference;
 mod simd;
 #[cfg(test)]

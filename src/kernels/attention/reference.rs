@@ -1,6 +1,6 @@
 //! REFERENCE twin: one head, one row of the batch, the whole matrix of probabilities.
 
-use crate::kernels::real::Real;
+use engraft_util::real::Real;
 
 /// Sizes of one head.
 #[derive(Clone, Copy)]

@@ -8,13 +8,14 @@
 use std::ops::Range;
 
 use super::{Heads, Prefix, Shape, cpu::Head};
-use crate::kernels::{
-    cpu::{LINE, Shared, with_scratch},
+use crate::device::cpu::{
+    LINE, Shared,
     simd::{
         Simd, exp, fold, load_or, replace,
         tile::{Begin, ROWS, Tile, pack_turned},
     },
     tasks::each,
+    with_scratch,
 };
 
 mod backward;

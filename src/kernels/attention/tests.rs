@@ -4,7 +4,7 @@
 use half::bf16;
 
 use super::*;
-use crate::kernels::{cpu, testing::*};
+use crate::{device::cpu, testing::*};
 
 #[test]
 fn reference_backward_is_central_differences() {

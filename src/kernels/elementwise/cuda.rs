@@ -1,8 +1,8 @@
 //! CUDA side: one thread for a few neighbouring elements.
 
-use crate::kernels::{
+use crate::device::{
+    DType, View, ViewMut,
     cuda::{Argument, Gpu, Grid, Image, arguments, image},
-    device::{DType, View, ViewMut},
 };
 
 static IMAGE: Image = image!("elementwise");

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::device::{DType, Device, View, ViewMut};
+use crate::device::{DType, Device, View, ViewMut};
 
 #[cfg(feature = "cuda")]
 pub(super) mod cuda;

@@ -2,10 +2,9 @@
 
 use half::f16;
 
-use crate::kernels::{
-    cpu::{Shared, wide},
-    matmul::Matrix,
-    tasks::each,
+use crate::{
+    device::cpu::{Shared, tasks::each, wide},
+    kernels::matmul::Matrix,
 };
 
 /// Rows a task takes.
@@ -29,7 +28,7 @@ pub fn forward(ids: &[u32], positions: &[u32], wte: Matrix, wpe: &[f16], x: &mut
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::{q8, testing::halves};
+    use crate::{kernels::q8, testing::halves};
 
     #[test]
     fn adds_the_rows_of_both_tables() {

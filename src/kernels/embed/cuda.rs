@@ -1,8 +1,8 @@
 //! CUDA side: one block a token.
 
-use crate::kernels::{
+use crate::device::{
+    View, ViewMut,
     cuda::{Argument, Gpu, Grid, Image, arguments, image, named},
-    device::{View, ViewMut},
 };
 
 static IMAGE: Image = image!("embed");

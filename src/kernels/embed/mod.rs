@@ -1,9 +1,7 @@
 //! Token plus position embedding: `x[i] = wte[ids[i]] + wpe[positions[i]]`, rows of frozen tables.
 
-use super::{
-    device::{Device, View, ViewMut},
-    matmul::Matrix,
-};
+use super::matmul::Matrix;
+use crate::device::{Device, View, ViewMut};
 
 mod cpu;
 #[cfg(feature = "cuda")]

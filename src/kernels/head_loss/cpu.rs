@@ -1,11 +1,7 @@
 //! CPU side of the step between the two products: one task a row of logits.
 
 use super::simd;
-use crate::kernels::{
-    cpu::{Shared, exp, vectorised},
-    simd::at_level,
-    tasks::each,
-};
+use crate::device::cpu::{Shared, exp, simd::at_level, tasks::each, vectorised};
 
 const LANES: usize = 16;
 

@@ -4,10 +4,12 @@
 //! as 16-bit numbers, its rows stand twice as many elements apart.
 
 use super::stride;
-use crate::kernels::{
-    cuda::{Argument, Gpu, Grid, Image, arguments, image, named},
-    device::{DType, View, ViewMut},
-    matmul::{self, Matrix, Start},
+use crate::{
+    device::{
+        DType, View, ViewMut,
+        cuda::{Argument, Gpu, Grid, Image, arguments, image, named},
+    },
+    kernels::matmul::{self, Matrix, Start},
 };
 
 static IMAGE: Image = image!("head_loss");

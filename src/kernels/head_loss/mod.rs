@@ -6,10 +6,10 @@
 //! E is frozen, so no gradient of it exists. Only one chunk of logits is ever in memory.
 
 use super::{
-    device::{DType, Device, View, ViewMut},
+    gather,
     matmul::{self, Matrix, Start},
-    rows,
 };
+use crate::device::{DType, Device, View, ViewMut};
 
 pub use tally::Tally;
 
@@ -74,7 +74,7 @@ pub fn forward_backward(
         let hidden = match rows {
             None => input.hidden.slice(first * c, count * c),
             Some(rows) => {
-                rows::gather(input.hidden, rows, gathered.reborrow(), c);
+                gather::gather(input.hidden, rows, gathered.reborrow(), c);
                 gathered.as_view().slice(0, count * c)
             }
         };
@@ -90,7 +90,7 @@ pub fn forward_backward(
             (Some((d_hidden, _)), Some(rows)) => {
                 let mut d_some = gathered.reborrow().slice(0, count * c);
                 hidden_gradient(z.as_view(), head, d_some.reborrow(), count);
-                rows::scatter(d_some.as_view(), rows, d_hidden.reborrow(), c);
+                gather::scatter(d_some.as_view(), rows, d_hidden.reborrow(), c);
             }
         }
     }

@@ -1,6 +1,6 @@
 //! REFERENCE twin of head and loss: all logits at once.
 
-use crate::kernels::real::Real;
+use engraft_util::real::Real;
 
 /// Losses of rows `hidden (m, c)` against `targets (m)` with `head (v, c)`, and the gradient of
 /// their sum with respect to `hidden`.

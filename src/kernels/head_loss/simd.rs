@@ -1,7 +1,7 @@
 //! The cross-entropy of one row of logits in vectors.
 
 use super::cpu::Row;
-use crate::kernels::simd::{Simd, exp, fold, replace};
+use crate::device::cpu::simd::{Simd, exp, fold, replace};
 
 /// Loss of a row; with a factor the row becomes its gradient.
 pub fn cross_entropy<S: Simd>(s: S, z: &mut [f32], row: Row) -> f32 {

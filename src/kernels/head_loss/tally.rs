@@ -1,6 +1,6 @@
 //! Sums of losses, which on a device come to the host without holding it up.
 
-use crate::kernels::device::{Device, View};
+use crate::device::{Device, View};
 
 /// Losses of several micro-batches on their way into one sum: f64 over FP32 losses, in order.
 #[derive(Default)]
@@ -13,8 +13,8 @@ pub struct Tally {
 /// Losses in pinned memory, there once the device was waited for.
 #[cfg(feature = "cuda")]
 struct Coming {
-    gpu: &'static crate::kernels::cuda::Gpu,
-    pinned: crate::kernels::cuda::memory::Pinned,
+    gpu: &'static crate::device::cuda::Gpu,
+    pinned: crate::device::cuda::memory::Pinned,
     bytes: usize,
 }
 

@@ -1,7 +1,7 @@
 //! Central differences of the REFERENCE twin, then the CPU side against it in chunks.
 
 use super::*;
-use crate::kernels::testing::*;
+use crate::testing::*;
 
 #[test]
 fn reference_gradient_is_central_differences() {

@@ -3,10 +3,7 @@
 use half::f16;
 
 use super::Norm;
-use crate::kernels::{
-    cpu::{Shared, vectorised, widen, with_scratch},
-    tasks::each,
-};
+use crate::device::cpu::{Shared, tasks::each, vectorised, widen, with_scratch};
 
 /// Rows a task takes: enough to repay the widening, few enough to share out.
 const ROWS: usize = 32;

@@ -1,9 +1,9 @@
 //! CUDA side: a warp a row, four rows a block.
 
 use super::Norm;
-use crate::kernels::{
+use crate::device::{
+    View, ViewMut,
     cuda::{Argument, Gpu, Grid, Image, arguments, image, named},
-    device::{View, ViewMut},
 };
 
 static IMAGE: Image = image!("layernorm");

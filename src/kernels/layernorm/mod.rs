@@ -4,7 +4,7 @@
 //! Gain and bias are frozen, so the backward returns the gradient of `x` alone, added to what the
 //! residual path already holds.
 
-use super::device::{Device, View, ViewMut};
+use crate::device::{Device, View, ViewMut};
 
 mod cpu;
 #[cfg(feature = "cuda")]

@@ -1,6 +1,6 @@
 //! REFERENCE twin of layer normalisation, in any precision.
 
-use crate::kernels::real::Real;
+use engraft_util::real::Real;
 
 /// `(y, stats)` of rows of width `gain.len()`.
 pub fn forward<T: Real>(x: &[T], gain: &[T], bias: &[T], epsilon: T) -> (Vec<T>, Vec<T>) {

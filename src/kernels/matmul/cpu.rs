@@ -6,11 +6,14 @@ use std::ops::Range;
 use half::f16;
 
 use super::{Elements, Matrix, Start, matrix::STRIP, simd};
-use crate::kernels::{
-    cpu::{Shared, Strides, gemm, wide, widen, with_scratch},
-    device::View,
-    simd::at_level,
-    tasks::{bands, cut, each, parts},
+use crate::device::{
+    View,
+    cpu::{
+        Shared, Strides, gemm,
+        simd::at_level,
+        tasks::{bands, cut, each, parts},
+        wide, widen, with_scratch,
+    },
 };
 
 /// Widened panels are at most INNER x OUTER floats (768 KiB): they stay in a second-level cache.
@@ -26,7 +29,7 @@ pub fn scratch(n: usize) -> (usize, usize) {
     if let Some(scratch) = at_level!(s => simd::scratch(s)) {
         return (scratch, 0);
     }
-    (INNER * OUTER, crate::kernels::cpu::packing(n, OUTER, INNER))
+    (INNER * OUTER, crate::device::cpu::packing(n, OUTER, INNER))
 }
 
 pub fn frozen_nn(x: &[f32], w: Matrix, start: Start, y: &mut [f32], n: usize) {
@@ -150,7 +153,7 @@ fn few_nn(x: &[f32], w: Elements, out: Shared, (n, rows, cols): (usize, usize, u
                 let factor = x[row * rows + k];
                 // SAFETY: these columns belong to the calling task.
                 let y = unsafe { out.range(row * cols + first, piece.len()) };
-                crate::kernels::cpu::vectorised(
+                crate::device::cpu::vectorised(
                     #[inline(always)]
                     || y.iter_mut().zip(&*piece).for_each(|(y, w)| *y += factor * w),
                 );
@@ -177,7 +180,7 @@ fn few_nt(x: &[f32], w: Elements, out: Shared, (n, rows, cols): (usize, usize, u
 
 /// Scalar product with 16 running sums, in an order that depends on the length alone.
 fn dot(a: &[f32], b: &[f32]) -> f32 {
-    crate::kernels::cpu::vectorised(
+    crate::device::cpu::vectorised(
         #[inline(always)]
         || {
             let mut sums = [0f32; 16];

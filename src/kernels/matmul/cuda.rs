@@ -4,13 +4,15 @@
 //! FP16 activations meet the weights as they are. For others a stretch of the weights is converted into scratch
 //! first: to FP32, exactly, or to BF16.
 
+use super::device_scratch::{FEW, converted_rows, product_shares};
 use super::{Matrix, Start};
-use crate::kernels::{
-    cuda::{Argument, Call, Gpu, Grid, Image, arguments, image, named},
-    device::{DType, View, ViewMut},
-    device_scratch::{FEW, converted_rows, product_shares},
-    elementwise,
-    product::{Product, Stored},
+use crate::{
+    device::{
+        DType, View, ViewMut,
+        cuda::{Argument, Call, Gpu, Grid, Image, arguments, image, named},
+        gemm_layout::{Product, Stored},
+    },
+    kernels::elementwise,
 };
 
 static IMAGE: Image = image!("matmul");

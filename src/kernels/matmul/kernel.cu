@@ -1,6 +1,6 @@
 // What stands beside the library's matrix products: the start of an output, and products of few rows, which
 // are as fast as the FP16 weights can be read.
-#include "few.cuh"
+#include "matmul/small_batch.cuh"
 
 /// y (n, c) = residual (n, c) + bias (c), either of which may be missing; y may be the residual itself.
 /// Grid: ceil(n c / 2048) blocks of 256.

@@ -3,14 +3,14 @@
 use half::f16;
 
 use crate::{
-    error::Result,
-    kernels::{
+    device::{
+        DType, Frozen, View,
         cpu::{bf16, vectors, widen},
-        device::{DType, Frozen, View},
         frozen::Order,
-        pages::Region,
-        q8,
+        page_cache::Region,
     },
+    error::Result,
+    kernels::q8,
 };
 
 /// A frozen matrix `(rows, cols)`: FP16, or codes with scales as [`q8`] describes them.
@@ -51,7 +51,7 @@ pub enum Arithmetic {
     #[default]
     F32,
     /// Both factors are rounded to BF16 and products are added up in FP32, where the CPU does that faster
-    /// ([`bf16`](crate::kernels::cpu::bf16)) and there are enough rows for it to matter; as [`Arithmetic::F32`]
+    /// ([`bf16`](crate::device::cpu::bf16)) and there are enough rows for it to matter; as [`Arithmetic::F32`]
     /// elsewhere.
     Bf16,
 }

@@ -9,11 +9,12 @@
 //! | [`frozen_nn`] | `y (n, cols) = x (n, rows) W (rows, cols)` | forward of a layer, backward of the head |
 //! | [`frozen_nt`] | `y (n, rows) = x (n, cols) W^T` | backward of a layer, forward of the head |
 
-use super::device::{Device, View, ViewMut};
+use crate::device::{Device, View, ViewMut};
 
 mod cpu;
 #[cfg(feature = "cuda")]
 pub(super) mod cuda;
+pub mod device_scratch;
 mod matrix;
 mod simd;
 #[cfg(test)]

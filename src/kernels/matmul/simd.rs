@@ -11,20 +11,23 @@ use half::f16;
 
 use self::weights::{Codes, Halves, Weights};
 use super::{Elements, Matrix, Start};
-use crate::kernels::{
-    cpu::{Shared, with_scratch},
-    q8::BLOCK,
-    simd::{
-        Simd,
-        product::SCRATCH as THIN,
-        tile::{Begin, ROWS, Tile, pack_turned},
+use crate::{
+    device::cpu::{
+        Shared,
+        simd::{
+            Simd,
+            product::SCRATCH as THIN,
+            tile::{Begin, ROWS, Tile, pack_turned},
+        },
+        tasks::{bands, each, parts},
+        with_scratch,
     },
-    tasks::{bands, each, parts},
+    kernels::q8::BLOCK,
 };
 
-mod few;
 #[cfg(target_arch = "x86_64")]
 mod pairs;
+mod small_batch;
 mod strips;
 mod weights;
 
@@ -70,7 +73,9 @@ pub fn frozen<S: Simd>(s: S, x: &[f32], (w, turned): (Matrix, bool), start: Star
             form(s, x, (Halves::<false>(halves, w.cols), turned), shape, pairs, start, y);
         }
         // Where rows would be rounded to BF16, those in strips are too.
-        Elements::Strips(halves, rows) if !turned && n <= if pairs { few::ROWS } else { strips::ROWS } => {
+        Elements::Strips(halves, rows)
+            if !turned && n <= if pairs { small_batch::ROWS } else { strips::ROWS } =>
+        {
             strips::nn(s, x, (halves, rows), (n, w.cols), start, y);
         }
         Elements::Strips(halves, rows) => {
@@ -93,11 +98,11 @@ fn form<S: Simd, W: Weights>(
     y: &mut [f32],
 ) {
     let (inner, outer) = if turned { (cols, rows) } else { (rows, cols) };
-    if turned && n <= few::ROWS_TURNED {
-        return few::nt(s, x, w, (n, rows, cols), start, y);
+    if turned && n <= small_batch::ROWS_TURNED {
+        return small_batch::nt(s, x, w, (n, rows, cols), start, y);
     }
-    if !turned && n <= few::ROWS {
-        return few::nn(s, x, w, (n, rows, cols), start, y);
+    if !turned && n <= small_batch::ROWS {
+        return small_batch::nn(s, x, w, (n, rows, cols), start, y);
     }
     #[cfg(target_arch = "x86_64")]
     if pairs {

@@ -5,10 +5,9 @@ use std::sync::Arc;
 use half::f16;
 
 use super::{matrix::STRIP, *};
-use crate::kernels::{
-    cpu::bf16,
-    device::{DType, Frozen},
-    q8,
+use crate::{
+    device::{DType, Frozen, cpu::bf16},
+    kernels::q8,
     testing::{assert_close, halves, numbers, with_threads},
 };
 
@@ -252,7 +251,7 @@ fn a_turned_matrix_gives_the_same_bits() {
         let (layout, arithmetic) = (Layout::Rows, Arithmetic::F32);
         let matrix = FrozenMatrix { data, scales: None, rows, cols, layout, arithmetic };
         let Some(turned) = matrix.turned().unwrap() else {
-            assert!(!crate::kernels::cpu::vectors());
+            assert!(!crate::device::cpu::vectors());
             return;
         };
         assert_eq!((turned.rows, turned.cols), (cols, rows));
@@ -295,7 +294,7 @@ fn strips_are_read_from_any_column() {
 /// A sequence says the same alone and among others.
 #[test]
 fn the_number_of_rows_changes_no_bit() {
-    if !crate::kernels::cpu::vectors() {
+    if !crate::device::cpu::vectors() {
         return;
     }
     let (n, rows, cols) = (40, 1601, 130);

@@ -14,8 +14,8 @@ use std::{
 use tempfile::NamedTempFile;
 
 use super::{
+    base_dtype::BaseDType,
     convert::{FORM as FINGERPRINT_FORM, Sink},
-    form::BaseDType,
     names::Wanted,
     source::Source,
 };

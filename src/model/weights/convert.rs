@@ -6,8 +6,8 @@ use std::{
 };
 
 use super::{
-    form::{self, BaseDType, Coder, scales_of},
-    halves::halves,
+    base_dtype::{self, BaseDType, Coder, scales_of},
+    f16_convert::halves,
     names::{self, Wanted},
     source::Source,
 };
@@ -29,8 +29,8 @@ pub(super) fn convert(
     dtype: BaseDType,
     file: &mut Sink,
 ) -> Result<String> {
-    let parts = form::parts(wanted, dtype);
-    let header = form::header(&parts)?;
+    let parts = base_dtype::parts(wanted, dtype);
+    let header = base_dtype::header(&parts)?;
     file.write_at(0, &header)?;
     let places: BTreeMap<&str, usize> =
         parts.iter().map(|part| (part.name.as_str(), header.len() + part.start)).collect();

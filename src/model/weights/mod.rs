@@ -7,10 +7,10 @@
 //!
 //! This is the only part of the model that opens a file.
 
+mod base_dtype;
 mod cache;
 mod convert;
-mod form;
-mod halves;
+mod f16_convert;
 mod names;
 mod pickle;
 mod source;
@@ -21,23 +21,21 @@ use std::{fs::File, io::Cursor, path::Path, sync::Arc};
 use memmap2::Mmap;
 
 use self::{
+    base_dtype::scales_of,
     cache::{Entry, Hold},
     convert::Sink,
-    form::scales_of,
     names::Wanted,
     source::{Content, Source, SourceFile},
     stored::Stored,
 };
+use super::config::Config;
 use crate::{
+    device::{Bytes, DType, Device, Frozen},
     error::{Error, Result},
-    kernels::{
-        device::{Bytes, DType, Device, Frozen},
-        matmul::{Arithmetic, FrozenMatrix, Layout},
-    },
-    model::config::Config,
+    kernels::matmul::{Arithmetic, FrozenMatrix, Layout},
 };
 
-pub use self::{form::BaseDType, source::shard_names};
+pub use self::{base_dtype::BaseDType, source::shard_names};
 
 /// Everything of a base that the model reads; v vocabulary, c width. Vectors and positions are FP16.
 #[derive(Debug, Clone)]

@@ -3,7 +3,7 @@
 //! A canonical name is the one `GPT2LMHeadModel` saves today: `transformer.` in front of everything but
 //! `lm_head.weight`. Uploads of the bare `GPT2Model` lack the prefix.
 
-use super::form::BaseDType;
+use super::base_dtype::BaseDType;
 use crate::model::config::Config;
 
 /// The token embedding, which is also the head of a tied model.

@@ -13,9 +13,8 @@ use safetensors::{Dtype, tensor::Metadata};
 use serde_json::Value;
 
 use super::{
-    form::{self, BaseDType},
-    names,
-    names::Wanted,
+    base_dtype::{self, BaseDType},
+    names::{self, Wanted},
     pickle::Pickle,
     stored::Stored,
 };
@@ -167,7 +166,7 @@ impl Source {
 
     /// Whether the tensors are those of a copy of `dtype`, where a mapping can have them.
     pub(super) fn is_copy(&self, wanted: &[Wanted], dtype: BaseDType) -> bool {
-        form::parts(wanted, dtype).iter().all(|part| {
+        base_dtype::parts(wanted, dtype).iter().all(|part| {
             self.tensors.get(&part.name).is_some_and(|stored| {
                 let even = part.dtype != Dtype::F16 || stored.start.is_multiple_of(2);
                 even && stored.dtype == part.dtype && stored.shape == part.shape

@@ -3,16 +3,18 @@
 use std::ops::Range;
 
 use super::{Floats, Group, Kind, Task, hide};
-use crate::kernels::{
-    attention::{
+use crate::{
+    device::cpu::{
+        simd::{
+            Simd, exp, load_or, replace_both,
+            tile::{Begin, ROWS, Tile},
+        },
+        with_scratch,
+    },
+    kernels::attention::{
         Seen, Shape,
         cpu::{Gradients, Head},
         packed,
-    },
-    cpu::with_scratch,
-    simd::{
-        Simd, exp, load_or, replace_both,
-        tile::{Begin, ROWS, Tile},
     },
 };
 

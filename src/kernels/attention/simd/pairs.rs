@@ -12,14 +12,14 @@ use super::{
     backward::{BLOCK, Backward, Given},
     hide, normalise, powers,
 };
-use crate::kernels::{
-    attention::Shape,
-    simd::{
+use crate::{
+    device::cpu::simd::{
         Simd,
         avx512::Avx512,
         pairs::{interleaved, paired, round, round_in_place},
         tile::{ROWS, Tile, pack_turned},
     },
+    kernels::attention::Shape,
 };
 
 const LANES: usize = Avx512::LANES;

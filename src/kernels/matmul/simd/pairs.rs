@@ -7,16 +7,19 @@
 use std::{arch::x86_64::*, ops::Range};
 
 use super::{AHEAD, Place, Start, begin, check, vector, weights::Weights};
-use crate::kernels::{
-    cpu::{Shared, with_scratch, with_shared_scratch},
-    q8::BLOCK,
-    simd::{
-        Simd,
-        avx512::Avx512,
-        pairs::{interleaved, paired, round},
-        tile::{ROWS, Tile},
+use crate::{
+    device::cpu::{
+        Shared,
+        simd::{
+            Simd,
+            avx512::Avx512,
+            pairs::{interleaved, paired, round},
+            tile::{ROWS, Tile},
+        },
+        tasks::{bands, each, parts},
+        with_scratch, with_shared_scratch,
     },
-    tasks::{bands, each, parts},
+    kernels::q8::BLOCK,
 };
 
 /// Weights of a column that a panel holds; even.

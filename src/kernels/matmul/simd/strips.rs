@@ -4,11 +4,13 @@
 use half::f16;
 
 use super::{Start, begin, check};
-use crate::kernels::{
-    cpu::Shared,
-    matmul::matrix::STRIP,
-    simd::{Simd, tile::Tile},
-    tasks::{cut, each},
+use crate::{
+    device::cpu::{
+        Shared,
+        simd::{Simd, tile::Tile},
+        tasks::{cut, each},
+    },
+    kernels::matmul::matrix::STRIP,
 };
 
 /// Rows up to which this is faster than panels.

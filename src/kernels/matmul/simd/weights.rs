@@ -2,10 +2,12 @@
 
 use half::f16;
 
-use crate::kernels::{
-    matmul::matrix::{STRIP, strip_start},
-    q8::{self, BLOCK},
-    simd::{MOST, Simd, widened},
+use crate::{
+    device::cpu::simd::{MOST, Simd, widened},
+    kernels::{
+        matmul::matrix::{STRIP, strip_start},
+        q8::{self, BLOCK},
+    },
 };
 
 /// A frozen matrix, row-major, whose sizes its user knows. A value is a raw one times the factor of its block.

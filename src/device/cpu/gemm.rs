@@ -1,0 +1,80 @@
+//! Thin products of strided FP32 matrices on one thread.
+
+use super::{
+    level::vectors,
+    simd::{
+        at_level,
+        product::{Operand, product, scratch},
+    },
+    strides::Strides,
+};
+
+/// `dst (m, n) = keep * dst + scale * lhs (m, k) rhs (k, n)` on this thread, FP32 accumulation; `keep` is 0 or 1,
+/// and rows of `dst` are in one piece.
+///
+/// # Safety
+/// The three matrices lie in valid memory for their strides, and nothing else writes `dst` or reads it
+/// meanwhile.
+#[allow(clippy::too_many_arguments, reason = "a matrix product has three matrices, three sizes, two factors")]
+#[inline]
+pub unsafe fn gemm(
+    (m, n, k): (usize, usize, usize),
+    dst: *mut f32,
+    dst_strides: Strides,
+    keep: f32,
+    lhs: *const f32,
+    lhs_strides: Strides,
+    rhs: *const f32,
+    rhs_strides: Strides,
+    scale: f32,
+) {
+    assert!(dst_strides.column == 1 && (keep == 0.0 || keep == 1.0), "a product as it is meant");
+    let operands = (Operand { data: lhs, strides: lhs_strides }, Operand { data: rhs, strides: rhs_strides });
+    let dst_row = (dst, dst_strides.row);
+    // SAFETY: promised by the caller.
+    if at_level!(s => unsafe { product(s, (m, n, k), dst_row, keep == 1.0, operands, scale) }).is_some() {
+        return;
+    }
+    // SAFETY: promised by the caller.
+    unsafe {
+        gemm::gemm(
+            m,
+            n,
+            k,
+            dst,
+            dst_strides.column as isize,
+            dst_strides.row as isize,
+            keep != 0.0,
+            lhs,
+            lhs_strides.column as isize,
+            lhs_strides.row as isize,
+            rhs,
+            rhs_strides.column as isize,
+            rhs_strides.row as isize,
+            keep,
+            scale,
+            false,
+            false,
+            false,
+            gemm::Parallelism::None,
+        );
+    }
+}
+
+/// Floats that [`gemm`](fn@gemm) may pack its operands into for a product of these sizes. The crate of that name packs
+/// the right one whole and of the left one what fits its second-level cache; freed when the product is done.
+pub fn packing(m: usize, n: usize, k: usize) -> usize {
+    if vectors() {
+        return scratch(n, k);
+    }
+    // As read in gemm-common 0.19: at most 512 of k at a time on caches of today, 768 of m packed ahead.
+    k.min(512) * (n.next_multiple_of(16) + m.min(768).next_multiple_of(48))
+}
+
+/// Bytes that the crate `gemm` keeps for each thread: as large as the second-level cache.
+pub fn slab() -> usize {
+    if vectors() {
+        return 0;
+    }
+    gemm_common::cache::CACHE_INFO[1].cache_bytes
+}

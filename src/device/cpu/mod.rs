@@ -1,0 +1,23 @@
+//! The host's CPU: what the CPU sides of all ops share.
+
+mod gemm;
+mod level;
+mod math;
+mod scratch;
+pub(crate) mod simd;
+mod strides;
+pub mod tasks;
+
+pub use self::{
+    gemm::{gemm, packing, slab},
+    level::{Level, bf16, dispatch_level, force_bf16, level, limit_level, vectorised, vectors},
+    math::{exp, wide, widen},
+    scratch::{LINE, Shared, release_shared_scratch, with_scratch, with_shared_scratch},
+    strides::Strides,
+};
+
+/// Runs `pass` on a thread of the global pool: its ops then wake no thread from outside, and tiles, which stay
+/// with the thread that used them, are those of the pool's threads alone.
+pub fn on_pool<R: Send>(pass: impl FnOnce() -> R + Send) -> R {
+    rayon::scope(|_| pass())
+}

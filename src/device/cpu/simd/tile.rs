@@ -1,0 +1,448 @@
+//! A tile of a matrix product: sums stay in registers while they run down a panel.
+
+use half::f16;
+
+use super::{MOST, Simd, array, widened};
+use crate::device::cpu::LINE;
+
+/// Rows of a tile. With [`Simd::VECTORS`] vectors of columns its sums fill the registers, but for a weight of each vector
+/// and elements of x.
+pub const ROWS: usize = 6;
+/// Steps of a panel that are fetched ahead of their use.
+const AHEAD: usize = 8;
+/// The same where it comes from memory and is read in one stretch.
+const FAR: usize = 24;
+
+/// What stands in the output before the product is added.
+#[derive(Clone, Copy)]
+pub enum Begin {
+    /// Zero.
+    Zero,
+    /// What is there.
+    Keep,
+    /// A bias of the tile's columns.
+    Bias(*const f16),
+    /// A residual, laid out as the output, and a bias.
+    Residual(*const f32, *const f16),
+}
+
+/// `y (rows, columns) = begin + scale x (rows, depth) w (depth, columns)`.
+///
+/// An element is one chain of fused multiply-adds from step 0 to the last, then times `scale`, then added.
+#[derive(Clone, Copy)]
+pub struct Tile {
+    /// First element of x.
+    pub x: *const f32,
+    /// Distance between rows of x.
+    pub x_row: usize,
+    /// Distance between steps of x.
+    pub x_step: usize,
+    /// First row of the panel; whole vectors of it are read. Of FP16 in [`Tile::rows_of_halves`].
+    pub panel: *const f32,
+    /// Distance between steps of the panel.
+    pub panel_row: usize,
+    /// Steps.
+    pub depth: usize,
+    /// First element of the output.
+    pub y: *mut f32,
+    /// Distance between its rows.
+    pub y_row: usize,
+    /// Columns, at most those of a tile.
+    pub columns: usize,
+    /// What the product is added to.
+    pub begin: Begin,
+    /// Factor of the product.
+    pub scale: f32,
+}
+
+/// Calls `$tile.$run::<_, rows, vectors of columns>($s)`.
+macro_rules! sized {
+    (@ $tile:ident, $s:ident, $run:ident, $m:tt) => {
+        match $tile.columns.div_ceil(S::LANES) {
+            1 => $tile.$run::<S, $m, 1>($s),
+            2 => $tile.$run::<S, $m, 2>($s),
+            3 => $tile.$run::<S, $m, 3>($s),
+            _ => $tile.$run::<S, $m, 4>($s),
+        }
+    };
+    ($tile:ident, $s:ident, $rows:expr, $run:ident) => {
+        match $rows {
+            1 => sized!(@ $tile, $s, $run, 1),
+            2 => sized!(@ $tile, $s, $run, 2),
+            3 => sized!(@ $tile, $s, $run, 3),
+            4 => sized!(@ $tile, $s, $run, 4),
+            5 => sized!(@ $tile, $s, $run, 5),
+            _ => sized!(@ $tile, $s, $run, ROWS),
+        }
+    };
+}
+
+impl Tile {
+    /// Computes `rows` rows, at most ROWS.
+    ///
+    /// # Safety
+    /// All pointers are valid for these rows, nobody else uses y, and there are no more columns than a tile has.
+    #[inline]
+    pub unsafe fn rows<S: Simd>(&self, s: S, rows: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { sized!(self, s, rows, run) }
+    }
+
+    /// Computes `rows` rows with a panel of FP16; rows and vectors of columns are at most [`Simd::TALL`].
+    ///
+    /// # Safety
+    /// As [`Tile::rows`]; whole vectors of FP16 are read, as many as TALL says.
+    #[inline]
+    pub unsafe fn rows_of_halves<S: Simd>(&self, s: S, rows: usize) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match S::TALL.1 {
+                2 => match rows {
+                    0 => {}
+                    1 => self.run_halves::<S, 1, 2>(s),
+                    2 => self.run_halves::<S, 2, 2>(s),
+                    3 => self.run_halves::<S, 3, 2>(s),
+                    4 => self.run_halves::<S, 4, 2>(s),
+                    5 => self.run_halves::<S, 5, 2>(s),
+                    6 => self.run_halves::<S, 6, 2>(s),
+                    7 => self.run_halves::<S, 7, 2>(s),
+                    8 => self.run_halves::<S, 8, 2>(s),
+                    9 => self.run_halves::<S, 9, 2>(s),
+                    10 => self.run_halves::<S, 10, 2>(s),
+                    11 => self.run_halves::<S, 11, 2>(s),
+                    _ => self.run_halves::<S, 12, 2>(s),
+                },
+                _ => match rows {
+                    0 => {}
+                    1 => self.run_halves::<S, 1, 4>(s),
+                    2 => self.run_halves::<S, 2, 4>(s),
+                    3 => self.run_halves::<S, 3, 4>(s),
+                    4 => self.run_halves::<S, 4, 4>(s),
+                    5 => self.run_halves::<S, 5, 4>(s),
+                    _ => self.run_halves::<S, 6, 4>(s),
+                },
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`Tile::rows_of_halves`].
+    #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers")]
+    unsafe fn run_halves<S: Simd, const M: usize, const V: usize>(&self, s: S) {
+        s.enter(
+            #[inline(always)]
+            || {
+                let mut sums = [[s.zero(); V]; M];
+                self.fetch::<S, M, V>(s);
+                let (mut weights, mut x) = (self.panel.cast::<f16>(), self.x);
+                for _ in 0..self.depth {
+                    s.fetch(weights.wrapping_add(FAR * self.panel_row));
+                    // SAFETY: the panel has V vectors for each of depth steps, and x as many elements in M rows.
+                    unsafe {
+                        let mut w = [s.zero(); V];
+                        for v in 0..V {
+                            w[v] = s.widen(weights.add(v * S::LANES));
+                        }
+                        for m in 0..M {
+                            let x = s.splat(*x.add(m * self.x_row));
+                            for v in 0..V {
+                                sums[m][v] = s.fma(x, w[v], sums[m][v]);
+                            }
+                        }
+                    }
+                    weights = weights.wrapping_add(self.panel_row);
+                    x = x.wrapping_add(self.x_step);
+                }
+                // SAFETY: the caller's promise.
+                unsafe { self.end(s, sums) }
+            },
+        );
+    }
+
+    /// # Safety
+    /// As [`Tile::rows`].
+    unsafe fn run<S: Simd, const M: usize, const V: usize>(&self, s: S) {
+        s.enter(
+            #[inline(always)]
+            || {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    self.steps::<S, M, V>(
+                        s,
+                        #[inline(always)]
+                        |x, w, sum| s.fma(x, w, sum),
+                        #[inline(always)]
+                        |_| {},
+                    );
+                }
+            },
+        );
+    }
+
+    /// The whole tile, where `multiply(x, weights, sums)` adds the products of a step, and `meanwhile(i)` is done
+    /// before steps `4 i .. 4 i + 4`.
+    ///
+    /// # Safety
+    /// As [`Tile::rows`].
+    #[inline(always)]
+    unsafe fn steps<S: Simd, const M: usize, const V: usize>(
+        &self,
+        s: S,
+        multiply: impl Fn(S::Floats, S::Floats, S::Floats) -> S::Floats,
+        meanwhile: impl Fn(usize),
+    ) {
+        let mut sums = [[s.zero(); V]; M];
+        self.fetch::<S, M, V>(s);
+        // SAFETY: the caller's promise.
+        unsafe {
+            let mut at = (self.panel, self.x);
+            for i in 0..self.depth / 4 {
+                meanwhile(i);
+                sums = self.step(s, at, sums, &multiply);
+                sums = self.step(s, self.behind(at, 1), sums, &multiply);
+                sums = self.step(s, self.behind(at, 2), sums, &multiply);
+                sums = self.step(s, self.behind(at, 3), sums, &multiply);
+                at = self.behind(at, 4);
+            }
+            for _ in 0..self.depth % 4 {
+                sums = self.step(s, at, sums, &multiply);
+                at = self.behind(at, 1);
+            }
+            self.end(s, sums);
+        }
+    }
+
+    /// Adds the products of a step.
+    ///
+    /// # Safety
+    /// As [`Tile::rows`]; the places are those of one of the tile's steps.
+    #[inline(always)]
+    #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers")]
+    unsafe fn step<S: Simd, const M: usize, const V: usize>(
+        &self,
+        s: S,
+        (weights, x): (*const f32, *const f32),
+        mut sums: [[S::Floats; V]; M],
+        multiply: &impl Fn(S::Floats, S::Floats, S::Floats) -> S::Floats,
+    ) -> [[S::Floats; V]; M] {
+        for v in (0..V).step_by((LINE / S::LANES).max(1)) {
+            s.fetch(weights.wrapping_add(AHEAD * self.panel_row + v * S::LANES));
+        }
+        // SAFETY: the panel has V vectors for each of depth steps, and x as many elements in M rows.
+        unsafe {
+            let mut w = [s.zero(); V];
+            for v in 0..V {
+                w[v] = s.load(weights.add(v * S::LANES));
+            }
+            for m in 0..M {
+                let x = s.splat(*x.add(m * self.x_row));
+                for v in 0..V {
+                    sums[m][v] = multiply(x, w[v], sums[m][v]);
+                }
+            }
+        }
+        sums
+    }
+
+    /// Where the panel and x are `steps` further on.
+    #[inline(always)]
+    fn behind(&self, (weights, x): (*const f32, *const f32), steps: usize) -> (*const f32, *const f32) {
+        (weights.wrapping_add(steps * self.panel_row), x.wrapping_add(steps * self.x_step))
+    }
+
+    /// Adds the sums to what the output begins with.
+    ///
+    /// # Safety
+    /// As [`Tile::rows`].
+    #[inline(always)]
+    unsafe fn end<S: Simd, const M: usize, const V: usize>(&self, s: S, sums: [[S::Floats; V]; M]) {
+        // A loop for each beginning: with the choice inside, the sums would go through memory.
+        // SAFETY: the tile's elements alone are read, all of them the caller's.
+        unsafe {
+            if !S::MASKS && self.columns < V * S::LANES {
+                return self.end_of_parts(s, sums);
+            }
+            match self.begin {
+                Begin::Zero => self.finish(
+                    s,
+                    sums,
+                    #[inline(always)]
+                    |_, _| s.zero(),
+                ),
+                Begin::Keep => self.finish(
+                    s,
+                    sums,
+                    #[inline(always)]
+                    |m, v| self.part(s, self.y, m, v),
+                ),
+                Begin::Bias(bias) => {
+                    let bias = self.bias::<S, V>(s, bias);
+                    self.finish(
+                        s,
+                        sums,
+                        #[inline(always)]
+                        |_, v| bias[v],
+                    );
+                }
+                Begin::Residual(residual, bias) => {
+                    let bias = self.bias::<S, V>(s, bias);
+                    self.finish(
+                        s,
+                        sums,
+                        #[inline(always)]
+                        |m, v| s.add(self.part(s, residual, m, v), bias[v]),
+                    );
+                }
+            }
+        }
+    }
+
+    /// Has what the product is added to brought near while the product is made.
+    #[inline(always)]
+    fn fetch<S: Simd, const M: usize, const V: usize>(&self, s: S) {
+        let matrix = match self.begin {
+            Begin::Zero | Begin::Bias(_) => return,
+            Begin::Keep => self.y.cast_const(),
+            Begin::Residual(residual, _) => residual,
+        };
+        for m in 0..M {
+            for v in (0..V).step_by((LINE / S::LANES).max(1)) {
+                s.fetch(matrix.wrapping_add(m * self.y_row + v * S::LANES));
+            }
+        }
+    }
+
+    /// Writes `begin(m, v) + scale * sums`.
+    ///
+    /// # Safety
+    /// As [`Tile::rows`]; where parts of vectors are slow there are none.
+    #[inline(always)]
+    #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers")]
+    unsafe fn finish<S: Simd, const M: usize, const V: usize>(
+        &self,
+        s: S,
+        sums: [[S::Floats; V]; M],
+        begin: impl Fn(usize, usize) -> S::Floats,
+    ) {
+        let scale = s.splat(self.scale);
+        for m in 0..M {
+            for v in 0..V {
+                let value = s.fma(scale, sums[m][v], begin(m, v));
+                // SAFETY: the tile's elements alone are written.
+                unsafe {
+                    // Of no columns it may lie outside.
+                    let to = self.y.wrapping_add(m * self.y_row + v * S::LANES);
+                    if S::MASKS { s.store_first(to, self.left::<S>(v), value) } else { s.store(to, value) }
+                }
+            }
+        }
+    }
+
+    /// The same an element at a time, for tiles that are no whole vectors wide.
+    ///
+    /// # Safety
+    /// As [`Tile::rows`].
+    #[inline(always)]
+    #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers")]
+    unsafe fn end_of_parts<S: Simd, const M: usize, const V: usize>(&self, s: S, sums: [[S::Floats; V]; M]) {
+        let mut lanes = [[[0f32; MOST]; V]; M];
+        for m in 0..M {
+            for v in 0..V {
+                // SAFETY: no vector is longer.
+                unsafe { s.store(lanes[m][v].as_mut_ptr(), sums[m][v]) }
+            }
+        }
+        for (m, lanes) in lanes.iter().enumerate() {
+            for column in 0..self.columns {
+                let at = m * self.y_row + column;
+                // SAFETY: an element of the tile, and its bias.
+                unsafe {
+                    let begin = match self.begin {
+                        Begin::Zero => 0.0,
+                        Begin::Keep => *self.y.add(at),
+                        Begin::Bias(bias) => (*bias.add(column)).to_f32(),
+                        Begin::Residual(residual, bias) => *residual.add(at) + (*bias.add(column)).to_f32(),
+                    };
+                    let sum = lanes[column / S::LANES][column % S::LANES];
+                    *self.y.add(at) = self.scale.mul_add(sum, begin);
+                }
+            }
+        }
+    }
+
+    /// Columns of vector `v`; none of one behind the last, which a tile of FP16 may have.
+    #[inline(always)]
+    fn left<S: Simd>(&self, v: usize) -> usize {
+        self.columns.saturating_sub(v * S::LANES).min(S::LANES)
+    }
+
+    /// Vector `v` of row `m` of a matrix laid out as the output.
+    ///
+    /// # Safety
+    /// The tile's elements of the matrix are valid; where parts of vectors are slow it is a whole one.
+    #[inline(always)]
+    unsafe fn part<S: Simd>(&self, s: S, matrix: *const f32, m: usize, v: usize) -> S::Floats {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let from = matrix.wrapping_add(m * self.y_row + v * S::LANES);
+            if S::MASKS { s.load_first(from, self.left::<S>(v), 0.0) } else { s.load(from) }
+        }
+    }
+
+    /// The tile's columns of a bias.
+    ///
+    /// # Safety
+    /// The bias has these columns.
+    #[inline(always)]
+    unsafe fn bias<S: Simd, const V: usize>(&self, s: S, bias: *const f16) -> [S::Floats; V] {
+        array(
+            s.zero(),
+            #[inline(always)]
+            |v| {
+                let left = self.left::<S>(v);
+                // SAFETY: the caller's promise.
+                widened(s, unsafe { std::slice::from_raw_parts(bias.wrapping_add(v * S::LANES), left) })
+            },
+        )
+    }
+}
+
+// Behind the macro that it uses.
+#[cfg(target_arch = "x86_64")]
+mod pairs;
+
+/// Turns rows of a matrix into columns of a panel: column `j` of `panel (depth, columns)` becomes row `j` of
+/// `depth` elements, for `count` rows that `load(row, step, steps)` reads LANES elements at a time.
+///
+/// Columns stand in groups of COLUMNS, each group `(depth, its columns as whole vectors)` one after another, zeros
+/// behind the last column.
+#[inline(always)]
+pub fn pack_turned<S: Simd>(
+    s: S,
+    panel: &mut [f32],
+    (depth, count): (usize, usize),
+    load: impl Fn(usize, usize, usize) -> S::Floats,
+) {
+    assert!(panel.len() >= depth * count.next_multiple_of(S::LANES), "room for a panel");
+    if depth == 0 {
+        return;
+    }
+    for start in (0..count).step_by(S::LANES) {
+        let group = start / S::COLUMNS * S::COLUMNS;
+        let columns = (count - group).min(S::COLUMNS).next_multiple_of(S::LANES);
+        let to = &mut panel[group * depth + start - group..];
+        let rows = S::LANES.min(count - start);
+        for step in (0..depth).step_by(S::LANES) {
+            let steps = S::LANES.min(depth - step);
+            let mut square = [s.zero(); MOST];
+            for (row, vector) in square.iter_mut().enumerate().take(rows) {
+                *vector = load(start + row, step, steps);
+            }
+            let square = s.transposed(square);
+            for (i, vector) in square.into_iter().enumerate().take(steps) {
+                // SAFETY: a vector of the panel.
+                unsafe { s.store(to[(step + i) * columns..][..S::LANES].as_mut_ptr(), vector) }
+            }
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! cuBLASLt: a product is described, an algorithm is chosen once for each description, and run.
+
+use std::{collections::HashMap, ffi::c_void, mem::size_of, ptr::from_ref, sync::Mutex};
+
+use cudarc::cublaslt::{
+    result::{self, CublasError},
+    sys::{
+        self, cublasComputeType_t::CUBLAS_COMPUTE_32F, cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS,
+        cublasLtMatmulDescAttributes_t as DescAttribute,
+        cublasLtMatmulPreferenceAttributes_t as PrefAttribute,
+    },
+};
+
+use super::{Gpu, Memory, lock};
+use crate::device::{
+    DType,
+    fixed::WORKSPACE,
+    gemm_layout::{Operand, Product},
+};
+
+/// A product to be computed: `D = op(A) op(B) + beta C`, and a bias where there is one. Sums are FP32, and of
+/// FP32 factors full FP32 too, never TF32.
+#[derive(Debug, Clone, Copy)]
+pub struct Call {
+    /// Sizes and layouts.
+    pub product: Product,
+    /// Address of A.
+    pub a: u64,
+    /// Address of B.
+    pub b: u64,
+    /// Type of A and B.
+    pub factors: DType,
+    /// Address of C, laid out and typed as D; not read where `beta` is 0.
+    pub c: u64,
+    /// Factor of C.
+    pub beta: f32,
+    /// Address of D.
+    pub d: u64,
+    /// Type of C and D.
+    pub result: DType,
+    /// Address of a bias of D's type, m elements.
+    pub bias: Option<u64>,
+}
+
+/// What an algorithm is chosen by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Key {
+    product: Product,
+    factors: DType,
+    result: DType,
+    bias: bool,
+    kept: bool,
+    /// Bytes that the addresses of A, B, C and D are multiples of.
+    aligned: [u32; 4],
+}
+
+/// The library, its workspace, and the algorithms chosen so far.
+pub struct Products {
+    handle: sys::cublasLtHandle_t,
+    chosen: Mutex<HashMap<Key, sys::cublasLtMatmulAlgo_t>>,
+    pub(crate) workspace: Mutex<Option<Memory>>,
+}
+
+// SAFETY: the library's handle may be used from any thread.
+unsafe impl Send for Products {}
+// SAFETY: as above.
+unsafe impl Sync for Products {}
+
+impl Products {
+    pub fn new() -> Result<Self, CublasError> {
+        Ok(Self { handle: result::create_handle()?, chosen: Mutex::default(), workspace: Mutex::default() })
+    }
+}
+
+impl Gpu {
+    /// Computes a product.
+    pub fn product(&'static self, call: Call) {
+        let Product { m, n, k, .. } = call.product;
+        if m == 0 || n == 0 || k == 0 || self.attempt("a product", self.bind()).is_none() {
+            return;
+        }
+        self.lend(&self.products.workspace, WORKSPACE, "products", |workspace| {
+            let done = self.run(&call, workspace);
+            self.attempt(&format!("a product of {m} x {n} x {k}"), done);
+        });
+    }
+
+    fn run(&self, call: &Call, workspace: &Memory) -> Result<(), CublasError> {
+        let description = Description::of(call)?;
+        let key = Key::of(call);
+        let known = lock(&self.products.chosen).get(&key).copied();
+        let algorithm = match known {
+            Some(algorithm) => algorithm,
+            None => {
+                let algorithm = description.choose(self.products.handle, key)?;
+                lock(&self.products.chosen).insert(key, algorithm);
+                algorithm
+            }
+        };
+        let alpha = 1f32;
+        // SAFETY: the descriptors are alive; the addresses are those of buffers that the layouts describe, as
+        // the ops promise; the workspace is as large as was said when the algorithm was chosen.
+        unsafe {
+            result::matmul(
+                self.products.handle,
+                description.product,
+                from_ref(&alpha).cast(),
+                from_ref(&call.beta).cast(),
+                call.a as *const c_void,
+                description.a,
+                call.b as *const c_void,
+                description.b,
+                call.c as *const c_void,
+                description.d,
+                call.d as *mut c_void,
+                description.d,
+                from_ref(&algorithm),
+                workspace.address() as *mut c_void,
+                WORKSPACE,
+                self.stream().cast(),
+            )
+        }
+    }
+}
+
+impl Key {
+    fn of(call: &Call) -> Self {
+        // More than 256 makes no difference to anything.
+        let aligned = |address: u64| 1u32 << address.trailing_zeros().min(8);
+        Self {
+            product: call.product,
+            factors: call.factors,
+            result: call.result,
+            bias: call.bias.is_some(),
+            kept: call.beta != 0.0,
+            aligned: [call.a, call.b, call.c, call.d].map(aligned),
+        }
+    }
+}
+
+fn data_type(dtype: DType) -> sys::cudaDataType {
+    match dtype {
+        DType::F16 => sys::cudaDataType::CUDA_R_16F,
+        DType::BF16 => sys::cudaDataType::CUDA_R_16BF,
+        _ => sys::cudaDataType::CUDA_R_32F,
+    }
+}
+
+/// The library's descriptors of a call.
+struct Description {
+    product: sys::cublasLtMatmulDesc_t,
+    a: sys::cublasLtMatrixLayout_t,
+    b: sys::cublasLtMatrixLayout_t,
+    d: sys::cublasLtMatrixLayout_t,
+}
+
+impl Description {
+    fn of(call: &Call) -> Result<Self, CublasError> {
+        let none = std::ptr::null_mut();
+        let product = result::create_matmul_desc(CUBLAS_COMPUTE_32F, data_type(DType::F32))?;
+        // From here on dropped, and with it whatever was made.
+        let mut made = Self { product, a: none, b: none, d: none };
+        let Product { a, b, d, .. } = call.product;
+        made.a = layout(a, call.factors)?;
+        made.b = layout(b, call.factors)?;
+        made.d = layout(d, call.result)?;
+        made.set(DescAttribute::CUBLASLT_MATMUL_DESC_TRANSA, i32::from(a.transposed))?;
+        made.set(DescAttribute::CUBLASLT_MATMUL_DESC_TRANSB, i32::from(b.transposed))?;
+        if let Some(bias) = call.bias {
+            made.set(DescAttribute::CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS as u32)?;
+            made.set(DescAttribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias)?;
+        }
+        Ok(made)
+    }
+
+    fn set<T>(&self, attribute: DescAttribute, value: T) -> Result<(), CublasError> {
+        // SAFETY: the descriptor is alive, and the value is of the attribute's type.
+        unsafe {
+            result::set_matmul_desc_attribute(
+                self.product,
+                attribute,
+                from_ref(&value).cast(),
+                size_of::<T>(),
+            )
+        }
+    }
+
+    /// What the library thinks fastest within the workspace, among algorithms that sum in FP32.
+    fn choose(
+        &self,
+        handle: sys::cublasLtHandle_t,
+        key: Key,
+    ) -> Result<sys::cublasLtMatmulAlgo_t, CublasError> {
+        let preference = Preference(result::create_matmul_pref()?);
+        preference.set(PrefAttribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, WORKSPACE as u64)?;
+        preference.set(PrefAttribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, REDUCED_IN_COMPUTE_TYPE)?;
+        let [a, b, c, d] = key.aligned;
+        preference.set(PrefAttribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, a)?;
+        preference.set(PrefAttribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, b)?;
+        preference.set(PrefAttribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c)?;
+        preference.set(PrefAttribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, d)?;
+        // SAFETY: all descriptors are alive.
+        let found = unsafe {
+            result::get_matmul_algo_heuristic(
+                handle,
+                self.product,
+                self.a,
+                self.b,
+                self.d,
+                self.d,
+                preference.0,
+            )
+        };
+        Ok(found?.algo)
+    }
+}
+
+/// Parts of a sum over k are kept in the type of the sum, in a fixed order: the results of two runs are alike.
+const REDUCED_IN_COMPUTE_TYPE: u32 = 2;
+
+fn layout(operand: Operand, dtype: DType) -> Result<sys::cublasLtMatrixLayout_t, CublasError> {
+    let Operand { rows, cols, ld, .. } = operand;
+    result::create_matrix_layout(data_type(dtype), rows as u64, cols as u64, ld as i64)
+}
+
+impl Drop for Description {
+    fn drop(&mut self) {
+        // SAFETY: each was made once, or is null, which the library takes as nothing.
+        unsafe {
+            for layout in [self.a, self.b, self.d] {
+                if !layout.is_null() {
+                    let _ = result::destroy_matrix_layout(layout);
+                }
+            }
+            let _ = result::destroy_matmul_desc(self.product);
+        }
+    }
+}
+
+struct Preference(sys::cublasLtMatmulPreference_t);
+
+impl Preference {
+    fn set<T>(&self, attribute: PrefAttribute, value: T) -> Result<(), CublasError> {
+        // SAFETY: the preference is alive, and the value is of the attribute's type.
+        unsafe {
+            result::set_matmul_pref_attribute(self.0, attribute, from_ref(&value).cast(), size_of::<T>())
+        }
+    }
+}
+
+impl Drop for Preference {
+    fn drop(&mut self) {
+        // SAFETY: made once, dropped once.
+        let _ = unsafe { result::destroy_matmul_pref(self.0) };
+    }
+}

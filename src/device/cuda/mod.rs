@@ -1,0 +1,443 @@
+//! A CUDA device: its context, its one stream, and how kernels are found and launched.
+//!
+//! All work of a device goes through one stream in the order of the program, so that an op needs no
+//! synchronisation. Ops return nothing: what fails is noted, and told by [`Gpu::check`], which also waits
+//! for the device. The driver and cuBLASLt are loaded when a device is first asked for, so that one
+//! program starts with and without them.
+
+use std::{
+    collections::HashMap,
+    ffi::{CString, c_void},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
+};
+
+use cudarc::{
+    cublaslt,
+    driver::{CudaContext, CudaStream, DriverError, result, sys},
+};
+
+use super::{
+    DType, View,
+    fixed::{CONTROL, WORKSPACE},
+};
+use crate::error::{Error, Result};
+
+pub mod async_copy;
+mod blas;
+mod event;
+pub mod graph;
+mod launch;
+pub mod memory;
+pub mod staging;
+
+pub use blas::Call;
+pub use launch::{Argument, Code, Grid, Image};
+pub(crate) use launch::{arguments, image};
+use memory::{Memory, Pinned};
+
+/// Oldest devices that the kernels are compiled for.
+const OLDEST: (i32, i32) = (8, 0);
+
+/// An opened device. It stays open as long as the process runs.
+pub struct Gpu {
+    ordinal: usize,
+    context: Arc<CudaContext>,
+    stream: Arc<CudaStream>,
+    /// Addresses of loaded kernels, by name.
+    kernels: Mutex<HashMap<String, usize>>,
+    /// Addresses of loaded images, by op.
+    images: Mutex<HashMap<&'static str, usize>>,
+    products: blas::Products,
+    /// What failed first and nobody was told yet.
+    failure: Mutex<Option<String>>,
+    held: AtomicUsize,
+    most: AtomicUsize,
+    scratch: Mutex<Option<Memory>>,
+    control: Mutex<Option<Memory>>,
+    /// Tables that kernels read, by name.
+    tables: Mutex<HashMap<&'static str, Memory>>,
+    /// Pinned memory of the host that nobody uses now.
+    spare: Mutex<Vec<Pinned>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl PartialEq for Gpu {
+    fn eq(&self, other: &Self) -> bool {
+        self.ordinal == other.ordinal
+    }
+}
+impl Eq for Gpu {}
+
+impl std::fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "cuda:{}", self.ordinal)
+    }
+}
+
+impl Gpu {
+    /// Opens device `ordinal`, or returns it if it is open.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when there is no driver, no such device, or it is too old.
+    pub fn open(ordinal: usize) -> Result<&'static Self> {
+        static OPEN: Mutex<Vec<&'static Gpu>> = Mutex::new(Vec::new());
+        let mut open = lock(&OPEN);
+        if let Some(gpu) = open.iter().find(|gpu| gpu.ordinal == ordinal) {
+            return Ok(gpu);
+        }
+        let gpu: &'static Self = Box::leak(Box::new(Self::new(ordinal)?));
+        open.push(gpu);
+        Ok(gpu)
+    }
+
+    /// How many devices there are; 0 without a driver.
+    pub fn count() -> usize {
+        // SAFETY: looks for the driver's library, no more.
+        let present = unsafe { sys::is_culib_present() };
+        if !present {
+            return 0;
+        }
+        CudaContext::device_count().map_or(0, |count| count.max(0) as usize)
+    }
+
+    fn new(ordinal: usize) -> Result<Self> {
+        let refuse = |why: String| Error::input(format!("--device cuda:{ordinal}: {why}"));
+        // SAFETY: looks for the driver's library, no more.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(refuse("no CUDA driver is installed here; install one, or give --device cpu".into()));
+        }
+        let failed =
+            |cause: DriverError| refuse(format!("the CUDA driver answers {cause}; give --device cpu"));
+        let count = CudaContext::device_count().map_err(failed)?;
+        if ordinal as i64 >= i64::from(count) {
+            return Err(refuse(match count {
+                0 => "there is no CUDA device here; give --device cpu".to_owned(),
+                1 => "there is one CUDA device here; give --device cuda:0".to_owned(),
+                count => {
+                    format!("there are {count} CUDA devices here; give --device cuda:0 to cuda:{}", count - 1)
+                }
+            }));
+        }
+        // SAFETY: looks for the library, no more.
+        if !unsafe { cublaslt::sys::is_culib_present() } {
+            return Err(refuse(
+                "the library cublasLt is not found; put the folder it lies in into LD_LIBRARY_PATH, or give --device cpu"
+                    .into(),
+            ));
+        }
+        let context = CudaContext::new(ordinal).map_err(failed)?;
+        let capability = context.compute_capability().map_err(failed)?;
+        if capability < OLDEST {
+            return Err(refuse(format!(
+                "its compute capability is {}.{}, the kernels need {}.{}; give --device cpu",
+                capability.0, capability.1, OLDEST.0, OLDEST.1
+            )));
+        }
+        let stream = context.new_stream().map_err(failed)?;
+        let products = blas::Products::new().map_err(|cause| refuse(format!("cublasLt answers {cause}")))?;
+        Ok(Self {
+            ordinal,
+            context,
+            stream,
+            kernels: Mutex::default(),
+            images: Mutex::default(),
+            products,
+            failure: Mutex::default(),
+            held: AtomicUsize::new(0),
+            most: AtomicUsize::new(0),
+            scratch: Mutex::default(),
+            control: Mutex::default(),
+            tables: Mutex::default(),
+            spare: Mutex::default(),
+        })
+    }
+
+    /// Its number.
+    pub fn ordinal(&self) -> usize {
+        self.ordinal
+    }
+
+    /// What the maker calls it.
+    pub fn name(&self) -> String {
+        self.context.name().unwrap_or_else(|_| "CUDA device".to_owned())
+    }
+
+    /// Compute capability, as in `9.0`: results may differ between them.
+    pub fn capability(&self) -> String {
+        self.context
+            .compute_capability()
+            .map_or_else(|_| "?".to_owned(), |(major, minor)| format!("{major}.{minor}"))
+    }
+
+    /// Free bytes of the device; `None` when it does not answer.
+    pub fn free(&self) -> Option<u64> {
+        self.context.mem_get_info().ok().map(|(free, _)| free as u64)
+    }
+
+    /// Bytes that this process holds in arenas, weights and scratch of the device, now and at most.
+    pub fn held(&self) -> (usize, usize) {
+        (self.held.load(Relaxed), self.most.load(Relaxed))
+    }
+
+    /// Bytes of them that are scratch: as much as the largest op so far wanted.
+    pub fn scratch_held(&self) -> usize {
+        lock(&self.scratch).as_ref().map_or(0, Memory::len)
+    }
+
+    /// Where scratch is; `None` before an op wanted some.
+    fn scratch_address(&self) -> Option<u64> {
+        lock(&self.scratch).as_ref().map(Memory::address)
+    }
+
+    /// Waits for the device, and tells what failed since the last time.
+    ///
+    /// # Errors
+    /// [`Error::Failed`] with the first failure.
+    pub fn check(&self) -> Result<()> {
+        self.attempt("waiting for it", self.bind().and_then(|()| self.stream.synchronize()));
+        match lock(&self.failure).take() {
+            None => Ok(()),
+            Some(what) => Err(Error::failed(format!(
+                "CUDA device {} failed: {what}; run again, with --device cpu if it fails again",
+                self.ordinal
+            ))),
+        }
+    }
+
+    /// Makes the device this thread's current one.
+    fn bind(&self) -> Result<(), DriverError> {
+        self.context.bind_to_thread()
+    }
+
+    /// The stream that work of this thread goes to.
+    fn stream(&self) -> sys::CUstream {
+        graph::stream_of_recorder().unwrap_or_else(|| self.stream.cu_stream())
+    }
+
+    /// Notes the first failure.
+    fn attempt<T>(&self, what: &str, result: Result<T, impl std::fmt::Display>) -> Option<T> {
+        match result {
+            Ok(value) => Some(value),
+            Err(_) if graph::failed_in_recorder() => None,
+            Err(cause) => {
+                lock(&self.failure).get_or_insert_with(|| format!("{what}: {cause}"));
+                None
+            }
+        }
+    }
+
+    /// Starts `kernel` of `image` on `grid`.
+    ///
+    /// The arguments are those of the kernel in number, order and size, and point at device memory that is
+    /// large enough for what the kernel reads and writes; no test of the compiler's can check that.
+    pub fn launch(&self, image: &'static Image, kernel: &str, grid: Grid, arguments: &[Argument]) {
+        let (x, y, z) = grid.blocks;
+        if x == 0 || y == 0 || z == 0 {
+            return;
+        }
+        let Some(function) = self.kernel(image, kernel) else { return };
+        let mut places: Vec<*mut c_void> = arguments.iter().map(Argument::place).collect();
+        let blocks = (x as u32, y as u32, z as u32);
+        // SAFETY: the function is loaded for good; the arguments are what it takes, as the ops promise.
+        let started = unsafe {
+            result::launch_kernel(
+                function as sys::CUfunction,
+                blocks,
+                (grid.threads as u32, 1, 1),
+                grid.shared as u32,
+                self.stream(),
+                &mut places,
+            )
+        };
+        self.attempt(kernel, started);
+    }
+
+    /// The address of a kernel, which is loaded when it is first asked for; binds the device to this thread.
+    fn kernel(&self, image: &'static Image, name: &str) -> Option<usize> {
+        self.attempt(name, self.bind())?;
+        if let Some(function) = lock(&self.kernels).get(name) {
+            return Some(*function);
+        }
+        let module = self.image(image)?;
+        let c_name = self.attempt(name, CString::new(name))?;
+        // SAFETY: the module stays loaded as long as the process runs.
+        let function = unsafe { result::module::get_function(module as sys::CUmodule, c_name) };
+        let function = self.attempt(name, function)? as usize;
+        lock(&self.kernels).insert(name.to_owned(), function);
+        Some(function)
+    }
+
+    fn image(&self, image: &'static Image) -> Option<usize> {
+        let mut images = lock(&self.images);
+        if let Some(module) = images.get(image.op) {
+            return Some(*module);
+        }
+        // SAFETY: the code is what the CUDA compiler wrote, whole and for good.
+        let module = unsafe { result::module::load_data(image.code.0.as_ptr().cast()) };
+        let module = self.attempt(image.op, module)? as usize;
+        images.insert(image.op, module);
+        Some(module)
+    }
+
+    /// Sets bytes to zero.
+    pub(crate) fn clear(&self, address: u64, bytes: usize) {
+        if bytes > 0 && self.attempt("clearing", self.bind()).is_some() {
+            // SAFETY: views lie inside memory of the device.
+            let done = unsafe { result::memset_d8_async(address, 0, bytes, self.stream()) };
+            self.attempt("clearing", done);
+        }
+    }
+
+    /// Copies bytes of the host to the device. They may be reused at once: the driver keeps a copy of what is
+    /// still to be sent.
+    pub(crate) fn upload(&self, address: u64, bytes: &[u8]) {
+        if !bytes.is_empty() && self.attempt("uploading", self.bind()).is_some() {
+            // SAFETY: views lie inside memory of the device.
+            let done = unsafe { result::memcpy_htod_async(address, bytes, self.stream()) };
+            self.attempt("uploading", done);
+        }
+    }
+
+    /// Copies bytes of the device to the host, and waits until they are there; zeros after a failure.
+    pub(crate) fn download(&self, address: u64, bytes: usize) -> Vec<u8> {
+        let mut host = vec![0u8; bytes];
+        if bytes > 0 && self.attempt("downloading", self.bind()).is_some() {
+            // SAFETY: views lie inside memory of the device; the host's bytes live until it is done.
+            let done = unsafe { result::memcpy_dtoh_async(&mut host, address, self.stream()) };
+            self.attempt("downloading", done);
+            self.attempt("downloading", self.stream.synchronize());
+        }
+        host
+    }
+
+    /// Starts a copy of FP32 values to pinned memory of the host; it is done after the next [`Gpu::check`].
+    pub(crate) fn download_later(&'static self, from: View) -> Option<(Pinned, usize)> {
+        let bytes = from.size();
+        let fits = |pinned: &Pinned| pinned.len() >= bytes;
+        let spare = {
+            let mut spare = lock(&self.spare);
+            spare.iter().position(fits).map(|at| spare.swap_remove(at))
+        };
+        let pinned = match spare {
+            Some(pinned) => pinned,
+            None => self.attempt("downloading", Pinned::new(self, bytes))?,
+        };
+        self.attempt("downloading", self.bind())?;
+        // SAFETY: views lie inside memory of the device; whoever holds the pinned memory reads it after a check.
+        let done = unsafe {
+            let host = std::slice::from_raw_parts_mut(pinned.head(), bytes);
+            result::memcpy_dtoh_async(host, from.address(), self.stream())
+        };
+        self.attempt("downloading", done)?;
+        Some((pinned, bytes))
+    }
+
+    /// Copies FP32 values to the host, and waits until they are there; any values after a failure.
+    pub(crate) fn read_into(&'static self, from: View, to: &mut Vec<f32>) {
+        let Some((pinned, _)) = self.download_later(from) else { return to.resize(from.len(), 0.0) };
+        self.attempt("downloading", self.stream.synchronize());
+        // SAFETY: the copy is done, and the pages hold that many numbers and are aligned for them.
+        to.extend_from_slice(unsafe { std::slice::from_raw_parts(pinned.head().cast::<f32>(), from.len()) });
+        self.spare(pinned);
+    }
+
+    /// Takes pinned memory back for the next one who needs some.
+    pub(crate) fn spare(&self, pinned: Pinned) {
+        lock(&self.spare).push(pinned);
+    }
+
+    /// Lends at least `bytes` of scratch, with arbitrary content, to launches that nothing outlives. One stretch
+    /// serves all ops: the stream puts them in order.
+    pub(crate) fn scratch(&'static self, bytes: usize, work: impl FnOnce(u64)) {
+        if self.attempt("scratch", self.grow(bytes)).is_some()
+            && let Some(memory) = lock(&self.scratch).as_ref()
+        {
+            work(memory.address());
+        }
+    }
+
+    /// Makes sure of `bytes` of scratch, and of what is held whatever is computed.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] when the device has not as many.
+    pub fn reserve(&'static self, bytes: usize) -> Result<()> {
+        self.lent(&self.products.workspace, WORKSPACE, "products")?;
+        self.lent(&self.control, CONTROL, "control")?;
+        self.grow(bytes)
+    }
+
+    /// Makes sure of scratch alone.
+    fn grow(&'static self, bytes: usize) -> Result<()> {
+        let mut scratch = lock(&self.scratch);
+        if scratch.as_ref().is_none_or(|memory| memory.len() < bytes) {
+            // The driver waits for kernels that still use it.
+            *scratch = None;
+            *scratch = Some(Memory::zeroed(self, bytes, "scratch of kernels")?);
+        }
+        Ok(())
+    }
+
+    /// Lends the memory of what an update leaves for the host.
+    pub(crate) fn control(&'static self, work: impl FnOnce(u64)) {
+        self.lend(&self.control, CONTROL, "control", |memory| work(memory.address()));
+    }
+
+    /// Lends a table that kernels read, made when first asked for.
+    pub(crate) fn table(
+        &'static self,
+        name: &'static str,
+        make: impl FnOnce() -> Vec<f32>,
+        work: impl FnOnce(u64),
+    ) {
+        let mut tables = lock(&self.tables);
+        if !tables.contains_key(name) {
+            let values = make();
+            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
+            let Some(memory) = self.attempt(name, Memory::zeroed(self, bytes.len(), name)) else { return };
+            self.upload(memory.address(), &bytes);
+            tables.insert(name, memory);
+        }
+        if let Some(memory) = tables.get(name) {
+            work(memory.address());
+        }
+    }
+
+    fn lend(
+        &'static self,
+        place: &Mutex<Option<Memory>>,
+        bytes: usize,
+        what: &'static str,
+        work: impl FnOnce(&Memory),
+    ) {
+        if self.attempt(what, self.lent(place, bytes, what)).is_some()
+            && let Some(memory) = lock(place).as_ref()
+        {
+            work(memory);
+        }
+    }
+
+    /// Makes sure that `place` holds memory.
+    fn lent(&'static self, place: &Mutex<Option<Memory>>, bytes: usize, what: &'static str) -> Result<()> {
+        let mut place = lock(place);
+        if place.is_none() {
+            *place = Some(Memory::zeroed(self, bytes, what)?);
+        }
+        Ok(())
+    }
+}
+
+/// The name of a kernel for activations of a type: `base_f32`, `base_f16` or `base_bf16`.
+pub fn named(base: &str, activations: DType) -> String {
+    let suffix = match activations {
+        DType::F16 => "f16",
+        DType::BF16 => "bf16",
+        _ => "f32",
+    };
+    format!("{base}_{suffix}")
+}

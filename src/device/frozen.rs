@@ -1,0 +1,343 @@
+//! Frozen weights: tensors of the base, read-only by type.
+//!
+//! A [`Frozen`] has no write access, so nothing in the program can change a base weight.
+
+use std::sync::Arc;
+
+use half::f16;
+use rayon::prelude::*;
+
+use super::{
+    DType, Device,
+    arena::{ALIGN as LINE, in_memory},
+    page_cache::{PIECE, Region, large_pages},
+    view::View,
+};
+#[cfg(feature = "cuda")]
+use super::{
+    cuda::memory::{Loader, Memory},
+    fixed::ALIGN,
+};
+use crate::error::{Error, Result};
+
+/// Bytes that outlive every view on them: a mapped file, or data compiled into the program.
+pub trait Bytes: Send + Sync {
+    /// All of them.
+    fn bytes(&self) -> &[u8];
+
+    /// The mapping whose pages can be fetched and released, for bytes of a file.
+    fn mapping(&self) -> Option<&memmap2::Mmap> {
+        None
+    }
+}
+
+impl Bytes for memmap2::Mmap {
+    fn bytes(&self) -> &[u8] {
+        self
+    }
+
+    fn mapping(&self) -> Option<&memmap2::Mmap> {
+        Some(self)
+    }
+}
+
+impl Bytes for Vec<u8> {
+    fn bytes(&self) -> &[u8] {
+        self
+    }
+}
+
+impl Bytes for &'static [u8] {
+    fn bytes(&self) -> &[u8] {
+        self
+    }
+}
+
+/// Memory of the process that nobody writes any more. No mapping of a file: pages that were given back would be lost.
+struct Settled(memmap2::MmapMut);
+
+impl Bytes for Settled {
+    fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+/// How the bytes of a tensor are ordered in a copy.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Order {
+    /// As they are.
+    AsItIs,
+    /// A tensor of `rows` rows in strips of so many bytes of a row, which has a whole number of them.
+    Strips {
+        /// Its rows.
+        rows: usize,
+        /// Of a row of a strip.
+        bytes: usize,
+    },
+}
+
+/// A read-only tensor of the base: a range of a mapped file, of embedded bytes, or of a device's memory.
+#[derive(Clone)]
+pub struct Frozen {
+    source: Source,
+    start: usize,
+    dtype: DType,
+    len: usize,
+}
+
+#[derive(Clone)]
+enum Source {
+    Host(Arc<dyn Bytes>),
+    #[cfg(feature = "cuda")]
+    Cuda(Arc<Memory>),
+}
+
+impl Frozen {
+    /// The `len` elements of `dtype` that begin `start` bytes into `source`.
+    ///
+    /// # Errors
+    /// When the range leaves the source or is not aligned for `dtype`.
+    pub fn new(source: Arc<dyn Bytes>, start: usize, dtype: DType, len: usize) -> Result<Self> {
+        let bytes = source.bytes();
+        let inside = len
+            .checked_mul(dtype.size())
+            .and_then(|size| start.checked_add(size))
+            .is_some_and(|end| end <= bytes.len());
+        let address = bytes.as_ptr() as usize;
+        if !inside || !(address + start).is_multiple_of(dtype.size()) {
+            return Err(Error::input(format!(
+                "a tensor of {len} elements at byte {start} does not fit a source of {} bytes; the file is damaged",
+                bytes.len()
+            )));
+        }
+        Ok(Self { source: Source::Host(source), start, dtype, len })
+    }
+
+    /// Brings tensors of the host to `device`, into one stretch of its memory; nothing to do for the host.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] when the device has too little, [`Error::Failed`] when it fails.
+    pub fn bring(tensors: &mut [&mut Self], device: Device) -> Result<()> {
+        match device {
+            Device::Cpu => {
+                let _ = tensors;
+                Ok(())
+            }
+            #[cfg(feature = "cuda")]
+            Device::Cuda(gpu) => {
+                let total = tensors.iter().map(|tensor| tensor.bytes().next_multiple_of(ALIGN)).sum();
+                let memory = Arc::new(Memory::for_base(gpu, total)?);
+                let mut loader = Loader::new(gpu)?;
+                let mut start = 0;
+                for tensor in tensors {
+                    loader.load(tensor.view(), memory.address() + start as u64)?;
+                    let next = start + tensor.bytes().next_multiple_of(ALIGN);
+                    **tensor = Self { source: Source::Cuda(Arc::clone(&memory)), start, ..**tensor };
+                    start = next;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Copies tensors of mapped files into one stretch of large pages, as far as the system has them, and gives back
+    /// the pages of the files. Panels are widened from rows that lie in a page each: with 4 KiB pages their addresses
+    /// alone cost more than a hundredth of a training step. Says whether it did; it does not where there are no large
+    /// pages or a tensor is in no file.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] when there is no memory for them; then they are where they were.
+    pub(crate) fn settle(tensors: &mut [(&mut Self, Order)]) -> Result<bool> {
+        if !large_pages() || !tensors.iter().all(|(tensor, _)| tensor.is_mapped()) {
+            return Ok(false);
+        }
+        let size = |tensor: &Self| tensor.bytes().next_multiple_of(LINE);
+        let total: usize = tensors.iter().map(|(tensor, _)| size(tensor)).sum();
+        let mut memory = in_memory("the base", total.max(1))?;
+        let mut room = &mut memory[..];
+        let mut copies = Vec::new();
+        for (tensor, order) in &*tensors {
+            let (to, rest) = room.split_at_mut(size(tensor));
+            copies.push((&**tensor, *order, to));
+            room = rest;
+        }
+        // Most of the time goes into pages that the system clears.
+        copies.into_par_iter().with_max_len(1).for_each(|(tensor, order, to)| tensor.copy(order, to));
+        let memory: Arc<dyn Bytes> = Arc::new(Settled(memory));
+        let mut start = 0;
+        for (tensor, _) in tensors {
+            let size = size(tensor);
+            **tensor = Self { source: Source::Host(Arc::clone(&memory)), start, ..**tensor };
+            start += size;
+        }
+        Ok(true)
+    }
+
+    /// Copies a tensor of a file, whose pages are given back piece by piece: file and copy are never both in memory as
+    /// a whole.
+    fn copy(&self, order: Order, to: &mut [u8]) {
+        let from = self.view().bytes();
+        let row = match order {
+            Order::AsItIs => 1,
+            Order::Strips { rows, .. } => from.len() / rows.max(1),
+        };
+        let piece = PIECE.next_multiple_of(row.max(1));
+        for (index, bytes) in from.chunks(piece).enumerate() {
+            match order {
+                Order::AsItIs => to[index * piece..][..bytes.len()].copy_from_slice(bytes),
+                Order::Strips { rows, bytes: width } => {
+                    let first = index * piece / row;
+                    for (strip, to) in to[..from.len()].chunks_exact_mut(rows * width).enumerate() {
+                        let rows = bytes.chunks_exact(row).zip(to[first * width..].chunks_exact_mut(width));
+                        rows.for_each(|(row, to)| to.copy_from_slice(&row[strip * width..][..width]));
+                    }
+                }
+            }
+            self.region().part(index * piece, bytes.len()).release();
+        }
+    }
+
+    /// The tensor of this type and size that begins `start` bytes into the memory of a device.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn on_device(&self, memory: Arc<Memory>, start: usize) -> Self {
+        debug_assert!(start + self.bytes() <= memory.len());
+        Self { source: Source::Cuda(memory), start, ..*self }
+    }
+
+    /// Where it lies.
+    pub fn device(&self) -> Device {
+        match &self.source {
+            Source::Host(_) => Device::Cpu,
+            #[cfg(feature = "cuda")]
+            Source::Cuda(memory) => Device::Cuda(memory.gpu()),
+        }
+    }
+
+    /// The transpose of a matrix of FP16 `(rows, cols)` in strips of `width` of its columns, the last one filled up with
+    /// zeros; the pages of its file are given back behind it.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] when there is no memory for it.
+    pub(crate) fn turned(&self, (rows, cols): (usize, usize), width: usize) -> Result<Self> {
+        let from: &[f16] = self.view().host();
+        let (strip, len) = (cols * width, rows.next_multiple_of(width) * cols);
+        let mut memory = in_memory("the head", (len * size_of::<f16>()).max(1))?;
+        // SAFETY: the memory begins with a page, and any bits are FP16 values.
+        let to = unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast::<f16>(), len) };
+        to.par_chunks_exact_mut(strip.max(1)).enumerate().for_each(|(index, to)| {
+            let from = &from[index * strip..from.len().min((index + 1) * strip)];
+            for (column, row) in from.chunks_exact(cols).enumerate() {
+                to[column..].iter_mut().step_by(width).zip(row).for_each(|(to, &value)| *to = value);
+            }
+            self.region().part(index * strip * size_of::<f16>(), size_of_val(from)).release();
+        });
+        let source: Arc<dyn Bytes> = Arc::new(Settled(memory));
+        Ok(Self { source: Source::Host(source), start: 0, dtype: DType::F16, len })
+    }
+
+    /// Whether it lies in a mapped file.
+    fn is_mapped(&self) -> bool {
+        match &self.source {
+            Source::Host(source) => source.mapping().is_some(),
+            #[cfg(feature = "cuda")]
+            Source::Cuda(_) => false,
+        }
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there is no element.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Read access.
+    pub fn view(&self) -> View<'_> {
+        let head = match &self.source {
+            Source::Host(source) => source.bytes()[self.start..].as_ptr(),
+            #[cfg(feature = "cuda")]
+            Source::Cuda(memory) => std::ptr::without_provenance(memory.address() as usize + self.start),
+        };
+        // SAFETY: the range was checked to lie inside the source, which lives as long and is never written.
+        unsafe { View::raw(head, self.dtype, self.len, self.device()) }
+    }
+
+    /// Bytes of the tensor.
+    pub fn bytes(&self) -> usize {
+        self.len * self.dtype.size()
+    }
+
+    /// Its pages; none of a tensor on a device.
+    pub fn region(&self) -> Region {
+        match &self.source {
+            Source::Host(source) => Region::of_file(Arc::clone(source), self.start, self.bytes()),
+            #[cfg(feature = "cuda")]
+            Source::Cuda(_) => Region::of_file(Arc::new(Vec::new()), 0, 0),
+        }
+    }
+}
+
+impl std::fmt::Debug for Frozen {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Frozen({:?} x {})", self.dtype, self.len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settled_tensors_keep_their_bytes_and_leave_their_file() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let numbers: Vec<u8> = (0..PIECE + 1000).map(|i| (i % 251) as u8).collect();
+        std::fs::write(file.path(), &numbers).unwrap();
+        // SAFETY: nobody else has the file.
+        let source: Arc<dyn Bytes> = Arc::new(unsafe { memmap2::Mmap::map(file.as_file()) }.unwrap());
+        let cut = |start: usize, len: usize| Frozen::new(source.clone(), start, DType::F16, len).unwrap();
+        let (mut small, mut large) = (cut(2, 33), cut(100, (PIECE + 700) / 2));
+        let moved = Frozen::settle(&mut [(&mut small, Order::AsItIs), (&mut large, Order::AsItIs)]).unwrap();
+        assert_eq!(moved, large_pages());
+        assert_eq!(small.view().bytes(), &numbers[2..68]);
+        assert_eq!(large.view().bytes(), &numbers[100..PIECE + 800]);
+        assert_eq!(large.is_mapped(), !large_pages());
+        // Pages that are no file's stay.
+        large.region().release();
+        assert_eq!(large.view().bytes(), &numbers[100..PIECE + 800]);
+        let mut fixed = Frozen::new(Arc::new(vec![7u8; 8]), 0, DType::U8, 8).unwrap();
+        assert!(!Frozen::settle(&mut [(&mut small, Order::AsItIs), (&mut fixed, Order::AsItIs)]).unwrap());
+        assert_eq!(fixed.view().bytes(), [7; 8]);
+    }
+
+    #[test]
+    fn strips_hold_a_few_columns_of_all_rows() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        // More than a piece, which is cut between rows.
+        let (rows, strips, width) = (PIECE / 150, 3, 64);
+        let numbers: Vec<u8> = (0..rows * strips * width).map(|i| (i % 251) as u8).collect();
+        std::fs::write(file.path(), &numbers).unwrap();
+        // SAFETY: nobody else has the file.
+        let source: Arc<dyn Bytes> = Arc::new(unsafe { memmap2::Mmap::map(file.as_file()) }.unwrap());
+        let mut tensor = Frozen::new(source, 0, DType::F16, numbers.len() / 2).unwrap();
+        let moved = Frozen::settle(&mut [(&mut tensor, Order::Strips { rows, bytes: width })]).unwrap();
+        assert_eq!(moved, large_pages());
+        if moved {
+            let settled = tensor.view().bytes();
+            for (row, strip) in [(0, 0), (1, 0), (rows - 1, 1), (7, 2), (rows - 1, 2), (rows / 2, 1)] {
+                let expected = &numbers[(row * strips + strip) * width..][..width];
+                assert_eq!(&settled[(strip * rows + row) * width..][..width], expected, "{row} {strip}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_frozen_range_outside_its_source_is_refused() {
+        let source: Arc<dyn Bytes> = Arc::new(vec![0u8; 10]);
+        assert!(Frozen::new(source.clone(), 0, DType::F16, 5).is_ok());
+        assert!(Frozen::new(source.clone(), 4, DType::F16, 5).is_err());
+        assert!(Frozen::new(source, 0, DType::F16, usize::MAX).is_err());
+    }
+}

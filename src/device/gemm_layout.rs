@@ -1,0 +1,200 @@
+//! Matrix products as cuBLASLt takes them, from matrices as this program stores them.
+//!
+//! cuBLASLt computes `D (m, n) = op(A) (m, k) op(B) (k, n) + beta C` on column-major matrices; ours are
+//! row-major. The same bytes, read the other way, are the transpose: a row-major `M (r, c)` with `ld` elements
+//! between its rows is a column-major `M^T (c, r)` with `ld` between its columns. So for a row-major
+//! `Y (rows, cols) = L (rows, inner) R (inner, cols)` we ask for `Y^T = R^T L^T`:
+//!
+//! - D is the buffer of Y, with m = cols, n = rows, k = inner;
+//! - A is the buffer of R: read column-major it *is* `R^T (m, k)`, no op. Where the buffer holds
+//!   `R^T (cols, inner)` row-major, column-major it is `R (k, m)`, and op is T;
+//! - B is the buffer of L: read column-major it *is* `L^T (k, n)`, no op. Where the buffer holds
+//!   `L^T (inner, rows)` row-major, column-major it is `L (n, k)`, and op is T;
+//! - a bias of the rows of Y is one of the columns of D, as long as m, which is what the epilogue adds.
+//!
+//! | product | L | R |
+//! |---|---|---|
+//! | `y (n, cols) = x W (rows, cols)` | x as it is | W as it is |
+//! | `y (n, rows) = x W^T` | x as it is | the buffer holds the transpose |
+//! | `dW (out, in) = dy^T x` | the buffer holds the transpose | x as it is |
+
+/// How the buffer of a row-major factor holds it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Stored {
+    /// Whether it holds the transpose.
+    pub transposed: bool,
+    /// Elements between the rows of the buffer.
+    pub ld: usize,
+}
+
+impl Stored {
+    /// The factor itself.
+    pub fn plain(ld: usize) -> Self {
+        Self { transposed: false, ld }
+    }
+
+    /// Its transpose.
+    pub fn transposed(ld: usize) -> Self {
+        Self { transposed: true, ld }
+    }
+}
+
+/// A column-major matrix in memory, and whether its transpose is meant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Operand {
+    /// Whether op is T.
+    pub transposed: bool,
+    /// Rows in memory.
+    pub rows: usize,
+    /// Columns in memory.
+    pub cols: usize,
+    /// Elements between columns.
+    pub ld: usize,
+}
+
+/// Sizes and layouts of `D (m, n) = op(A) op(B) + beta C`, column-major; C is laid out as D.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Product {
+    /// Columns of the row-major result.
+    pub m: usize,
+    /// Rows of the row-major result.
+    pub n: usize,
+    /// Inner size.
+    pub k: usize,
+    /// The right factor's buffer.
+    pub a: Operand,
+    /// The left factor's buffer.
+    pub b: Operand,
+    /// The result's buffer.
+    pub d: Operand,
+}
+
+impl Product {
+    /// Row-major `Y (rows, cols) = L (rows, inner) R (inner, cols)`, whose rows stand `ld` apart.
+    pub fn of((rows, cols, inner): (usize, usize, usize), left: Stored, right: Stored, ld: usize) -> Self {
+        let (m, n, k) = (cols, rows, inner);
+        let operand = |stored: Stored, plain: (usize, usize)| {
+            let (rows, cols) = if stored.transposed { (plain.1, plain.0) } else { plain };
+            Operand { transposed: stored.transposed, rows, cols, ld: stored.ld }
+        };
+        let d = Operand { transposed: false, rows: m, cols: n, ld };
+        Self { m, n, k, a: operand(right, (m, k)), b: operand(left, (k, n)), d }
+    }
+
+    /// Row-major `y (n, cols) = x (n, rows) W (rows, cols)`, all dense.
+    pub fn nn(n: usize, rows: usize, cols: usize) -> Self {
+        Self::of((n, cols, rows), Stored::plain(rows), Stored::plain(cols), cols)
+    }
+
+    /// Row-major `y (n, rows) = x (n, cols) W^T` of a `W (rows, cols)`, all dense.
+    pub fn nt(n: usize, rows: usize, cols: usize) -> Self {
+        Self::of((n, rows, cols), Stored::plain(cols), Stored::transposed(cols), rows)
+    }
+
+    /// Row-major `dW (outputs, inputs) = dy^T x` of `dy (n, outputs)` and `x (n, inputs)`, all dense.
+    pub fn tn(n: usize, inputs: usize, outputs: usize) -> Self {
+        Self::of((outputs, inputs, n), Stored::transposed(outputs), Stored::plain(inputs), inputs)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::doubles;
+
+    /// What cuBLASLt's manual says of the descriptor, in plain loops; memory that no matrix covers must not
+    /// be touched.
+    fn interpret(p: Product, a: &[f64], b: &[f64], c: &[f64], beta: f64, bias: Option<&[f64]>) -> Vec<f64> {
+        let at = |operand: Operand, row: usize, column: usize| {
+            let (row, column) = if operand.transposed { (column, row) } else { (row, column) };
+            assert!(row < operand.rows && column < operand.cols && operand.ld >= operand.rows, "{operand:?}");
+            row + column * operand.ld
+        };
+        let mut d = c.to_vec();
+        for j in 0..p.n {
+            for i in 0..p.m {
+                let sum: f64 = (0..p.k).map(|k| a[at(p.a, i, k)] * b[at(p.b, k, j)]).sum();
+                let place = at(p.d, i, j);
+                d[place] = sum + beta * c[place] + bias.map_or(0.0, |bias| bias[i]);
+            }
+        }
+        d
+    }
+
+    fn close(found: &[f64], expected: &[f64]) {
+        assert_eq!(found.len(), expected.len());
+        found.iter().zip(expected).for_each(|(a, b)| assert!((a - b).abs() < 1e-12, "{a} against {b}"));
+    }
+
+    #[test]
+    fn a_layer_forward_has_its_bias_and_residual() {
+        let (n, rows, cols) = (5, 3, 7);
+        let (x, w, bias) = (doubles(1, n * rows), doubles(2, rows * cols), doubles(3, cols));
+        let residual = doubles(4, n * cols);
+        let mut expected = residual.clone();
+        for i in 0..n {
+            for j in 0..cols {
+                let sum: f64 = (0..rows).map(|k| x[i * rows + k] * w[k * cols + j]).sum();
+                expected[i * cols + j] += sum + bias[j];
+            }
+        }
+        close(&interpret(Product::nn(n, rows, cols), &w, &x, &residual, 1.0, Some(&bias)), &expected);
+    }
+
+    #[test]
+    fn a_layer_backward_reads_the_same_bytes_transposed() {
+        let (n, rows, cols) = (4, 6, 5);
+        let (dy, w) = (doubles(1, n * cols), doubles(2, rows * cols));
+        let mut expected = vec![0.0; n * rows];
+        for i in 0..n {
+            for j in 0..rows {
+                expected[i * rows + j] = (0..cols).map(|k| dy[i * cols + k] * w[j * cols + k]).sum();
+            }
+        }
+        close(&interpret(Product::nt(n, rows, cols), &w, &dy, &vec![0.0; n * rows], 0.0, None), &expected);
+    }
+
+    #[test]
+    fn a_weight_gradient_is_added() {
+        let (n, inputs, outputs) = (6, 3, 4);
+        let (dy, x, before) = (doubles(1, n * outputs), doubles(2, n * inputs), doubles(3, outputs * inputs));
+        let mut expected = before.clone();
+        for o in 0..outputs {
+            for i in 0..inputs {
+                expected[o * inputs + i] +=
+                    (0..n).map(|k| dy[k * outputs + o] * x[k * inputs + i]).sum::<f64>();
+            }
+        }
+        close(&interpret(Product::tn(n, inputs, outputs), &x, &dy, &before, 1.0, None), &expected);
+    }
+
+    #[test]
+    fn rows_that_stand_apart_leave_what_is_between_them() {
+        // Logits: y (n, v) of hidden (n, c) and E (v, c), rows of y padded to `ld`; then a stretch of E alone.
+        let (n, v, c, ld) = (3, 5, 4, 8);
+        let (hidden, table) = (doubles(1, n * c), doubles(2, v * c));
+        let padding = vec![9.0; n * ld];
+        let mut expected = padding.clone();
+        for i in 0..n {
+            for j in 0..v {
+                expected[i * ld + j] = (0..c).map(|k| hidden[i * c + k] * table[j * c + k]).sum();
+            }
+        }
+        let whole = Product::of((n, v, c), Stored::plain(c), Stored::transposed(c), ld);
+        let y = interpret(whole, &table, &hidden, &padding, 0.0, None);
+        close(&y, &expected);
+        let part = Product::of((n, 2, c), Stored::plain(c), Stored::transposed(c), ld);
+        let stretch = interpret(part, &table[3 * c..], &hidden, &padding[3..], 0.0, None);
+        (0..n).for_each(|i| close(&stretch[i * ld..i * ld + 2], &expected[i * ld + 3..i * ld + 5]));
+    }
+
+    #[test]
+    fn a_product_may_be_summed_in_stretches_of_its_inner_size() {
+        let (n, rows, cols) = (3, 7, 4);
+        let (x, w) = (doubles(1, n * rows), doubles(2, rows * cols));
+        let whole = interpret(Product::nn(n, rows, cols), &w, &x, &vec![0.0; n * cols], 0.0, None);
+        let stretch = |count| Product::of((n, cols, count), Stored::plain(rows), Stored::plain(cols), cols);
+        let first = interpret(stretch(5), &w, &x, &vec![0.0; n * cols], 0.0, None);
+        close(&interpret(stretch(2), &w[5 * cols..], &x[5..], &first, 1.0, None), &whole);
+    }
+}

@@ -1,0 +1,138 @@
+//! Devices, and the memory that kernels work on: frozen weights, arenas, buffers and views.
+//!
+//! A [`Frozen`] is read-only by type: nothing in the program can write a base weight. A [`Buffer`] is
+//! the unique owner of a range of an [`Arena`](arena::Arena), so a `View` and a `ViewMut` of the
+//! same range cannot coexist. [`cpu`] and [`cuda`](mod@cuda) hold what the kernels of a vendor share.
+
+pub mod arena;
+pub mod async_copy;
+mod buffer;
+pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
+mod dtype;
+pub mod fixed;
+pub mod frozen;
+#[cfg(any(feature = "cuda", test))]
+pub mod gemm_layout;
+pub mod graph;
+pub mod page_cache;
+pub mod staging;
+mod view;
+
+#[cfg(feature = "cuda")]
+use self::cuda::Gpu;
+#[cfg(not(feature = "cuda"))]
+use crate::error::Error;
+use crate::error::Result;
+
+pub use self::{
+    buffer::Buffer,
+    dtype::{DType, Element},
+    frozen::{Bytes, Frozen},
+    view::{View, ViewMut},
+};
+
+/// Where buffers live and kernels run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Device {
+    /// The host's cores, through the global rayon pool.
+    #[default]
+    Cpu,
+    /// An opened CUDA device.
+    #[cfg(feature = "cuda")]
+    Cuda(&'static Gpu),
+}
+
+impl Device {
+    /// CUDA device `ordinal`.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when this program was built without CUDA, or the machine has no such device.
+    #[cfg(feature = "cuda")]
+    pub fn cuda(ordinal: usize) -> Result<Self> {
+        Gpu::open(ordinal).map(Self::Cuda)
+    }
+
+    /// CUDA device `ordinal`.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when this program was built without CUDA, or the machine has no such device.
+    #[cfg(not(feature = "cuda"))]
+    pub fn cuda(ordinal: usize) -> Result<Self> {
+        Err(Error::input(format!(
+            "--device cuda:{ordinal}: this program was built without CUDA; build it with `--features cuda`, or give --device cpu"
+        )))
+    }
+
+    /// The first CUDA device that can be opened, or else the CPU.
+    pub fn best() -> Self {
+        #[cfg(feature = "cuda")]
+        if Gpu::count() > 0
+            && let Ok(device) = Self::cuda(0)
+        {
+            return device;
+        }
+        Self::Cpu
+    }
+
+    /// Whether its memory is the host's.
+    pub fn is_host(self) -> bool {
+        self == Self::Cpu
+    }
+
+    /// What results depend on besides the type of activations: the vector level of a CPU, the capability of a
+    /// CUDA device.
+    pub fn dispatch(self) -> String {
+        match self {
+            Self::Cpu => crate::device::cpu::dispatch_level().to_owned(),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpu) => format!("sm_{}", gpu.capability()),
+        }
+    }
+
+    /// `cpu` or `cuda`.
+    pub fn kind(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+            #[cfg(feature = "cuda")]
+            Self::Cuda(_) => "cuda",
+        }
+    }
+
+    /// Free bytes of a device that has memory of its own.
+    pub fn free(self) -> Option<u64> {
+        match self {
+            Self::Cpu => None,
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpu) => gpu.free(),
+        }
+    }
+
+    /// Waits until all that was asked of the device is done.
+    ///
+    /// # Errors
+    /// [`Error::Failed`] when something failed since the last time.
+    pub fn check(self) -> Result<()> {
+        match self {
+            Self::Cpu => Ok(()),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpu) => gpu.check(),
+        }
+    }
+
+    /// Makes sure of `bytes` of scratch, so that no kernel has to ask for more; nothing on a CPU.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] when the device has not as many.
+    pub fn reserve(self, bytes: usize) -> Result<()> {
+        match self {
+            Self::Cpu => {
+                let _ = bytes;
+                Ok(())
+            }
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpu) => gpu.reserve(bytes),
+        }
+    }
+}

@@ -1,0 +1,56 @@
+//! Evaluation of a base with or without an adapter, with no memory for training.
+
+use std::sync::Arc;
+
+use engraft_adapters::AdapterSet;
+
+use super::trainer::{Evaluation, evaluate};
+use crate::{
+    data::Batch,
+    device::{Buffer, arena::Arenas},
+    error::Result,
+    model::{Base, Limits, Policy, Prompt, Stack, Trained, Wiring},
+};
+
+/// A base, perhaps with an adapter, that only reads.
+pub struct Evaluator {
+    stack: Stack,
+    values: Buffer,
+    prompt: Option<Prompt>,
+}
+
+impl Evaluator {
+    /// Prepares for micro-batches up to `limits`, with `head_rows` rows of logits in memory at a time.
+    ///
+    /// # Errors
+    /// When rows are longer than the positions of the base, or memory cannot be reserved.
+    pub fn new(
+        base: Arc<Base>,
+        adapter: Option<(&AdapterSet, &[f32])>,
+        limits: Limits,
+        head_rows: usize,
+    ) -> Result<Self> {
+        let sets: Vec<(&AdapterSet, f32)> = adapter.iter().map(|(set, _)| (*set, 1.0)).collect();
+        let wiring = Wiring::new(&sets, base.config.layers)?;
+        let (device, activations) = (base.device, base.activations);
+        let values = Buffer::on(device, adapter.map_or(&[][..], |(_, values)| values))?;
+        let mut arenas = Arenas::real(None).on(device);
+        let mut prompt = Prompt::new(&wiring, &base.config, activations, false, &mut arenas)?;
+        if let Some(prompt) = &mut prompt {
+            prompt.refresh(values.view());
+        }
+        let policy = Policy { head_rows, activations, ..Policy::default() };
+        let stack = Stack::new(base, wiring, limits, policy, false, &mut arenas)?;
+        Ok(Self { stack, values, prompt })
+    }
+
+    /// Mean loss over `batches`.
+    ///
+    /// # Errors
+    /// When a token is outside the vocabulary or nothing is supervised.
+    pub fn evaluate(&mut self, batches: &mut dyn Iterator<Item = Batch>) -> Result<Evaluation> {
+        let values = self.values.view();
+        let prompt = self.prompt.as_ref().map(|prompt| prompt.view(values));
+        evaluate(&mut self.stack, Trained { values, prompt }, batches)
+    }
+}

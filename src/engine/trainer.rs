@@ -1,0 +1,424 @@
+//! One optimizer step over micro-batches, and evaluation: the engine of a training run.
+
+use std::{borrow::Cow, sync::Arc};
+
+use engraft_adapters::{AdapterSet, TensorSlot};
+
+use crate::{
+    data::Batch,
+    device::{
+        Buffer,
+        DType::{F16, F32},
+        Device,
+        arena::{Arenas, Place, TableRow},
+        cpu::on_pool,
+    },
+    error::{Error, Result},
+    kernels::head_loss::Tally,
+    model::{
+        Base, Config, Gradients, Limits, LossSum, Pass, Policy, Prompt, Stack, Trained, Wiring,
+        scratch::{self, Needs},
+    },
+    observe::phase::{self, Moment},
+    optim::{AdamWOptions, Kept, LossScale, Optimizer, OptimizerKind, Stored, upload},
+};
+
+use crate::train::save::VALUES;
+
+/// What a [`Trainer`] is made for.
+#[derive(Debug, Clone, Copy)]
+pub struct TrainerOptions {
+    /// Rows of a micro-batch at most.
+    pub rows: usize,
+    /// Tokens of the longest row.
+    pub seq_len: usize,
+    /// What is kept and what is computed again.
+    pub policy: Policy,
+    /// How the moments are held.
+    pub optimizer: OptimizerKind,
+    /// Betas, eps and decay.
+    pub adamw: AdamWOptions,
+    /// Largest global gradient norm; 0 for any.
+    pub clip: f64,
+    /// Part of the target probability spread over the vocabulary.
+    pub label_smoothing: f64,
+    /// Seed of dropout.
+    pub seed: u64,
+}
+
+impl TrainerOptions {
+    fn limits(&self) -> Limits {
+        Limits { rows: self.rows, tokens: self.seq_len }
+    }
+
+    /// What scratch depends on, for `set` on a base of `config`.
+    pub fn needs(&self, config: &Config, set: &AdapterSet) -> Needs {
+        Needs {
+            rows: self.rows * self.seq_len,
+            keys: self.seq_len + set.prefix.as_ref().map_or(0, |prefix| prefix.length),
+            width: config.width,
+            head_width: config.head_width(),
+            inner: config.inner,
+            rank: set.loras.iter().map(|lora| lora.rank).max().unwrap_or(0),
+            dropout: set.spec.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0),
+        }
+    }
+
+    /// Bytes that the kernels of a CUDA device share.
+    pub fn device_scratch(&self, config: &Config, set: &AdapterSet) -> usize {
+        scratch::training(self.needs(config, set), self.policy.activations, config.vocab, set.layout.len)
+    }
+}
+
+/// What an optimizer step did.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepReport {
+    /// Mean loss over the supervised tokens of the step.
+    pub loss: f64,
+    /// Global L2 norm of the gradient before clipping.
+    pub grad_norm: f64,
+    /// Supervised tokens.
+    pub tokens: usize,
+    /// Input tokens, padding included.
+    pub input_tokens: usize,
+    /// The loss scale behind the step, and how often gradients overflowed so far.
+    pub scale: LossScale,
+}
+
+/// The loss of a data set.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Evaluation {
+    /// Mean over all supervised tokens.
+    pub loss: f64,
+    /// How many there are.
+    pub tokens: usize,
+    /// Rows read.
+    pub rows: usize,
+}
+
+impl Evaluation {
+    /// e to the mean loss.
+    pub fn perplexity(&self) -> f64 {
+        self.loss.exp()
+    }
+}
+
+/// What is trained, with its gradient and the optimizer's memory.
+struct Trainables {
+    prompt: Option<Prompt>,
+    store: Buffer,
+    gradient: Buffer,
+    optimizer: Optimizer,
+}
+
+impl Trainables {
+    fn cut(
+        config: &Config,
+        wiring: &Wiring,
+        set: &AdapterSet,
+        options: TrainerOptions,
+        arenas: &mut Arenas,
+    ) -> Result<Self> {
+        let len = set.layout.len;
+        let prompt = Prompt::new(wiring, config, options.policy.activations, true, arenas)?;
+        let (store, gradient) = arenas.build("trainables", Place::Memory, |arena| {
+            Ok((arena.take("values", F32, &[len])?, arena.take("gradient", F32, &[len])?))
+        })?;
+        let segments: Vec<usize> = set.layout.tensors.iter().map(TensorSlot::len).collect();
+        let TrainerOptions { optimizer, adamw, policy, .. } = options;
+        let optimizer = Optimizer::new(optimizer, &segments, adamw, policy.moments, arenas)?;
+        Ok(Self { prompt, store, gradient, optimizer })
+    }
+}
+
+/// A frozen base, an adapter and an optimizer.
+pub struct Trainer {
+    set: AdapterSet,
+    stack: Stack,
+    values: Buffer,
+    gradient: Buffer,
+    prompt: Option<Prompt>,
+    optimizer: Optimizer,
+    options: TrainerOptions,
+    dropout: f64,
+    table: Vec<TableRow>,
+    scale: LossScale,
+    /// What the gradient in its buffer is too large by.
+    gradient_scale: f64,
+}
+
+impl Trainer {
+    /// Prepares training of `set` from `values` on `base`, in memory from `arenas`.
+    ///
+    /// # Errors
+    /// When rows are longer than the positions of the base, or memory cannot be reserved.
+    pub fn new(
+        base: Arc<Base>,
+        set: AdapterSet,
+        values: &[f32],
+        options: TrainerOptions,
+        mut arenas: Arenas,
+    ) -> Result<Self> {
+        let wiring = Wiring::new(&[(&set, 1.0)], base.config.layers)?;
+        let len = set.layout.len;
+        if values.len() != len {
+            return Err(Error::failed(format!(
+                "{} values for {len} trainables; please report this",
+                values.len()
+            )));
+        }
+        let Trainables { prompt, mut store, gradient, optimizer } =
+            Trainables::cut(&base.config, &wiring, &set, options, &mut arenas)?;
+        store.view_mut().upload(values);
+        base.device.reserve(options.device_scratch(&base.config, &set))?;
+        let scale = if options.policy.activations == F16 { LossScale::dynamic() } else { LossScale::NONE };
+        let stack = Stack::new(base, wiring, options.limits(), options.policy, true, &mut arenas)?;
+        let dropout = set.spec.lora.as_ref().map_or(0.0, |lora| lora.dropout);
+        let table = arenas.into_rows();
+        let mut trainer = Self {
+            set,
+            stack,
+            values: store,
+            gradient,
+            prompt,
+            optimizer,
+            options,
+            dropout,
+            table,
+            scale,
+            gradient_scale: 1.0,
+        };
+        trainer.refresh();
+        Ok(trainer)
+    }
+
+    /// Every buffer that a trainer of `set` on a base of `config` would hold; needs neither.
+    ///
+    /// # Errors
+    /// When the set brings more than one prefix.
+    pub fn plan(config: &Config, set: &AdapterSet, options: TrainerOptions) -> Result<Vec<TableRow>> {
+        let wiring = Wiring::new(&[(set, 1.0)], config.layers)?;
+        let mut arenas = Arenas::planning();
+        Trainables::cut(config, &wiring, set, options, &mut arenas)?;
+        Stack::plan(config, &wiring, options.limits(), options.policy, true, &mut arenas)?;
+        Ok(arenas.into_rows())
+    }
+
+    /// One optimizer step over all of `micro_batches`; every supervised token counts the same.
+    ///
+    /// # Errors
+    /// When a token is outside the vocabulary, nothing is supervised, the gradient is not finite, or a device
+    /// fails; the adapter is then as before, unless the device is lost.
+    pub fn step(&mut self, micro_batches: &[Batch], lr: f64) -> Result<StepReport> {
+        let step = self.steps_done() + 1;
+        let (losses, grad_norm) = loop {
+            let losses = self.accumulate(micro_batches)?;
+            if !losses.sum.is_finite() {
+                return Err(Error::failed(format!(
+                    "the loss of step {step} is not finite ({}); lower --lr{}",
+                    losses.sum,
+                    if self.scale.is_dynamic() { ", or give --precision bf16 or f32" } else { "" }
+                )));
+            }
+            let (scale, clip) = (self.gradient_scale, self.options.clip);
+            phase::enter(Moment::Update);
+            let norm = on_pool(|| {
+                let gradient = self.gradient.view();
+                self.optimizer.update(self.values.view_mut(), gradient, lr, clip, scale)
+            });
+            self.stack.base().device.check()?;
+            if norm.is_finite() {
+                self.scale.succeeded();
+                break (losses, norm);
+            }
+            self.scale.overflowed(step, norm)?;
+        };
+        self.refresh();
+        Ok(StepReport {
+            loss: losses.sum / losses.tokens as f64,
+            grad_norm,
+            tokens: losses.tokens,
+            input_tokens: micro_batches.iter().map(|batch| batch.ids.len()).sum(),
+            scale: self.scale,
+        })
+    }
+
+    /// The gradient of the mean loss over the supervised tokens of `micro_batches`, left in place;
+    /// returns the sum of the losses.
+    ///
+    /// # Errors
+    /// As [`Trainer::step`].
+    pub fn accumulate(&mut self, micro_batches: &[Batch]) -> Result<LossSum> {
+        let supervised: usize = micro_batches.iter().map(Batch::supervised).sum();
+        if supervised == 0 {
+            return Err(Error::input("a batch has no supervised token; check the labels of the data"));
+        }
+        self.gradient.view_mut().clear();
+        self.refresh();
+        self.gradient_scale = self.scale.factor();
+        let factor = self.gradient_scale as f32 / supervised as f32;
+        let (mut tally, mut tokens) = (Tally::default(), 0);
+        let mut first_row = 0;
+        for batch in micro_batches {
+            tokens += self.micro_batch(batch, factor, first_row, &mut tally)?;
+            first_row += batch.rows;
+        }
+        if let Some(prompt) = &mut self.prompt {
+            prompt.backward(self.values.view(), self.gradient.view_mut());
+        }
+        // The losses of all micro-batches are read here, once a step.
+        self.stack.base().device.check()?;
+        Ok(LossSum { sum: tally.sum(), tokens })
+    }
+
+    fn micro_batch(
+        &mut self,
+        batch: &Batch,
+        factor: f32,
+        first_row: usize,
+        tally: &mut Tally,
+    ) -> Result<usize> {
+        let TrainerOptions { seed, seq_len, label_smoothing, .. } = self.options;
+        let step = self.optimizer.step();
+        let dropout = Pass::dropout(self.dropout, seed, step, first_row, batch.seq_len, seq_len);
+        let pass = Pass { factor, smoothing: label_smoothing as f32, dropout };
+        let values = self.values.view();
+        // The gradient of a prefix is written while its values are read: two buffers of one struct.
+        let (prompt, d_prompt) = match &mut self.prompt {
+            None => (None, <&mut [f32]>::default().into()),
+            Some(prompt) => {
+                let (view, gradient) = prompt.parts(values);
+                (Some(view), gradient)
+            }
+        };
+        let mut to = Gradients { store: self.gradient.view_mut(), prompt: d_prompt };
+        self.stack.accumulate(Trained { values, prompt }, &mut to, batch, pass, tally)
+    }
+
+    /// Mean loss over `batches`, without dropout or smoothing; changes nothing.
+    ///
+    /// # Errors
+    /// When a token is outside the vocabulary or nothing is supervised.
+    pub fn evaluate(&mut self, batches: &mut dyn Iterator<Item = Batch>) -> Result<Evaluation> {
+        let values = self.values.view();
+        let prompt = self.prompt.as_ref().map(|prompt| prompt.view(values));
+        evaluate(&mut self.stack, Trained { values, prompt }, batches)
+    }
+
+    /// Optimizer steps done.
+    pub fn steps_done(&self) -> u64 {
+        self.optimizer.step()
+    }
+
+    /// Everything that changes in training besides the count of steps: the values, then what the
+    /// optimizer keeps, by name. Views of the buffers, for a resume file.
+    pub fn tensors(&self) -> Vec<Kept<'_>> {
+        let mut tensors = vec![(VALUES, self.values.view(), self.values.region())];
+        tensors.extend(self.optimizer.tensors());
+        tensors
+    }
+
+    /// Goes on from the [`Trainer::tensors`] saved after `step` steps.
+    ///
+    /// # Errors
+    /// When they belong to another number of trainables or another optimizer; nothing is changed then.
+    pub fn restore(&mut self, step: u64, tensors: &[Stored]) -> Result<()> {
+        let len = self.set.layout.len;
+        let Some((values, moments)) = tensors.split_first().filter(|(values, _)| values.name == VALUES)
+        else {
+            return Err(Error::input(format!("the save does not begin with {VALUES}; use another save")));
+        };
+        if values.dtype != F32 || values.bytes.len() != len * F32.size() {
+            return Err(Error::input(format!(
+                "the save holds {} trainables where this adapter has {len}; resume with the options it was made with",
+                values.bytes.len() / F32.size()
+            )));
+        }
+        self.optimizer.restore(step, moments)?;
+        upload(&mut self.values, values);
+        self.refresh();
+        Ok(())
+    }
+
+    /// What it computes on.
+    pub fn device(&self) -> Device {
+        self.stack.base().device
+    }
+
+    /// The adapter set being trained.
+    pub fn set(&self) -> &AdapterSet {
+        &self.set
+    }
+
+    /// The flat store.
+    pub fn values(&self) -> Cow<'_, [f32]> {
+        let view = self.values.view();
+        if view.device().is_host() { Cow::Borrowed(view.host()) } else { Cow::Owned(view.to_vec()) }
+    }
+
+    /// The gradient that the last step or [`Trainer::accumulate`] left, in the layout of the store.
+    pub fn gradient(&self) -> Vec<f32> {
+        let mut gradient: Vec<f32> = self.gradient.view().to_vec();
+        if self.gradient_scale != 1.0 {
+            gradient.iter_mut().for_each(|g| *g = (f64::from(*g) / self.gradient_scale) as f32);
+        }
+        gradient
+    }
+
+    /// The loss scale, for a save; `None` where there is none.
+    pub fn loss_scale(&self) -> Option<LossScale> {
+        self.scale.is_dynamic().then_some(self.scale)
+    }
+
+    /// Goes on with the loss scale of a save.
+    pub fn restore_loss_scale(&mut self, scale: Option<LossScale>) {
+        if let Some(scale) = scale.filter(|_| self.scale.is_dynamic()) {
+            self.scale = scale;
+        }
+    }
+
+    /// Keys and values `(p, 2 l c)` of a prefix with a projection; `None` without one.
+    pub fn projected(&self) -> Option<Vec<f32>> {
+        self.prompt.as_ref()?.projected()
+    }
+
+    /// Brings keys and values of a projected prefix up to date with the store.
+    fn refresh(&mut self) {
+        if let Some(prompt) = &mut self.prompt {
+            prompt.refresh(self.values.view());
+        }
+    }
+
+    /// Every buffer held.
+    pub fn memory(&self) -> Vec<TableRow> {
+        self.table.clone()
+    }
+}
+
+/// Mean loss of `stack` over `batches`.
+///
+/// # Errors
+/// When a token is outside the vocabulary or nothing is supervised.
+pub fn evaluate(
+    stack: &mut Stack,
+    trained: Trained,
+    batches: &mut dyn Iterator<Item = Batch>,
+) -> Result<Evaluation> {
+    let (mut sum, mut tokens, mut rows) = (0f64, 0, 0);
+    for batch in batches {
+        let losses = stack.loss(trained, &batch)?;
+        sum += losses.sum;
+        tokens += losses.tokens;
+        rows += batch.rows;
+    }
+    if tokens == 0 {
+        return Err(Error::input("the evaluation data has no supervised token; check its labels"));
+    }
+    let loss = sum / tokens as f64;
+    if !loss.is_finite() {
+        return Err(Error::failed(format!(
+            "the evaluation loss is {loss}; lower --lr, or check base and adapter for damaged weights"
+        )));
+    }
+    Ok(Evaluation { loss, tokens, rows })
+}

@@ -1,0 +1,30 @@
+//! How much scratch of a CUDA device this op takes beside its buffers, from sizes alone: plans count it
+//! on machines without a device.
+
+use crate::device::DType;
+
+/// Bytes that a stretch of frozen weights is converted in, where activations are not FP16.
+const CONVERTED: usize = 64 << 20;
+/// Up to this many rows products are made by kernels that read each weight once.
+pub const FEW: usize = 8;
+
+/// Rows of weights `(rows, cols)` that are converted to `dtype` at a time.
+pub fn converted_rows(rows: usize, cols: usize, dtype: DType) -> usize {
+    (CONVERTED / (cols * dtype.size()).max(1)).clamp(1, rows.max(1))
+}
+
+/// Shares that the inner size of a product of few rows with weights `(rows, cols)` is cut into: blocks enough for a
+/// large device.
+pub fn product_shares(rows: usize, cols: usize) -> usize {
+    (512 / cols.div_ceil(32).max(1)).clamp(1, rows.div_ceil(256).max(1))
+}
+
+/// Bytes of a product of `n` rows with frozen weights `(rows, cols)`.
+pub fn product(activations: DType, n: usize, (rows, cols): (usize, usize)) -> usize {
+    let few = if n <= FEW { 4 * product_shares(rows, cols) * n * cols } else { 0 };
+    let converted = match activations {
+        DType::F16 => 0,
+        other => converted_rows(rows, cols, other) * cols * other.size(),
+    };
+    few.max(converted)
+}

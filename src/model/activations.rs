@@ -1,0 +1,253 @@
+//! All memory of a [`Stack`](super::Stack): cut here, once to count and once to hold.
+//!
+//! Inputs of blocks that must last until the backward are buffers of their own; or, where they wait in the host's memory
+//! ([`Place::Host`]), three buffers of the device that they take in turn: the forward writes one, reads another, and
+//! the third is on its way out; the backward reads one while the next comes in.
+
+use crate::{
+    device::{
+        Buffer,
+        arena::{Arenas, Place},
+        async_copy::Mover,
+        page_cache::Region,
+    },
+    error::Result,
+};
+
+use super::{
+    bindings::Wiring,
+    buffers::{BackwardWork, BlockBuffers, HeadWork, Owned, Parts, Passes, Sizes, Work},
+    policy::{Keep, Policy},
+    stack::lost,
+};
+
+/// The layer whose memory serves all layers of a pass that keeps nothing, where layers share none.
+pub const ANY: usize = 0;
+
+/// Buffers that inputs take in turn where they wait in the host's memory.
+pub const TURNS: usize = 3;
+
+/// Inputs of blocks in the host's memory.
+struct Waiting {
+    // First, so that it is dropped first: it ends when copies have.
+    mover: Mover,
+    /// Copies of the inputs from the first lasting one on; of the last ones, which nothing overwrites, there are none.
+    copies: Vec<Buffer>,
+    /// Which layer's input each of the buffers on the device holds.
+    holds: [Option<usize>; TURNS],
+}
+
+/// Buffers of a stack.
+pub struct Held {
+    /// Where inputs wait, if not in `residual`.
+    waiting: Option<Waiting>,
+    /// Inputs of the blocks and output of the last, `(n, c)`.
+    residual: Vec<Buffer>,
+    /// First layer whose input must last until the backward; those below take turns with two buffers.
+    lasting: usize,
+    /// What each block keeps.
+    layers: Vec<Parts>,
+    /// What blocks use in turn.
+    shared: Parts,
+    /// Workspace of a forward.
+    work: Work,
+    /// Workspace of head and loss.
+    head: HeadWork,
+    /// Workspace of a backward; `None` where there is no training.
+    back: Option<BackwardWork>,
+}
+
+impl Held {
+    /// Cuts all buffers for `wiring` under `policy`; `training` adds what a backward needs.
+    ///
+    /// # Errors
+    /// When memory cannot be reserved.
+    pub fn cut(
+        arenas: &mut Arenas,
+        sizes: Sizes,
+        wiring: &Wiring,
+        policy: Policy,
+        training: bool,
+    ) -> Result<Self> {
+        let (layers, width) = (sizes.config.layers, sizes.config.width);
+        let lasting = if training { wiring.lowest().min(layers) } else { layers + 1 };
+        let shape = [sizes.limits.cells(), width];
+        let waits = policy.inputs == Place::Host;
+        let last = if waits { layers.min(lasting + TURNS - 1) } else { layers };
+        let place = if waits { Place::Memory } else { policy.inputs };
+        let residual = arenas.build("saved inputs", place, |arena| {
+            let in_turn = lasting.min(2);
+            (0..in_turn)
+                .map(|index| format!("in turn {index}"))
+                .chain((lasting..=last).map(|layer| format!("residual {layer}")))
+                .map(|name| arena.take(name, sizes.activations, &shape))
+                .collect::<Result<Vec<_>>>()
+        })?;
+        let waiting = if waits {
+            let copies = arenas.build("offloaded inputs", Place::Host, |arena| {
+                (lasting + TURNS..=layers)
+                    .map(|above| arena.take(format!("residual {}", above - TURNS), sizes.activations, &shape))
+                    .collect::<Result<Vec<_>>>()
+            })?;
+            Some(Waiting { mover: Mover::new(arenas.device(), TURNS)?, copies, holds: [None; TURNS] })
+        } else {
+            None
+        };
+        let ranks = |layer: usize| std::array::from_fn(|site| wiring.ranks(layer, site));
+        let keeps = |layer: usize| {
+            let trained = training && layer >= lasting;
+            if trained { policy.recompute.keeps(layer) } else { Keep::Input }
+        };
+        let (kept, shared) = arenas.build("saved activations", Place::Memory, |arena| {
+            let kept = (0..layers)
+                .map(|layer| {
+                    let name = format!("block {layer}");
+                    Parts::cut(arena, &name, sizes, ranks(layer), Parts::kept(keeps(layer)))
+                })
+                .collect::<Result<Vec<_>>>()?;
+            let most = std::array::from_fn(|site| {
+                (0..layers).map(|layer| wiring.ranks(layer, site)).max().unwrap_or(0)
+            });
+            // An evaluation borrows one block for all layers: a kept one serves where all are alike.
+            let alike = (0..layers).all(|layer| ranks(layer) == most);
+            let missing: [bool; 4] = std::array::from_fn(|part| {
+                let own = (0..layers).all(|layer| Parts::kept(keeps(layer))[part]);
+                !(own && alike)
+            });
+            Ok((kept, Parts::cut(arena, "shared block", sizes, most, missing)?))
+        })?;
+        let (work, head, back) = arenas.build("workspace", Place::Memory, |arena| {
+            let passes = Passes { head_rows: policy.head_rows, backward: training.then_some(wiring) };
+            let work = Work::cut(arena, sizes, passes)?;
+            let head = HeadWork::cut(arena, sizes, policy.head_rows)?;
+            let back = training.then(|| BackwardWork::cut(arena, sizes, wiring)).transpose()?;
+            Ok((work, head, back))
+        })?;
+        Ok(Self { waiting, residual, lasting, layers: kept, shared, work, head, back })
+    }
+
+    /// The memory of block `layer`, to be given back with [`Held::give_back`].
+    ///
+    /// # Errors
+    /// When an earlier failure left it unaccounted for.
+    pub fn block(&mut self, layer: usize) -> Result<(BlockBuffers, Owned)> {
+        let own = self.layers.get_mut(layer).ok_or_else(lost)?;
+        own.assemble(&mut self.shared).ok_or_else(lost)
+    }
+
+    /// Takes back the memory of block `layer`.
+    pub fn give_back(&mut self, layer: usize, buffers: BlockBuffers, owned: Owned) {
+        if let Some(own) = self.layers.get_mut(layer) {
+            own.dissolve(buffers, owned, &mut self.shared);
+        }
+    }
+
+    /// Memory for any block of a pass that keeps nothing, to be given back as that of [`ANY`].
+    ///
+    /// # Errors
+    /// As [`Held::block`].
+    pub fn any_block(&mut self) -> Result<(BlockBuffers, Owned)> {
+        if self.shared.is_whole() {
+            return Parts::default().assemble(&mut self.shared).ok_or_else(lost);
+        }
+        self.block(ANY)
+    }
+
+    /// Where the input of block `layer` is; `layer = layers` stands for the output of the last.
+    fn place(&self, layer: usize) -> usize {
+        if layer < self.lasting {
+            return layer % 2;
+        }
+        let behind = layer - self.lasting;
+        self.lasting.min(2) + if self.waiting.is_some() { behind % TURNS } else { behind }
+    }
+
+    /// Which of the buffers taken in turn that of the input of `layer` is; `None` where nothing waits.
+    fn turn(&self, layer: usize) -> Option<usize> {
+        let waits = self.waiting.is_some() && layer >= self.lasting;
+        waits.then(|| (layer - self.lasting) % TURNS)
+    }
+
+    /// The input of `layer` is about to be written.
+    fn claim(&mut self, layer: usize) {
+        if let (Some(turn), Some(waiting)) = (self.turn(layer), &mut self.waiting) {
+            waiting.mover.wait(turn);
+            waiting.holds[turn] = Some(layer);
+        }
+    }
+
+    /// The forward is done with the first `len` elements of the input of `layer`, which wait for the backward: where
+    /// another input will take their buffer, in the host's memory.
+    pub fn send(&mut self, layer: usize, len: usize) {
+        let (place, Some(turn)) = (self.place(layer), self.turn(layer)) else { return };
+        let Some(waiting) = &mut self.waiting else { return };
+        if let Some(copy) = waiting.copies.get_mut(layer - self.lasting) {
+            let (from, to) = (self.residual[place].view(), copy.view_mut());
+            waiting.mover.copy(turn, from.slice(0, len), to.slice(0, len));
+        }
+    }
+
+    /// The backward comes to `layer` soon and will need the first `len` elements of its input.
+    pub fn fetch(&mut self, layer: usize, len: usize) {
+        let (place, Some(turn)) = (self.place(layer), self.turn(layer)) else { return };
+        let Some(waiting) = self.waiting.as_mut().filter(|waiting| waiting.holds[turn] != Some(layer)) else {
+            return;
+        };
+        if let Some(copy) = waiting.copies.get(layer - self.lasting) {
+            let (from, to) = (copy.view(), self.residual[place].view_mut());
+            waiting.mover.copy(turn, from.slice(0, len), to.slice(0, len));
+            waiting.holds[turn] = Some(layer);
+        }
+    }
+
+    /// Input of block `layer`.
+    fn input(&self, layer: usize) -> &Buffer {
+        &self.residual[self.place(layer)]
+    }
+
+    /// Input of block `layer`, to write.
+    pub fn input_mut(&mut self, layer: usize) -> &mut Buffer {
+        self.claim(layer);
+        let place = self.place(layer);
+        &mut self.residual[place]
+    }
+
+    /// Input and output of block `layer` and the workspace of a forward.
+    pub fn step(&mut self, layer: usize) -> (&Buffer, &mut Buffer, &mut Work) {
+        self.claim(layer + 1);
+        let (read, write) = (self.place(layer), self.place(layer + 1));
+        let (x, y) = two(&mut self.residual, read, write);
+        (x, y, &mut self.work)
+    }
+
+    /// Input of block `layer` and the workspace of both directions.
+    pub fn back(&mut self, layer: usize) -> Option<(&Buffer, &mut Work, &mut BackwardWork)> {
+        let place = self.place(layer);
+        if let (Some(turn), Some(waiting)) = (self.turn(layer), &mut self.waiting) {
+            waiting.mover.wait(turn);
+        }
+        Some((&self.residual[place], &mut self.work, self.back.as_mut()?))
+    }
+
+    /// Output of the last block, and the workspace of the head and of a backward.
+    pub fn head(&mut self) -> (&Buffer, &mut Work, &mut HeadWork, Option<&mut BackwardWork>) {
+        let place = self.place(self.layers.len());
+        (&self.residual[place], &mut self.work, &mut self.head, self.back.as_mut())
+    }
+
+    /// Pages of the input of block `layer`, where it waits in a file.
+    pub fn pages(&self, layer: usize) -> Option<Region> {
+        (layer >= self.lasting).then(|| self.input(layer).region()).flatten()
+    }
+}
+
+/// Two different buffers of a list, the first to read, the second to write.
+fn two(list: &mut [Buffer], read: usize, write: usize) -> (&Buffer, &mut Buffer) {
+    if read < write {
+        let (left, right) = list.split_at_mut(write);
+        (&left[read], &mut right[0])
+    } else {
+        let (left, right) = list.split_at_mut(read);
+        (&right[0], &mut left[write])
+    }
+}

@@ -1,0 +1,64 @@
+//! How many bytes a run may take, and how many the process has before its plan.
+
+use super::table::{CUDA_RUNTIME, Home, Plan, Row};
+use crate::observe::machine;
+
+/// `--memory`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Limit {
+    /// What is free.
+    #[default]
+    Auto,
+    /// That many bytes, the whole process included.
+    Bytes(u64),
+}
+
+/// Part of the free memory that `auto` takes: others need some, and what is free changes.
+const OF_FREE: f64 = 0.9;
+
+/// What a process grows by while it runs, beside its plan: stacks of threads, the progress bar, buffers of
+/// writers, heap that the system's allocator does not give back.
+const GROWTH: u64 = 8 << 20;
+
+/// Code, runtime and a tokenizer of GPT-2's size, where the system tells nothing.
+const PROGRAM: u64 = 56 << 20;
+
+/// Bytes that a process which holds `program` may take in all; `None` where nobody can say.
+pub fn bytes(limit: Limit, program: u64) -> Option<u64> {
+    match limit {
+        Limit::Bytes(bytes) => Some(bytes),
+        Limit::Auto => machine::available().map(|free| program + (free as f64 * OF_FREE) as u64),
+    }
+}
+
+/// What this process holds now and will hold beside its plan.
+pub fn program() -> u64 {
+    machine::resident().map_or(PROGRAM, |resident| resident.total + GROWTH)
+}
+
+/// The same for a process that does not run yet.
+pub fn assumed_program() -> u64 {
+    PROGRAM
+}
+
+/// Bytes of a device with `free` bytes that a process may take in all, which has its context and `held` bytes there.
+pub fn device_bytes(limit: Limit, free: Option<u64>, held: u64) -> Option<u64> {
+    match limit {
+        Limit::Bytes(bytes) => Some(bytes),
+        Limit::Auto => free.map(|free| held + CUDA_RUNTIME + (free as f64 * OF_FREE) as u64),
+    }
+}
+
+/// Bytes of memory that `plan` wants beyond what the process already holds: itself, and on a device the base.
+pub fn wanted(plan: &Plan) -> u64 {
+    let held = |row: &&Row| match row.home {
+        Home::Host => row.role == "program",
+        Home::Device => matches!(row.role, "program" | "base"),
+        Home::Disk => false,
+    };
+    // What a device's plan only lists takes none of its memory.
+    plan.peak().1.saturating_sub(plan.rows.iter().filter(held).map(Row::most_resident).sum())
+}
+
+/// With less free memory than this the next page that somebody touches may be the last.
+pub const LOW: u64 = 1 << 20;

@@ -1,0 +1,267 @@
+//! How fast this machine is, measured with the real kernels: what predictions of time multiply with.
+//!
+//! Measuring takes about a second and 70 MiB of memory, and then a temporary file of 64 MiB. The result is
+//! kept as `calibration.json` in the cache, for BF16 where it is fast as `calibration-bf16.json`, and measured anew for
+//! another CPU, number of threads, vector level or build of the program, and after a run that was much faster than they
+//! said.
+
+use std::{fs, path::Path, time::UNIX_EPOCH};
+
+use engraft_util::atomic;
+use serde::{Deserialize, Serialize};
+
+use self::measure::Sizes;
+use crate::{
+    device::cpu::{dispatch_level, on_pool, release_shared_scratch},
+    kernels::matmul::Arithmetic,
+};
+
+mod measure;
+
+/// The cached file of an arithmetic.
+fn file(arithmetic: Arithmetic) -> &'static str {
+    if arithmetic.in_pairs() { "calibration-bf16.json" } else { "calibration.json" }
+}
+
+/// Speeds of this machine.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Rates {
+    /// `matmul::frozen_nn`: forward of a linear layer.
+    pub product_forward: Product,
+    /// `matmul::frozen_nt`: backward of a linear layer.
+    pub product_backward: Product,
+    /// Thin products of a delta, in FLOP/s.
+    pub thin: f64,
+    /// Attention, in FLOP/s as [`attention_flops`] counts them.
+    pub attention: Both,
+    /// Logits, `frozen_nt` with a vocabulary of columns, in FLOP/s (2 a weight and row).
+    pub head: f64,
+    /// Layer norm, in bytes/s read and written: 8 an element forward, 16 backward.
+    pub layernorm: Both,
+    /// GELU, in bytes/s read and written: 8 an element forward, 12 backward.
+    pub activation: Both,
+    /// AdamW, in elements/s.
+    pub adamw: f64,
+    /// First touch of each page of a mapped file that is in memory, in bytes/s.
+    pub reading: f64,
+}
+
+/// A speed forward and another backward.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Both {
+    /// Of the forward.
+    pub forward: f64,
+    /// Of the backward.
+    pub backward: f64,
+}
+
+/// Speed of a frozen product at two numbers of rows. Weights are widened once a call, so few rows are slower.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Product {
+    /// At few rows.
+    pub few: Point,
+    /// At many rows.
+    pub many: Point,
+}
+
+/// Speed of a product at one number of rows.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Point {
+    /// Rows of the activations.
+    pub rows: usize,
+    /// FLOP/s, 2 a weight and row.
+    pub flops: f64,
+}
+
+impl Point {
+    /// Seconds for one weight and all rows.
+    fn weight_seconds(self) -> f64 {
+        2.0 * self.rows as f64 / self.flops
+    }
+}
+
+impl Product {
+    /// Seconds of a product of `rows` with a matrix of `weights` elements: a part for widening the matrix and
+    /// one that grows with the rows, as the two points tell them.
+    pub fn seconds(&self, rows: usize, weights: usize) -> f64 {
+        let (few, many) = (self.few.weight_seconds(), self.many.weight_seconds());
+        let between = (self.many.rows as f64 - self.few.rows as f64).max(1.0);
+        // Noise may turn the line downwards or start it below zero; it then goes through the origin.
+        let slope = ((many - few) / between).clamp(0.0, 2.0 / self.many.flops);
+        let fixed = (many - slope * self.many.rows as f64).max(0.0);
+        (fixed + slope * rows as f64) * weights as f64
+    }
+}
+
+/// FLOP of attention with `pairs` pairs of query and visible key in each of `heads` heads of `width`, forward
+/// and backward: 2 and 5 products of 2 `width` FLOP a pair (Dao et al. 2022).
+pub fn attention_flops(heads: usize, width: usize, pairs: usize) -> (f64, f64) {
+    let product = 2.0 * heads as f64 * width as f64 * pairs as f64;
+    (2.0 * product, 5.0 * product)
+}
+
+/// What speeds depend on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Key {
+    cpu: String,
+    threads: usize,
+    level: String,
+    program: String,
+}
+
+impl Key {
+    fn here() -> Self {
+        let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        Self {
+            cpu: cpu_model(&cpuinfo),
+            threads: rayon::current_num_threads(),
+            level: dispatch_level().to_owned(),
+            program: program(),
+        }
+    }
+}
+
+/// The program as it was built: its version, and on Linux the length and the time of its file.
+fn program() -> String {
+    let file = fs::metadata("/proc/self/exe");
+    let stamp = file.ok().and_then(|file| {
+        let changed = file.modified().ok()?.duration_since(UNIX_EPOCH).ok()?;
+        Some(format!(", {} bytes of {}", file.len(), changed.as_secs()))
+    });
+    format!("{}{}", env!("CARGO_PKG_VERSION"), stamp.unwrap_or_default())
+}
+
+/// The CPU's name: `model name` on x86, implementer and part on Arm.
+fn cpu_model(cpuinfo: &str) -> String {
+    let field = |wanted: &str| {
+        let mut fields = cpuinfo.lines().filter_map(|line| line.split_once(':'));
+        fields.find(|(name, _)| name.trim() == wanted).map(|(_, value)| value.trim().to_owned())
+    };
+    let arm = || Some(format!("{} {}", field("CPU implementer")?, field("CPU part")?));
+    field("model name").or_else(arm).unwrap_or_else(|| "unknown".to_owned())
+}
+
+/// The cached file.
+#[derive(Debug, Serialize, Deserialize)]
+struct Stored {
+    key: Key,
+    rates: Rates,
+}
+
+impl Rates {
+    /// Of a server's CPU with AVX-512 and two threads. What results depend on is chosen by these, so that
+    /// the same command makes the same choice on every machine with room for it.
+    pub const NOMINAL: Self = Self {
+        product_forward: Product {
+            few: Point { rows: 128, flops: 1.2e11 },
+            many: Point { rows: 1024, flops: 1.5e11 },
+        },
+        product_backward: Product {
+            few: Point { rows: 128, flops: 1.1e11 },
+            many: Point { rows: 1024, flops: 1.5e11 },
+        },
+        thin: 4.5e10,
+        attention: Both { forward: 4e10, backward: 5e10 },
+        head: 1.25e11,
+        layernorm: Both { forward: 5e9, backward: 5e9 },
+        activation: Both { forward: 3.5e9, backward: 5e9 },
+        adamw: 1.4e9,
+        reading: 3e10,
+    };
+
+    /// Of a recent data-centre GPU, for comparing plans of a device that is not here; not measured.
+    pub const NOMINAL_GPU: Self = Self {
+        product_forward: Product {
+            few: Point { rows: 128, flops: 5e13 },
+            many: Point { rows: 4096, flops: 3e14 },
+        },
+        product_backward: Product {
+            few: Point { rows: 128, flops: 5e13 },
+            many: Point { rows: 4096, flops: 3e14 },
+        },
+        thin: 9e13,
+        attention: Both { forward: 1.5e14, backward: 1.5e14 },
+        head: 3e14,
+        layernorm: Both { forward: 2e12, backward: 2e12 },
+        activation: Both { forward: 2e12, backward: 2e12 },
+        adamw: 5e10,
+        reading: 2e10,
+    };
+
+    /// The rates of an arithmetic in the cache if they are this machine's, or else newly measured ones, which are then
+    /// cached.
+    ///
+    /// A cache that is damaged, cannot be written or is not there is no error: rates are measured again.
+    pub fn load_or_measure(cache: Option<&Path>, arithmetic: Arithmetic) -> Rates {
+        let path = cache.map(|cache| cache.join(file(arithmetic)));
+        Self::load_or(path.as_deref(), &Key::here(), || Self::measure(cache, arithmetic))
+    }
+
+    /// The rates in the cache, if they are this machine's.
+    pub fn cached(cache: Option<&Path>, arithmetic: Arithmetic) -> Option<Rates> {
+        load(&cache?.join(file(arithmetic)), &Key::here())
+    }
+
+    /// Removes the cached rates, where they have turned out not to be this machine's: it was busy with other work when
+    /// they were measured. The next plan measures again.
+    pub fn forget(cache: Option<&Path>, arithmetic: Arithmetic) {
+        if let Some(cache) = cache {
+            let _ = fs::remove_file(cache.join(file(arithmetic)));
+        }
+    }
+
+    /// Measures, whatever is cached; `folder` is where a temporary file may be made.
+    pub fn measure(folder: Option<&Path>, arithmetic: Arithmetic) -> Rates {
+        let rates = on_pool(|| measure::all(&Sizes::REAL, folder, arithmetic));
+        // For more rows than the run may have, and in no plan.
+        release_shared_scratch();
+        rates
+    }
+
+    fn load_or(path: Option<&Path>, key: &Key, measure: impl FnOnce() -> Rates) -> Rates {
+        let Some(path) = path else { return measure() };
+        if let Some(rates) = load(path, key) {
+            return rates;
+        }
+        let rates = measure();
+        store(path, Stored { key: key.clone(), rates });
+        rates
+    }
+
+    fn are_usable(&self) -> bool {
+        let Self {
+            product_forward,
+            product_backward,
+            thin,
+            attention,
+            head,
+            layernorm,
+            activation,
+            adamw,
+            reading,
+        } = *self;
+        let both = |both: Both| [both.forward, both.backward];
+        let products = [product_forward, product_backward];
+        let pairs = [attention, layernorm, activation].into_iter().flat_map(both);
+        let points = products.into_iter().flat_map(|product| [product.few.flops, product.many.flops]);
+        let mut all = pairs.chain(points).chain([thin, head, adamw, reading]);
+        all.all(|rate| rate.is_finite() && rate > 0.0)
+            && products.iter().all(|product| 0 < product.few.rows && product.few.rows < product.many.rows)
+    }
+}
+
+fn load(path: &Path, key: &Key) -> Option<Rates> {
+    let stored: Stored = serde_json::from_slice(&fs::read(path).ok()?).ok()?;
+    (stored.key == *key && stored.rates.are_usable()).then_some(stored.rates)
+}
+
+/// Tries to keep the rates: without, the next run measures again.
+fn store(path: &Path, stored: Stored) {
+    let folder = path.parent().map_or(Ok(()), fs::create_dir_all);
+    if let (Ok(()), Ok(text)) = (folder, serde_json::to_vec_pretty(&stored)) {
+        let _ = atomic::write(path, &text);
+    }
+}
+
+#[cfg(test)]
+mod tests;

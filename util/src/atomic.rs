@@ -1,0 +1,255 @@
+//! Files and folders that are either the old ones or the new ones, never something in between.
+//!
+//! The new bytes go to a temporary neighbour, are synced, and take the old place in one step; the
+//! parent folder is synced after it. On an error the old file stays and the temporary one is removed.
+//! Modes follow the umask, as if the program had created the file plainly (a temporary file made by
+//! the usual means would stay at 0600).
+
+use std::{
+    fs::{self, File},
+    io::{self, BufWriter, Write},
+    path::{Path, PathBuf},
+};
+
+use tempfile::{Builder, TempDir};
+
+/// A file or folder that cannot be written. The message is a sentence for the user.
+#[derive(Debug, thiserror::Error)]
+#[error("{}: cannot be written: {cause}; free space or choose another folder", .path.display())]
+pub struct WriteError {
+    /// File or folder.
+    pub path: PathBuf,
+    /// What the system said.
+    pub cause: io::Error,
+}
+
+impl WriteError {
+    /// `cause`, which the system gave for `path`.
+    pub fn new(path: &Path, cause: io::Error) -> Self {
+        Self { path: path.to_owned(), cause }
+    }
+}
+
+/// `Result` with [`WriteError`].
+pub type Result<T, E = WriteError> = std::result::Result<T, E>;
+
+/// Bytes that wait before they go to a file.
+pub const BUFFER: usize = 1 << 20;
+
+/// Writes a file atomically.
+///
+/// # Errors
+/// [`WriteError`] if any step fails; the old file is then untouched.
+pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+    write_with(path, |out| out.write_all(bytes))
+}
+
+/// Writes a file atomically with the bytes that `fill` writes; see [`write()`].
+///
+/// # Errors
+/// [`WriteError`] if `fill` or any step fails; the old file is then untouched.
+pub fn write_with(path: &Path, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
+    replace_file(path, fill).map_err(|cause| WriteError::new(path, cause))
+}
+
+fn replace_file(path: &Path, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
+    let folder = parent(path);
+    let temporary = builder(0o666).tempfile_in(&folder)?;
+    write_and_sync(temporary.as_file(), fill)?;
+    temporary.persist(path).map_err(|error| error.error)?;
+    sync_folder(&folder)
+}
+
+/// Creates a new file, lets `fill` write it, and syncs it. Not atomic: for folders not yet in place.
+///
+/// # Errors
+/// [`WriteError`] if any step fails.
+pub fn create(path: &Path, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
+    let written = File::create_new(path).and_then(|file| write_and_sync(&file, fill));
+    written.map_err(|cause| WriteError::new(path, cause))
+}
+
+fn write_and_sync(file: &File, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
+    let mut out = BufWriter::with_capacity(BUFFER, file);
+    fill(&mut out)?;
+    out.flush()?;
+    file.sync_all()
+}
+
+/// Replaces a folder, or makes it, with what `fill` puts into a fresh one.
+///
+/// Entries of the old folder whose names are not in `owned` are kept. On Linux the two folders are
+/// exchanged in one step; elsewhere, and on file systems that cannot, there is a moment between two
+/// renames.
+///
+/// # Errors
+/// The error of `fill`, or [`WriteError`]; the old folder is then still in place.
+pub fn replace_folder(path: &Path, owned: &[&str], fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    let failed = |cause| WriteError::new(path, cause);
+    // A link to a folder stays a link: what it points to is replaced.
+    let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let folder = parent(&path);
+    fs::create_dir_all(&folder).map_err(failed)?;
+    let fresh = builder(0o777).tempdir_in(&folder).map_err(failed)?;
+    fill(fresh.path()).map_err(|error| in_place_of(error, fresh.path(), &path))?;
+    put_in_place(&path, owned, fresh).and_then(|()| sync_folder(&folder)).map_err(failed)
+}
+
+/// The same error with the path the user knows, not that of the temporary folder.
+fn in_place_of(error: WriteError, fresh: &Path, path: &Path) -> WriteError {
+    let inner = error.path.strip_prefix(fresh).map(|inner| path.join(inner));
+    WriteError { path: inner.unwrap_or(error.path), cause: error.cause }
+}
+
+fn put_in_place(path: &Path, owned: &[&str], fresh: TempDir) -> io::Result<()> {
+    sync_folder(fresh.path())?;
+    if !path.try_exists()? {
+        fs::rename(fresh.path(), path)?;
+        let _ = fresh.keep(); // moved: nothing is left to remove
+        return Ok(());
+    }
+    if !path.is_dir() {
+        return Err(io::Error::from(io::ErrorKind::NotADirectory));
+    }
+    exchange(fresh.path(), path)?;
+    // `fresh` now names the old folder and is removed on return.
+    for entry in fs::read_dir(fresh.path())? {
+        let name = entry?.file_name();
+        if !owned.iter().any(|&owned| name == owned) {
+            fs::rename(fresh.path().join(&name), path.join(&name))?;
+        }
+    }
+    sync_folder(path)
+}
+
+#[cfg(target_os = "linux")]
+fn exchange(fresh: &Path, path: &Path) -> io::Result<()> {
+    use rustix::{
+        fs::{CWD, RenameFlags, renameat_with},
+        io::Errno,
+    };
+    match renameat_with(CWD, fresh, CWD, path, RenameFlags::EXCHANGE) {
+        Err(Errno::INVAL | Errno::NOSYS | Errno::NOTSUP) => exchange_in_steps(fresh, path),
+        done => Ok(done?),
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn exchange(fresh: &Path, path: &Path) -> io::Result<()> {
+    exchange_in_steps(fresh, path)
+}
+
+fn exchange_in_steps(fresh: &Path, path: &Path) -> io::Result<()> {
+    let aside = fresh.with_extension("old");
+    fs::rename(path, &aside)?;
+    if let Err(error) = fs::rename(fresh, path) {
+        fs::rename(&aside, path)?;
+        return Err(error);
+    }
+    fs::rename(aside, fresh)
+}
+
+/// Makes renames and new names in a folder last through a loss of power.
+pub fn sync_folder(path: &Path) -> io::Result<()> {
+    if cfg!(unix) { File::open(path)?.sync_all() } else { Ok(()) }
+}
+
+fn parent(path: &Path) -> PathBuf {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
+        _ => PathBuf::from("."),
+    }
+}
+
+/// Names like `.engraft-x8Kq2.tmp`; the umask takes its bits from `mode`.
+fn builder(mode: u32) -> Builder<'static, 'static> {
+    let mut builder = Builder::new();
+    builder.prefix(".engraft-").suffix(".tmp");
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(mode));
+    builder
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(folder: &Path) -> Vec<String> {
+        let entries = fs::read_dir(folder).unwrap();
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_failed_write_leaves_the_old_file_and_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        write(&path, b"old").unwrap();
+        let error = write_with(&path, |out| {
+            out.write_all(b"new")?;
+            Err(io::Error::from(io::ErrorKind::StorageFull))
+        })
+        .unwrap_err();
+        assert!(error.to_string().contains("file: cannot be written"), "{error}");
+        assert_eq!(fs::read(&path).unwrap(), b"old");
+        assert_eq!(names(folder.path()), ["file"]);
+        write(&path, b"new").unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"new");
+        assert_eq!(names(folder.path()), ["file"]);
+    }
+
+    #[test]
+    fn a_folder_that_is_not_there_is_an_error_with_its_path() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = write(&folder.path().join("none/file"), b"x").unwrap_err();
+        assert!(error.path.ends_with("none/file"));
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn modes_are_those_of_a_plainly_created_file() {
+        use std::os::unix::fs::PermissionsExt;
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        File::create(at("plain")).unwrap();
+        fs::create_dir(at("plain-folder")).unwrap();
+        write(&at("file"), b"x").unwrap();
+        replace_folder(&at("folder"), &[], |fresh| create(&fresh.join("inner"), |_| Ok(()))).unwrap();
+        assert_eq!(mode(&at("file")), mode(&at("plain")));
+        assert_eq!(mode(&at("folder")), mode(&at("plain-folder")));
+        assert_eq!(mode(&at("folder/inner")), mode(&at("plain")));
+    }
+
+    #[test]
+    fn a_folder_is_replaced_and_what_is_not_ours_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("deep/adapter");
+        let put = |name: &'static str, bytes: &'static [u8]| {
+            replace_folder(&path, &["a", "b"], |fresh| create(&fresh.join(name), |out| out.write_all(bytes)))
+        };
+        put("a", b"1").unwrap();
+        fs::write(path.join("README.md"), "kept").unwrap();
+        put("b", b"2").unwrap();
+        assert_eq!(names(&path), ["README.md", "b"]);
+        let failed = replace_folder(&path, &["b"], |fresh| {
+            create(&fresh.join("c"), |_| Err(io::Error::from(io::ErrorKind::StorageFull)))
+        });
+        assert!(failed.unwrap_err().to_string().contains("deep/adapter/c: cannot"));
+        assert_eq!(names(&path), ["README.md", "b"]);
+        assert_eq!(names(path.parent().unwrap()), ["adapter"]);
+    }
+
+    #[test]
+    fn the_fallback_of_two_renames_exchanges_too() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        fs::create_dir_all(at("fresh/new")).unwrap();
+        fs::create_dir_all(at("place/old")).unwrap();
+        exchange_in_steps(&at("fresh"), &at("place")).unwrap();
+        assert_eq!((names(&at("fresh")), names(&at("place"))), (vec!["old".into()], vec!["new".into()]));
+        assert_eq!(names(folder.path()), ["fresh", "place"]);
+    }
+}
