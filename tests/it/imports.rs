@@ -32,8 +32,7 @@ static FILES: LazyLock<Files> = LazyLock::new(|| {
 static GRAPH: LazyLock<Graph> = LazyLock::new(|| Graph::read(&FILES));
 
 fn read(folder: &str, files: &mut Files) {
-    let Ok(entries) = fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(folder)) else { return };
-    for entry in entries {
+    for entry in fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(folder)).unwrap() {
         let path = entry.unwrap().path();
         let name = format!("{folder}/{}", path.file_name().unwrap().to_string_lossy());
         if path.is_dir() {
