@@ -14,6 +14,7 @@ mod decoder;
 mod golden;
 mod hub;
 mod hub_server;
+mod imports;
 mod memory;
 mod optimizer;
 mod policies;
