@@ -9,7 +9,7 @@
 use std::{env, path::Path, sync::Arc};
 
 use engraft::{
-    data::{Split, Tokenizer},
+    data::Tokenizer,
     embedded,
     error::{Error, Result},
     generate::{GenerateOptions, Generator},
@@ -46,7 +46,7 @@ fn report(name: &str, generator: &Generator, tokenizer: &Tokenizer, prompts: &[S
 fn main() -> Result<()> {
     let base = Arc::new(Base::load(&BaseSource::Embedded, "embedded", Path::new("."))?);
     let tokenizer = Tokenizer::from_bytes(embedded::TOKENIZER)?;
-    let lines = String::from_utf8_lossy(embedded::data(Split::Test));
+    let lines = String::from_utf8_lossy(embedded::TEST_DATA);
     let prompts = lines
         .lines()
         .map(|line| {

@@ -1,7 +1,5 @@
 //! The base and the data that are compiled into the programs, so that a first run needs no network.
 
-use crate::data::Split;
-
 /// Its `config.json`.
 pub const CONFIG: &str = include_str!("../examples/base/config.json");
 
@@ -25,11 +23,11 @@ pub const DEFAULTS: &str = include_str!("../examples/data/places/engraft.toml");
 /// The same for `--method prefix`.
 pub const PREFIX_DEFAULTS: &str = include_str!("../examples/data/places/prefix.toml");
 
-/// The example data, `{"prompt", "completion"}` lines.
-pub fn data(split: Split) -> &'static [u8] {
-    match split {
-        Split::Train => include_bytes!("../examples/data/places/train.jsonl"),
-        Split::Valid => include_bytes!("../examples/data/places/valid.jsonl"),
-        Split::Test => include_bytes!("../examples/data/places/test.jsonl"),
-    }
-}
+/// The example data to train on, `{"prompt", "completion"}` lines.
+pub const TRAIN_DATA: &[u8] = include_bytes!("../examples/data/places/train.jsonl");
+
+/// The held-out rows of the example data.
+pub const VALID_DATA: &[u8] = include_bytes!("../examples/data/places/valid.jsonl");
+
+/// The rows of the example data that no run reads.
+pub const TEST_DATA: &[u8] = include_bytes!("../examples/data/places/test.jsonl");

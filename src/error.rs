@@ -115,37 +115,8 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// What the adapters crate calls a property, and the option that sets it.
-const OPTIONS: [(&str, &str); 9] = [
-    ("targets:", "--targets:"),
-    ("layers:", "--layers:"),
-    ("rank:", "--rank:"),
-    ("alpha:", "--alpha:"),
-    ("rank_pattern", "--rank-pattern"),
-    ("alpha_pattern", "--alpha-pattern"),
-    ("dropout:", "--lora-dropout:"),
-    ("prefix length:", "--prefix-len:"),
-    ("prefix projection:", "--prefix-projection:"),
-];
-
 impl From<engraft_util::atomic::WriteError> for Error {
     fn from(error: engraft_util::atomic::WriteError) -> Self {
         Self::failed(error.to_string())
-    }
-}
-
-impl From<engraft_adapters::Error> for Error {
-    fn from(error: engraft_adapters::Error) -> Self {
-        use engraft_adapters::Problem;
-        let text = error.to_string();
-        let named =
-            OPTIONS.iter().find_map(|(property, option)| Some((option, text.strip_prefix(property)?)));
-        let text = named.map_or(text.clone(), |(option, rest)| format!("{option}{rest}"));
-        if !error.is_input() {
-            return Self::failed(text);
-        }
-        let other_base = error.problems().iter().any(|problem| matches!(problem, Problem::Base { .. }));
-        let found = Self::input(text);
-        if other_base { found.hint("--allow-base-mismatch takes it all the same") } else { found }
     }
 }

@@ -4,4 +4,4 @@ pub mod evaluator;
 pub mod trainer;
 
 pub use evaluator::Evaluator;
-pub use trainer::{Evaluation, StepReport, Trainer, TrainerOptions};
+pub use trainer::{Evaluation, StepReport, Trainer, TrainerOptions, VALUES};

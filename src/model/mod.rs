@@ -4,6 +4,8 @@
 //! Nothing here opens a file but the weights module, prints, or knows an optimizer.
 
 mod activations;
+mod adapter_errors;
+pub mod arch;
 pub mod base;
 mod bindings;
 mod block;

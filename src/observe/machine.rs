@@ -8,6 +8,19 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use serde::{Deserialize, Serialize};
+
+/// What results depend on besides the options: runs on machines that differ here differ in bits.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Machine {
+    /// Kind of device, such as `cpu`.
+    pub device: String,
+    /// Type of activations, such as `f32`.
+    pub precision: String,
+    /// Instruction level of a CPU or architecture of another device.
+    pub dispatch: String,
+}
+
 /// Resident bytes of this process, as the kernel counts them (`/proc/self/status`).
 ///
 /// Kernels sum these counters over CPUs lazily, so each may be off by some hundred KiB.

@@ -1,10 +1,13 @@
 //! How many bytes the parts of a base take: in its file, in the memory of a device, and while it is streamed.
 
-use super::table::{MOMENTS, by_moment};
-use crate::observe::phase::Phase;
+use super::{ByPhase, PlannedDevice, Row, by_phase, from_the_first_pass};
 use crate::{
-    device::fixed,
-    model::{BaseDType, Config},
+    device::{DType, OwnMemory, arena::Placement},
+    model::{
+        BaseDType, Config,
+        arch::{Arch, POSITION_EMBEDDING, SITES, Tensor},
+    },
+    observe::phase::Phase,
 };
 
 /// Bytes of the parts of a base that move together when it is streamed.
@@ -22,6 +25,8 @@ pub struct BaseBytes {
     pub head: u64,
     /// The last layer norm.
     pub last_norm: u64,
+    /// Tensors of a block, without scales.
+    tensors: u64,
     /// Tensors of scales beside each matrix.
     scales: u64,
 }
@@ -32,59 +37,130 @@ const PAGE: u64 = 4096;
 impl BaseBytes {
     /// Of a base with these sizes, its matrices kept as `dtype`.
     pub fn of(config: &Config, dtype: BaseDType) -> Self {
-        let (c, f) = (config.width, config.inner);
-        let sites: u64 = [(c, 3 * c), (c, c), (c, f), (f, c)]
-            .into_iter()
-            .map(|(rows, cols)| dtype.matrix_bytes(rows, cols))
-            .sum();
-        let head = dtype.matrix_bytes(config.vocab, c);
-        let (c, f) = (c as u64, f as u64);
-        let block = sites + 2 * (9 * c + f);
-        Self {
-            embeddings: head + 2 * config.positions as u64 * c,
-            block,
-            blocks: block * config.layers as u64,
-            own_head: if config.tied { 0 } else { head },
-            head,
-            last_norm: 4 * c,
-            scales: u64::from(dtype == BaseDType::Q8),
-        }
+        let arch = Arch::of(config);
+        Self::sum(&arch, config, |tensor| match tensor.shape[..] {
+            // Positions are no matrix of a product.
+            [rows, cols] if tensor.name != POSITION_EMBEDDING => dtype.matrix_bytes(rows, cols),
+            _ => 2 * tensor.len() as u64,
+        })
+        .with_scales(dtype)
     }
 
-    /// All of it.
-    pub fn total(&self) -> u64 {
-        self.embeddings + self.blocks + self.own_head + self.last_norm
-    }
-
-    /// The same in FP16 on a CUDA device, where every tensor is aligned.
-    pub fn on_device(config: &Config) -> Self {
-        let aligned = |elements: usize| (2 * elements).next_multiple_of(fixed::ALIGN) as u64;
-        let (c, f) = (config.width, config.inner);
-        let norm = 2 * aligned(c);
-        let linear = |inputs: usize, outputs: usize| aligned(inputs * outputs) + aligned(outputs);
-        let block = 2 * norm + linear(c, 3 * c) + linear(c, c) + linear(c, f) + linear(f, c);
-        let head = aligned(config.vocab * c);
+    /// The parts of a base whose tensors take so many bytes.
+    fn sum(arch: &Arch, config: &Config, bytes: impl Fn(&Tensor) -> u64) -> Self {
+        let all = |tensors: &[Tensor]| tensors.iter().map(&bytes).sum::<u64>();
+        let block = arch.block();
         Self {
-            embeddings: head + aligned(config.positions * c),
-            block,
-            blocks: block * config.layers as u64,
-            own_head: if config.tied { 0 } else { head },
-            head,
-            last_norm: norm,
+            embeddings: all(&arch.embeddings()),
+            block: all(&block),
+            blocks: all(&block) * config.layers as u64,
+            own_head: arch.own_head().as_ref().map_or(0, &bytes),
+            head: bytes(&arch.head()),
+            last_norm: all(&arch.last_norm()),
+            tensors: block.len() as u64,
             scales: 0,
         }
     }
 
-    /// Pages of a streamed base that are in memory together, by moment: a stage and the one after it.
-    pub(super) fn streamed(&self) -> [u64; MOMENTS] {
+    /// Matrices that are kept as `dtype` may have scales beside them.
+    fn with_scales(self, dtype: BaseDType) -> Self {
+        Self { scales: u64::from(dtype == BaseDType::Q8), ..self }
+    }
+
+    /// Everything.
+    pub fn total(&self) -> u64 {
+        self.embeddings + self.blocks + self.own_head + self.last_norm
+    }
+
+    /// The same in FP16 in the `memory` of a device, where every tensor is aligned.
+    pub fn on_device(config: &Config, memory: &OwnMemory) -> Self {
+        Self::sum(&Arch::of(config), config, |tensor| {
+            (2 * tensor.len()).next_multiple_of(memory.alignment) as u64
+        })
+    }
+
+    /// Pages of a streamed base that are in memory together, by phase: a stage and the one after it.
+    fn streamed(&self) -> ByPhase {
         let pages = |bytes: u64, tensors: u64| bytes + tensors * PAGE;
-        let block = pages(self.block, 12 + 4 * self.scales);
+        let block = pages(self.block, self.tensors + SITES as u64 * self.scales);
         let (embeddings, head) = (pages(self.embeddings, 2 + self.scales), pages(self.head, 1 + self.scales));
-        by_moment(|moment| match moment {
+        by_phase(|phase| match phase {
             Phase::Loading | Phase::Update | Phase::Saving => self.last_norm,
             Phase::Forward | Phase::Evaluation => block + block.max(embeddings).max(head),
             Phase::Head => block + head,
             Phase::Backward => 2 * block,
         })
     }
+}
+
+/// The base of a job.
+#[derive(Debug, Clone, Copy)]
+pub struct PlannedBase<'a> {
+    /// Its sizes.
+    pub config: &'a Config,
+    /// What its matrices are kept in.
+    pub dtype: BaseDType,
+}
+
+const POSITIONS: &str = "position embedding";
+
+impl PlannedBase<'_> {
+    /// Its parts in the memory of `device`, or else in its file.
+    pub fn bytes(self, device: PlannedDevice) -> BaseBytes {
+        match device.own_memory {
+            Some(memory) => BaseBytes::on_device(self.config, memory),
+            None => BaseBytes::of(self.config, self.dtype),
+        }
+    }
+
+    pub(super) fn rows(self, device: PlannedDevice, streamed: bool) -> Vec<Row> {
+        let parts = self.bytes(device);
+        let place = if streamed { Placement::Disk } else { device.place(Placement::Memory) };
+        let resident = |bytes: u64| from_the_first_pass(if streamed { 0 } else { bytes });
+        let mut rows = self.tensors(place);
+        rows.iter_mut().for_each(|row| row.resident = resident(row.bytes));
+        let small = parts.total() - rows.iter().map(|row| row.bytes).sum::<u64>();
+        rows.push(Row::new("base", "biases and norms", small, place, "run").with_resident(resident(small)));
+        match device.own_memory {
+            _ if !streamed => {}
+            None => {
+                let resident = parts.streamed();
+                let most = resident.iter().copied().max().unwrap_or(0);
+                let row = Row::new("base", "in use and read ahead", most, Placement::Host, "two stages");
+                rows.push(row.with_resident(resident));
+            }
+            Some(_) => rows.extend(on_its_way(parts)),
+        }
+        rows
+    }
+
+    /// The matrices, those of all blocks in one row.
+    fn tensors(self, place: Placement) -> Vec<Row> {
+        let config = self.config;
+        let (c, layers, arch) = (config.width, config.layers, Arch::of(config));
+        let embeddings: [(&str, Vec<usize>, usize); 2] =
+            [("token embedding", vec![config.vocab, c], 1), (POSITIONS, vec![config.positions, c], 1)];
+        let sites = arch.sites.iter().map(|site| (site.label, vec![site.inputs, site.outputs], layers));
+        let head = arch.own_head().map(|head| ("head", head.shape, 1));
+        let tensors = embeddings.into_iter().chain(sites).chain(head);
+        let row = |(name, shape, count): (&str, Vec<usize>, usize)| {
+            // Positions are no matrix of a product.
+            let dtype = if name == POSITIONS { BaseDType::F16 } else { self.dtype };
+            let bytes = dtype.matrix_bytes(shape[0], shape[1]) * count as u64;
+            let dtype = if dtype == BaseDType::Q8 { DType::I8 } else { DType::F16 };
+            Row { dtype: Some(dtype), shape, count, ..Row::new("base", name, bytes, place, "run") }
+        };
+        tensors.map(row).collect()
+    }
+}
+
+/// What of a streamed base is in the memory of a device, and the host's copies of what is on its way there.
+fn on_its_way(parts: BaseBytes) -> [Row; 3] {
+    let (ends, blocks) = (parts.total() - parts.blocks, 2 * parts.block);
+    let on_device = Placement::Memory;
+    [
+        Row::new("base", "embeddings, head, last norm", ends, on_device, "run").once_used(),
+        Row::new("stages", "two blocks in turn", blocks, on_device, "two stages").once_used(),
+        Row::new("stages", "pinned copies of two blocks", blocks, Placement::Host, "two stages"),
+    ]
 }

@@ -1,7 +1,10 @@
 //! How many bytes a run may take, and how many the process has before its plan.
 
-use super::table::{CUDA_RUNTIME, Home, Plan, Row};
-use crate::observe::machine;
+use super::{Plan, Row};
+use crate::{
+    device::{OwnMemory, arena::Placement},
+    observe::machine,
+};
 
 /// `--memory`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -41,20 +44,21 @@ pub fn assumed_program() -> u64 {
     PROGRAM
 }
 
-/// Bytes of a device with `free` bytes that a process may take in all, which has its context and `held` bytes there.
-pub fn device_bytes(limit: Limit, free: Option<u64>, held: u64) -> Option<u64> {
+/// Bytes of a device's `memory` that a process may take in all, which has its runtime and `held` bytes there, where
+/// `free` bytes are left.
+pub fn device_bytes(limit: Limit, memory: &OwnMemory, free: Option<u64>, held: u64) -> Option<u64> {
     match limit {
         Limit::Bytes(bytes) => Some(bytes),
-        Limit::Auto => free.map(|free| held + CUDA_RUNTIME + (free as f64 * OF_FREE) as u64),
+        Limit::Auto => free.map(|free| held + memory.runtime + (free as f64 * OF_FREE) as u64),
     }
 }
 
 /// Bytes of memory that `plan` wants beyond what the process already holds: itself, and on a device the base.
-pub fn wanted(plan: &Plan) -> u64 {
-    let held = |row: &&Row| match row.home {
-        Home::Host => row.role == "program",
-        Home::Device => matches!(row.role, "program" | "base"),
-        Home::Disk => false,
+pub fn wanted<C>(plan: &Plan<C>) -> u64 {
+    let held = |row: &&Row| match row.place {
+        Placement::Host => row.role == "program",
+        Placement::Memory => matches!(row.role, "program" | "base"),
+        Placement::Disk => false,
     };
     // What a device's plan only lists takes none of its memory.
     plan.peak().1.saturating_sub(plan.rows.iter().filter(held).map(Row::most_resident).sum())

@@ -1,68 +1,22 @@
-//! The choice: the fastest predicted setting that fits, and what every other choice would cost.
+//! The choice: the fastest predicted way that fits, and what every other choice would cost.
 
-use super::{
-    calibrate::Rates,
-    predict::seconds,
-    table::{Plan, PlanConfig, Target, TrainingJob, plan},
-};
-use crate::{
-    device::{DType, arena::Placement},
-    error::{Error, Report, Result},
-    model::{Policy, Recompute},
-    optim::OptimizerKind,
-};
+use std::cmp::Reverse;
 
-/// What is fixed; `None` leaves it to the choice.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Constraints {
-    /// Rows at a time.
-    pub micro_batch: Option<usize>,
-    /// What blocks compute again.
-    pub recompute: Option<Recompute>,
-    /// Rows of logits at a time.
-    pub head_rows: Option<usize>,
-    /// Whether the base is streamed.
-    pub stream: Option<bool>,
-    /// Whether inputs of blocks wait elsewhere.
-    pub inputs: Option<bool>,
-    /// Whether moments are elsewhere.
-    pub moments: Option<bool>,
-    /// How moments are kept.
-    pub optimizer: Option<OptimizerKind>,
-    /// Type of activations; F32 on a CPU and F16 on a CUDA device where nothing is fixed.
-    pub activations: Option<DType>,
-    /// Whether rows at a time, chunks and the optimizer are those of a save, which no option changes.
-    pub resumed: bool,
-}
+use super::{LastResort, Plan, Ways, calibrate::Rates, plan, size, size_up};
+use crate::error::{Error, Report, Result};
 
-/// A plan with the seconds that an optimizer step is predicted to take.
+/// A plan with its predicted time.
 #[derive(Debug, Clone)]
-pub struct Predicted {
+pub struct Predicted<C> {
     /// The plan.
-    pub plan: Plan,
-    /// Seconds a step, on a machine of the rates it was predicted with.
+    pub plan: Plan<C>,
+    /// Seconds that it takes, on a machine of the rates it was predicted with.
     pub seconds: f64,
     /// Whether those are rates of this machine.
     pub measured: bool,
 }
 
-impl Selection {
-    /// Whether `constraints` was left nothing to trade: what speeds decide is as it would be with any memory.
-    pub fn trades_nothing(&self, constraints: Constraints) -> bool {
-        let PlanConfig { policy, optimizer, .. } = self.chosen.plan.setting;
-        policy.recompute == constraints.recompute.unwrap_or_default()
-            && policy.stream == constraints.stream.unwrap_or_default()
-            && policy.inputs.is_away() == constraints.inputs.unwrap_or_default()
-            && policy.moments.is_away() == constraints.moments.unwrap_or_default()
-            && optimizer == constraints.optimizer.unwrap_or_default()
-    }
-}
-
-impl Predicted {
-    fn of(job: &TrainingJob, setting: PlanConfig, rates: &Rates) -> Result<Self> {
-        Ok(Self { plan: plan(job, setting)?, seconds: seconds(job, setting, rates), measured: true })
-    }
-
+impl<C> Predicted<C> {
     /// Peak bytes.
     pub fn peak(&self) -> u64 {
         self.plan.peak().1
@@ -76,7 +30,7 @@ pub struct Alternative {
     pub option: String,
     /// Bytes at the peak, more or less than chosen.
     pub bytes: i64,
-    /// Seconds a step over those of the chosen setting.
+    /// Its seconds over those of the chosen way.
     pub time: f64,
     /// Whether it would fit.
     pub fits: bool,
@@ -84,99 +38,25 @@ pub struct Alternative {
 
 /// What was chosen, and what could have been.
 #[derive(Debug, Clone)]
-pub struct Selection {
+pub struct Selection<C> {
     /// The plan to run.
-    pub chosen: Predicted,
+    pub chosen: Predicted<C>,
     /// The bytes it had to fit into; `None` for any number.
     pub budget: Option<u64>,
     /// Other values of what was left to the choice.
     pub alternatives: Vec<Alternative>,
-    /// What takes less memory, each by itself and whatever was wished: at most three, the best first.
+    /// What takes less memory, each by itself and whatever was asked for: at most three, the best first.
     pub remedies: Vec<String>,
 }
 
-/// Time that moving bytes and waiting for them costs beyond what is predicted, as a part of a step: between
-/// nearly equal settings the one that moves none wins.
-const MOVING_RISK: f64 = 0.02;
-/// Settings whose predicted times differ by less are equally fast, and the smaller one is taken.
-const AS_FAST: f64 = 1.01;
-/// Saving less than this is no remedy.
-const WORTH: u64 = 1 << 20;
-/// Chunks of the head to choose from.
-const HEAD_ROWS: [usize; 3] = [Policy::HEAD_ROWS, 128, 32];
-
-/// The fastest predicted setting of `job` under `constraints` that fits into `budget` bytes.
-///
-/// # Errors
-/// [`Error::Input`] when none fits, with the smallest that there is.
-pub fn choose(
-    job: &TrainingJob,
-    constraints: Constraints,
-    budget: Option<u64>,
-    rates: &Rates,
-) -> Result<Selection> {
-    let mut settings: Vec<(PlanConfig, f64)> = candidates(job, constraints)
-        .into_iter()
-        .map(|setting| (setting, risky(setting) * seconds(job, setting, rates)))
-        .collect();
-    settings.sort_by(|a, b| a.1.total_cmp(&b.1));
-    let fits = |plan: &Plan| budget.is_none_or(|budget| plan.peak().1 <= budget);
-    let mut smallest: Option<Plan> = None;
-    let mut found: Option<Plan> = None;
-    for &(setting, _) in &settings {
-        let plan = plan(job, setting)?;
-        if fits(&plan) {
-            found = Some(plan);
-            break;
-        }
-        if smallest.as_ref().is_none_or(|least| plan.peak().1 < least.peak().1) {
-            smallest = Some(plan);
-        }
+impl<C> Selection<C> {
+    /// The selection by speeds of some other machine: ratios hold, times do not.
+    #[must_use]
+    pub fn unmeasured(mut self) -> Self {
+        self.chosen.measured = false;
+        self
     }
-    let Some(best) = found else {
-        let Some(least) = smallest else {
-            return Err(Error::failed("there is no way to run this; please report this"));
-        };
-        // With as many whole MiB as it takes, a faster setting may fit too.
-        let enough = least.peak().1.next_multiple_of(1 << 20);
-        let would = choose(job, constraints, Some(enough), rates)?.chosen.plan.setting;
-        return Err(Error::Input(nothing_fits(job, constraints, budget, (enough, would))));
-    };
-    let best = same_everywhere(job, &settings, best, budget)?;
-    let chosen = Predicted { seconds: seconds(job, best.setting, rates), plan: best, measured: true };
-    let alternatives = alternatives(job, constraints, budget, &chosen, rates)?;
-    let remedies = remedies(job, constraints, &chosen)?;
-    Ok(Selection { chosen, budget, alternatives, remedies })
-}
 
-/// The single changes that save most at the peak of `chosen`, with what they save.
-fn remedies(job: &TrainingJob, constraints: Constraints, chosen: &Predicted) -> Result<Vec<String>> {
-    let now = chosen.plan.setting;
-    // On a device streaming is never chosen, but may be asked for.
-    let streamed = (job.target == Target::Cuda && job.streamable)
-        .then_some(PlanConfig { policy: Policy { stream: true, ..now.policy }, ..now });
-    let free = Constraints { activations: constraints.activations, ..Constraints::default() };
-    let Constraints { micro_batch, head_rows, optimizer, .. } = constraints;
-    let free =
-        if constraints.resumed { Constraints { micro_batch, head_rows, optimizer, ..free } } else { free };
-    let mut less: Vec<(u64, String)> = Vec::new();
-    for setting in candidates(job, free).into_iter().chain(streamed) {
-        let Some(option) = only_difference(now, setting) else { continue };
-        let saved = chosen.peak().saturating_sub(plan(job, setting)?.peak().1);
-        // Of several values of an option the one that saves most.
-        let name = |option: &str| option.split(' ').next().map(str::to_owned);
-        match less.iter_mut().find(|(_, known)| name(known) == name(&option)) {
-            Some(known) if known.0 < saved => *known = (saved, option),
-            Some(_) => {}
-            None => less.push((saved, option)),
-        }
-    }
-    less.retain(|(saved, _)| *saved >= WORTH);
-    less.sort_by_key(|(saved, _)| std::cmp::Reverse(*saved));
-    Ok(less.into_iter().take(3).map(|(saved, option)| format!("--{option} (-{})", size(saved))).collect())
-}
-
-impl Selection {
     /// `report` with what would take less.
     pub fn with_remedies(&self, report: Report) -> Report {
         match self.remedies.as_slice() {
@@ -186,23 +66,89 @@ impl Selection {
     }
 }
 
-/// `best` with the rows at a time, and rows of logits, that are as fast as any by nominal speeds and take
-/// the least memory. Rounding depends on these two: they must not follow the noise of a measurement.
-fn same_everywhere(
-    job: &TrainingJob,
-    settings: &[(PlanConfig, f64)],
-    best: Plan,
-    budget: Option<u64>,
-) -> Result<Plan> {
-    let alike = |setting: PlanConfig| {
-        let policy = Policy { head_rows: best.setting.policy.head_rows, ..setting.policy };
-        PlanConfig { micro_batch: best.setting.micro_batch, policy, ..setting } == best.setting
+/// Ways whose predicted times differ by less are equally fast, and the smaller one is taken.
+const AS_FAST: f64 = 1.01;
+/// Saving less than this is no remedy.
+const WORTH: u64 = 1 << 20;
+
+/// The fastest predicted way to do `job` that fits into `budget` bytes.
+///
+/// # Errors
+/// [`Error::Input`] when none fits, with the smallest that there is.
+pub fn choose<J: Ways>(job: &J, budget: Option<u64>, rates: &Rates) -> Result<Selection<J::Config>> {
+    let mut ways: Vec<(J::Config, f64)> =
+        job.ways().into_iter().map(|way| (way, job.risk(way) * job.seconds(way, rates))).collect();
+    ways.sort_by(|a, b| a.1.total_cmp(&b.1));
+    let ways: Vec<J::Config> = ways.into_iter().map(|(way, _)| way).collect();
+    let best = match first_that_fits(job, &ways, budget)? {
+        Found::Fits(plan) => plan,
+        Found::Smallest(least) => return Err(Error::Input(nothing_fits(job, budget, &ways, &least)?)),
     };
+    let best = same_everywhere(job, &ways, best, budget)?;
+    let seconds = job.seconds(best.config, rates);
+    let chosen = Predicted { plan: best, seconds, measured: true };
+    let alternatives = alternatives(job, budget, &chosen, rates)?;
+    let remedies = remedies(job, &chosen)?;
+    Ok(Selection { chosen, budget, alternatives, remedies })
+}
+
+/// What there is within a budget.
+enum Found<C> {
+    Fits(Plan<C>),
+    /// Nothing; this is the smallest plan.
+    Smallest(Plan<C>),
+}
+
+/// The first of `ways` whose plan fits.
+fn first_that_fits<J: Ways>(job: &J, ways: &[J::Config], budget: Option<u64>) -> Result<Found<J::Config>> {
+    let mut smallest: Option<Plan<J::Config>> = None;
+    for &way in ways {
+        let plan = plan(job, way)?;
+        let peak = plan.peak().1;
+        if budget.is_none_or(|budget| peak <= budget) {
+            return Ok(Found::Fits(plan));
+        }
+        if smallest.as_ref().is_none_or(|least| peak < least.peak().1) {
+            smallest = Some(plan);
+        }
+    }
+    let none = || Error::failed("there is no way to run this; please report this");
+    smallest.map(Found::Smallest).ok_or_else(none)
+}
+
+/// The single changes that save most at the peak of `chosen`, with what they save.
+fn remedies<J: Ways>(job: &J, chosen: &Predicted<J::Config>) -> Result<Vec<String>> {
+    let now = chosen.plan.config;
+    let mut less: Vec<(u64, String)> = Vec::new();
+    for way in job.savings(now) {
+        let Some(option) = only_difference(job, now, way) else { continue };
+        let saved = chosen.peak().saturating_sub(plan(job, way)?.peak().1);
+        // Of several values of an option the one that saves most.
+        let name = |option: &str| option.split(' ').next().map(str::to_owned);
+        match less.iter_mut().find(|(_, known)| name(known) == name(&option)) {
+            Some(known) if known.0 < saved => *known = (saved, option),
+            Some(_) => {}
+            None => less.push((saved, option)),
+        }
+    }
+    less.retain(|(saved, _)| *saved >= WORTH);
+    less.sort_by_key(|(saved, _)| Reverse(*saved));
+    Ok(less.into_iter().take(3).map(|(saved, option)| format!("--{option} (-{})", size(saved))).collect())
+}
+
+/// `best` with those parts on which rounding depends that are as fast as any by nominal speeds and take
+/// the least memory: they must not follow the noise of a measurement.
+fn same_everywhere<J: Ways>(
+    job: &J,
+    ways: &[J::Config],
+    best: Plan<J::Config>,
+    budget: Option<u64>,
+) -> Result<Plan<J::Config>> {
     let mut family = Vec::new();
-    for &(setting, _) in settings.iter().filter(|(setting, _)| alike(*setting)) {
-        let plan = plan(job, setting)?;
+    for &way in ways.iter().filter(|way| job.are_alike(**way, best.config)) {
+        let plan = plan(job, way)?;
         if budget.is_none_or(|budget| plan.peak().1 <= budget) {
-            family.push((seconds(job, setting, &Rates::NOMINAL), plan));
+            family.push((job.seconds(way, &Rates::NOMINAL), plan));
         }
     }
     let fastest = family.iter().map(|(time, _)| *time).fold(f64::INFINITY, f64::min);
@@ -210,153 +156,65 @@ fn same_everywhere(
     Ok(near.map(|(_, plan)| plan).min_by_key(|plan| plan.peak().1).unwrap_or(best))
 }
 
-fn risky(setting: PlanConfig) -> f64 {
-    let Policy { stream, inputs, moments, .. } = setting.policy;
-    let moving = [stream, inputs.is_away(), moments.is_away()];
-    let eight_bit = setting.optimizer == OptimizerKind::AdamW8bit;
-    // 8-bit states change the result a little: only where nothing else of the kind fits.
-    let last = if eight_bit { 1e3 } else { 1.0 };
-    last * (1.0 + MOVING_RISK * moving.into_iter().filter(|moves| *moves).count() as f64)
-}
-
-/// Every setting that `constraints` leaves.
-fn candidates(job: &TrainingJob, constraints: Constraints) -> Vec<PlanConfig> {
-    let cuda = job.target == Target::Cuda;
-    let activations = constraints.activations.unwrap_or(if cuda { DType::F16 } else { DType::F32 });
-    let micro_batches = constraints.micro_batch.map_or_else(|| divisors(job.batch), |rows| vec![rows]);
-    let recompute = constraints.recompute.map_or_else(|| recomputes(job.config.layers), |one| vec![one]);
-    let chunks = constraints.head_rows.map_or_else(|| HEAD_ROWS.to_vec(), |rows| vec![rows]);
-    let either = |fixed: Option<bool>, possible: bool| match fixed {
-        Some(fixed) => vec![fixed],
-        None if possible => vec![false, true],
-        None => vec![false],
-    };
-    let place = |away: bool| if away { job.target.away() } else { Placement::Memory };
-    let optimizers = constraints
-        .optimizer
-        .map_or_else(|| vec![OptimizerKind::AdamW, OptimizerKind::AdamW8bit], |kind| vec![kind]);
-    let mut all = Vec::new();
-    for &micro_batch in &micro_batches {
-        for &recompute in &recompute {
-            for &head_rows in &chunks {
-                for stream in either(constraints.stream, job.streamable && !cuda) {
-                    for inputs in either(constraints.inputs, true).into_iter().map(place) {
-                        for moments in either(constraints.moments, true).into_iter().map(place) {
-                            for &optimizer in &optimizers {
-                                let policy =
-                                    Policy { recompute, head_rows, stream, inputs, moments, activations };
-                                all.push(PlanConfig { micro_batch, policy, optimizer });
-                            }
-                        }
-                    }
-                }
-            }
-        }
-    }
-    all
-}
-
-/// What a choice between keeping and computing again may be.
-fn recomputes(layers: usize) -> Vec<Recompute> {
-    let mut all = vec![Recompute::None, Recompute::Mlp, Recompute::Linear];
-    all.extend([2, 3].into_iter().filter(|&every| every < layers).map(Recompute::Every));
-    all.push(Recompute::All);
-    all
-}
-
-/// All divisors, the largest first; of very many only those that about halve.
-fn divisors(batch: usize) -> Vec<usize> {
-    let all: Vec<usize> =
-        (1..=batch.max(1)).rev().filter(|rows| batch.max(1).is_multiple_of(*rows)).collect();
-    let mut kept: Vec<usize> = Vec::new();
-    for rows in all {
-        if rows == 1 || kept.last().is_none_or(|last| rows * 3 <= last * 2) {
-            kept.push(rows);
-        }
-    }
-    kept
-}
-
 /// Every single choice made otherwise.
-fn alternatives(
-    job: &TrainingJob,
-    constraints: Constraints,
+fn alternatives<J: Ways>(
+    job: &J,
     budget: Option<u64>,
-    chosen: &Predicted,
+    chosen: &Predicted<J::Config>,
     rates: &Rates,
 ) -> Result<Vec<Alternative>> {
-    let now = chosen.plan.setting;
     let mut list = Vec::new();
-    for setting in candidates(job, constraints) {
-        let Some(option) = only_difference(now, setting) else { continue };
-        let other = Predicted::of(job, setting, rates)?;
+    for way in job.ways() {
+        let Some(option) = only_difference(job, chosen.plan.config, way) else { continue };
+        let peak = plan(job, way)?.peak().1;
         list.push(Alternative {
             option,
-            bytes: other.peak() as i64 - chosen.peak() as i64,
-            time: other.seconds / chosen.seconds,
-            fits: budget.is_none_or(|budget| other.peak() <= budget),
+            bytes: peak as i64 - chosen.peak() as i64,
+            time: job.seconds(way, rates) / chosen.seconds,
+            fits: budget.is_none_or(|budget| peak <= budget),
         });
     }
     Ok(list)
 }
 
 /// The option in which `other` differs, if it is one.
-fn only_difference(now: PlanConfig, other: PlanConfig) -> Option<String> {
-    let (a, b) = (now.policy, other.policy);
-    let on = |flag: bool| if flag { "on" } else { "off" };
-    let differences = [
-        (now.micro_batch != other.micro_batch).then(|| format!("micro-batch {}", other.micro_batch)),
-        (a.recompute != b.recompute).then(|| format!("recompute {}", b.recompute)),
-        (a.head_rows != b.head_rows).then(|| format!("head-rows {}", b.head_rows)),
-        (a.stream != b.stream).then(|| format!("stream-base {}", on(b.stream))),
-        (a.inputs != b.inputs).then(|| format!("offload-inputs {}", on(b.inputs.is_away()))),
-        (a.moments != b.moments).then(|| format!("offload-optimizer {}", on(b.moments.is_away()))),
-        (now.optimizer != other.optimizer).then(|| format!("optimizer {}", other.optimizer.name())),
-    ];
-    let mut found = differences.into_iter().flatten();
-    found.next().filter(|_| found.next().is_none())
+fn only_difference<J: Ways>(job: &J, now: J::Config, other: J::Config) -> Option<String> {
+    let mut differences = job.differences(now, other);
+    let first = differences.pop()?;
+    differences.is_empty().then_some(first)
 }
 
-/// The sentence for a job that fits in no way.
-fn nothing_fits(
-    job: &TrainingJob,
-    constraints: Constraints,
+/// The sentence for a job of which no way fits, `least` being the smallest; `ways` begin with the fastest.
+fn nothing_fits<J: Ways>(
+    job: &J,
     budget: Option<u64>,
-    (enough, would): (u64, PlanConfig),
-) -> Report {
-    let report = Report::new(format!(
-        "--memory {}: is too small for {} rows of up to {} tokens; the smallest plan takes {}",
+    ways: &[J::Config],
+    least: &Plan<J::Config>,
+) -> Result<Report> {
+    // With as many whole MiB as it takes, a faster way may fit too.
+    let enough = least.peak().1.next_multiple_of(1 << 20);
+    let would = match first_that_fits(job, ways, Some(enough))? {
+        Found::Fits(plan) => same_everywhere(job, ways, plan, Some(enough))?.config,
+        Found::Smallest(plan) => plan.config,
+    };
+    let mut report = Report::new(format!(
+        "--memory {}: is too small for {}; the smallest plan takes {}",
         size(budget.unwrap_or(u64::MAX)),
-        job.batch,
-        job.seq_len,
+        job.title(),
         size_up(enough)
     ));
-    // On a device streaming has to be asked for: the base is brought there before anything is planned.
-    let resident = job.target == Target::Cuda && constraints.stream != Some(true);
-    let report = match resident {
-        true => report.with_hint("--stream-base on keeps two blocks of the base on the device at a time"),
-        false => report,
-    };
-    report
-        .with_hint(format!("--memory {} would fit: {would}", size_up(enough)))
-        .with_hint("a smaller --seq-len or --rank makes it smaller still")
-}
-
-/// Bytes for people, in units of 1024, rounded to nearest.
-pub fn size(bytes: u64) -> String {
-    let (unit, name) = unit(bytes);
-    let value = bytes as f64 / unit as f64;
-    if value >= 100.0 || unit == 1 { format!("{value:.0}{name}") } else { format!("{value:.2}{name}") }
-}
-
-/// Bytes for people that are enough: rounded up to a whole MiB.
-pub fn size_up(bytes: u64) -> String {
-    format!("{}MiB", bytes.div_ceil(1 << 20))
-}
-
-fn unit(bytes: u64) -> (u64, &'static str) {
-    [(1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")]
-        .into_iter()
-        .find(|(unit, _)| bytes >= *unit)
-        .unwrap_or((1, "B"))
+    report = report.with_hint(format!("--memory {} would fit: {would}", size_up(enough)));
+    for LastResort { option, ways } in job.last_resorts() {
+        let (Found::Smallest(plan) | Found::Fits(plan)) = first_that_fits(job, &ways, Some(0))?;
+        let peak = plan.peak().1;
+        let saved = least.peak().1.saturating_sub(peak);
+        if saved >= WORTH {
+            report = report.with_hint(format!(
+                "with --{option} the smallest plan takes {} (-{})",
+                size_up(peak),
+                size(saved)
+            ));
+        }
+    }
+    Ok(job.advice().into_iter().fold(report, Report::with_hint))
 }

@@ -1,13 +1,25 @@
-//! The memory plan: what a run will take, before it starts.
+//! The memory plan: what a job will take, before it starts.
 //!
-//! [`table`] is the table of a run's buffers, a pure function of sizes; [`predict`] says how long a step
-//! takes at the [`calibrate`]d rates of this machine; [`choose`] picks the fastest plan within a [`budget`].
+//! A [`Job`] says which buffers it would allocate for one way to do it; [`plan()`] adds what the base, the
+//! process and the device take, phase by phase. [`choose()`] picks the fastest plan within a [`budget`]:
+//! [`predict`] says how long counted work takes at the [`calibrate`]d rates of this machine. Nothing here
+//! knows what the job is: training, generation and serving are planned by the same functions.
 
 mod base_bytes;
 pub mod budget;
 pub mod calibrate;
-pub mod choose;
+mod choose;
+mod device;
+mod job;
 pub mod predict;
-pub mod table;
+mod size;
+mod table;
 #[cfg(test)]
-mod table_tests;
+mod tests;
+
+pub use base_bytes::{BaseBytes, PlannedBase};
+pub use choose::{Alternative, Predicted, Selection, choose};
+pub use device::{Cores, PlannedDevice};
+pub use job::{Job, LastResort, Ways};
+pub use size::{size, size_up};
+pub use table::{ByPhase, Plan, Row, by_phase, from_the_first_pass, plan};

@@ -1,55 +1,144 @@
-//! How long an optimizer step will take, from counts of work and the speeds of this machine.
+//! How long counted work takes at the speeds of this machine.
 //!
 //! Counted are products (2 FLOP a weight and row; weights are widened once a call), attention, the
 //! pointwise ops by their bytes, the head by chunks, what is computed again, the optimizer, and bytes
 //! that are read or written. c width, f inner width, v vocabulary, n rows of activations.
 
-use super::{
-    calibrate::{Rates, attention_flops},
-    table::{BaseBytes, PlanConfig, Target, TrainingJob},
-};
-use crate::{device::arena::Placement, model::Keep, optim::OptimizerKind};
+use engraft_adapters::AdapterSet;
 
-/// An update of 8-bit states takes this many times that of FP32 ones (docs/BENCHMARKS.md).
-const EIGHT_BIT: f64 = 1.35;
+use super::{
+    BaseBytes, PlannedBase, PlannedDevice,
+    calibrate::{Rates, attention_flops},
+};
+use crate::{
+    device::arena::Placement,
+    model::{
+        Keep, Policy,
+        arch::{Arch, Site, SiteShape},
+    },
+};
+
 /// Writing a page of a file through a mapping costs about this many times reading it.
 const WRITING: f64 = 3.0;
 
-/// Seconds of an optimizer step.
-pub fn seconds(job: &TrainingJob, setting: PlanConfig, rates: &Rates) -> f64 {
-    let passes = job.batch.div_ceil(setting.micro_batch.max(1)) as f64;
-    passes * micro_batch(job, setting, rates) + update(job, setting, rates)
+/// Forward and backward of a micro-batch.
+#[derive(Debug, Clone, Copy)]
+pub struct MicroBatch<'a> {
+    /// The frozen base.
+    pub base: PlannedBase<'a>,
+    /// The adapter, whose gradient is wanted.
+    pub set: &'a AdapterSet,
+    /// What computes.
+    pub device: PlannedDevice,
+    /// Sequences b.
+    pub batch: usize,
+    /// Tokens t of the longest.
+    pub seq_len: usize,
+    /// What is kept, computed again and moved.
+    pub policy: Policy,
 }
 
-/// Seconds of a micro-batch, forward and backward.
-fn micro_batch(job: &TrainingJob, setting: PlanConfig, rates: &Rates) -> f64 {
-    let config = job.config;
-    let n = setting.micro_batch * job.seq_len;
-    let lowest = lowest(job);
-    let block = Block::new(job, n, setting.micro_batch, rates);
-    let mut total = config.layers as f64 * block.forward();
-    total += (config.layers - lowest) as f64 * block.backward();
-    total +=
-        (lowest..config.layers).map(|layer| block.again(setting.policy.recompute.keeps(layer))).sum::<f64>();
-    total += deltas(job, n, rates) + head(job, n, setting.policy.head_rows, rates);
-    let moved = moved(job, setting, n, rates);
-    match job.target {
-        Target::Cpu { .. } => total + moved,
-        // Copies go on beside the kernels.
-        Target::Cuda => total.max(moved),
+impl MicroBatch<'_> {
+    /// Tokens n.
+    fn n(&self) -> usize {
+        self.batch * self.seq_len
+    }
+
+    /// Predicted seconds.
+    pub fn seconds(&self, rates: &Rates) -> f64 {
+        let layers = self.base.config.layers;
+        let lowest = self.lowest();
+        let block = Block::new(self, rates);
+        let mut total = layers as f64 * block.forward();
+        total += (layers - lowest) as f64 * block.backward();
+        total += (lowest..layers).map(|layer| block.again(self.policy.recompute.keeps(layer))).sum::<f64>();
+        total += self.deltas(rates) + self.head(rates);
+        let moved = self.moved(rates);
+        // Copies to and from a device go on beside its kernels.
+        if self.device.cores.is_some() { total + moved } else { total.max(moved) }
+    }
+
+    /// The lowest layer with anything trainable.
+    fn lowest(&self) -> usize {
+        let layers = self.base.config.layers;
+        if self.set.prefix.is_some() {
+            return 0;
+        }
+        self.set.loras.iter().map(|lora| lora.layer).min().unwrap_or(layers).min(layers)
+    }
+
+    /// Deltas, forward and backward: 2 and 4 FLOP a value and row.
+    fn deltas(&self, rates: &Rates) -> f64 {
+        let arch = Arch::of(self.base.config);
+        let values: usize = self
+            .set
+            .loras
+            .iter()
+            .map(|lora| {
+                lora.rank * (arch.sites.get(lora.site).map_or(0, |site| site.inputs) + lora.columns.len())
+            })
+            .sum();
+        6.0 * (values * self.n()) as f64 / rates.thin
+    }
+
+    /// Head and loss, forward and backward, in chunks: the head is widened twice for each.
+    fn head(&self, rates: &Rates) -> f64 {
+        let (config, n) = (self.base.config, self.n());
+        let weights = config.vocab * config.width;
+        let chunk = self.policy.head_rows.clamp(1, n.max(1));
+        let chunks = n.div_ceil(chunk) as f64;
+        let both =
+            rates.product_backward.seconds(chunk, weights) + rates.product_forward.seconds(chunk, weights);
+        // Softmax and its gradient read and write a row of logits about twice.
+        let softmax = (n * config.vocab * 16) as f64 / rates.activation.forward;
+        chunks * both + softmax
+    }
+
+    /// Seconds for bytes of the base and of inputs that come and go; the core that moves them takes its time from those
+    /// that compute.
+    fn moved(&self, rates: &Rates) -> f64 {
+        let PlannedBase { config, dtype } = self.base;
+        let threads = self.device.cores.map_or(1.0, |cores| cores.threads.max(1) as f64);
+        let parts = BaseBytes::of(config, dtype);
+        let streamed = if self.policy.stream { 2 * parts.blocks + parts.embeddings + parts.head } else { 0 };
+        let each = (config.layers * self.n() * config.width * self.policy.activations.size()) as f64;
+        let inputs = match self.policy.inputs {
+            Placement::Disk => each * (1.0 + WRITING),
+            Placement::Host => 2.0 * each,
+            Placement::Memory => 0.0,
+        };
+        (streamed as f64 + inputs) / (threads * rates.reading)
     }
 }
 
-/// The lowest layer with anything trainable.
-fn lowest(job: &TrainingJob) -> usize {
-    let layers = job.config.layers;
-    if job.set.prefix.is_some() {
-        return 0;
-    }
-    job.set.loras.iter().map(|lora| lora.layer).min().unwrap_or(layers).min(layers)
+/// Norm, clipping and AdamW.
+#[derive(Debug, Clone, Copy)]
+pub struct Update {
+    /// Trainable values.
+    pub trainables: usize,
+    /// Time of an update over that with FP32 moments.
+    pub work: f64,
+    /// Bytes of moments a trainable.
+    pub bytes: f64,
+    /// Where the moments are.
+    pub moments: Placement,
 }
 
-/// Seconds of the parts of a block, forward.
+impl Update {
+    /// Predicted seconds.
+    pub fn seconds(&self, rates: &Rates) -> f64 {
+        let len = self.trainables as f64;
+        let moved = match self.moments {
+            Placement::Disk => len * self.bytes * (1.0 + WRITING) / rates.reading,
+            // Read and written at the same time, each in its direction.
+            Placement::Host => len * self.bytes / rates.reading,
+            Placement::Memory => 0.0,
+        };
+        len * self.work / rates.adamw + moved
+    }
+}
+
+/// Seconds of the parts of a block: forward, where there are two forward and backward.
 struct Block {
     c_attn: f64,
     attention: (f64, f64),
@@ -63,24 +152,26 @@ struct Block {
 }
 
 impl Block {
-    fn new(job: &TrainingJob, n: usize, rows: usize, rates: &Rates) -> Self {
-        let config = job.config;
-        let (c, f) = (config.width, config.inner);
-        let forward = |weights: usize| rates.product_forward.seconds(n, weights);
-        let t = job.seq_len;
-        let prefix = job.set.prefix.as_ref().map_or(0, |prefix| prefix.length);
-        let pairs = rows * (t * (t + 1) / 2 + t * prefix);
+    fn new(micro_batch: &MicroBatch, rates: &Rates) -> Self {
+        let (config, n) = (micro_batch.base.config, micro_batch.n());
+        let (c, f, arch) = (config.width, config.inner, Arch::of(config));
+        let forward = |site: Site| rates.product_forward.seconds(n, arch.site(site).weights());
+        let t = micro_batch.seq_len;
+        let prefix = micro_batch.set.prefix.as_ref().map_or(0, |prefix| prefix.length);
+        let pairs = micro_batch.batch * (t * (t + 1) / 2 + t * prefix);
         let (attend, attend_back) = attention_flops(config.heads, config.head_width(), pairs);
         let bytes = |width: usize, each: usize| (n * width * each) as f64;
         Self {
-            c_attn: forward(3 * c * c),
+            c_attn: forward(Site::CAttn),
             attention: (attend / rates.attention.forward, attend_back / rates.attention.backward),
-            attn_proj: forward(c * c),
-            c_fc: forward(c * f),
-            mlp_proj: forward(f * c),
+            attn_proj: forward(Site::AttnProj),
+            c_fc: forward(Site::CFc),
+            mlp_proj: forward(Site::MlpProj),
             norm: (bytes(c, 8) / rates.layernorm.forward, bytes(c, 16) / rates.layernorm.backward),
             activation: (bytes(f, 8) / rates.activation.forward, bytes(f, 12) / rates.activation.backward),
-            products_backward: rates.product_backward.seconds(n, 4 * c * c + 2 * c * f),
+            products_backward: rates
+                .product_backward
+                .seconds(n, arch.sites.iter().map(SiteShape::weights).sum()),
         }
     }
 
@@ -118,62 +209,4 @@ impl Block {
             }
         }
     }
-}
-
-/// Deltas, forward and backward: 2 and 4 FLOP a value and row.
-fn deltas(job: &TrainingJob, n: usize, rates: &Rates) -> f64 {
-    let config = job.config;
-    let inputs = [config.width, config.width, config.width, config.inner];
-    let values: usize = job
-        .set
-        .loras
-        .iter()
-        .map(|lora| lora.rank * (inputs.get(lora.site).copied().unwrap_or(0) + lora.columns.len()))
-        .sum();
-    6.0 * (values * n) as f64 / rates.thin
-}
-
-/// Head and loss, forward and backward, in chunks: the head is widened twice for each.
-fn head(job: &TrainingJob, n: usize, rows: usize, rates: &Rates) -> f64 {
-    let weights = job.config.vocab * job.config.width;
-    let chunk = rows.clamp(1, n.max(1));
-    let chunks = n.div_ceil(chunk) as f64;
-    let both = rates.product_backward.seconds(chunk, weights) + rates.product_forward.seconds(chunk, weights);
-    // Softmax and its gradient read and write a row of logits about twice.
-    let softmax = (n * job.config.vocab * 16) as f64 / rates.activation.forward;
-    chunks * both + softmax
-}
-
-/// Seconds for bytes of the base and of inputs that come and go; on a CPU the thread that moves them takes its time from
-/// those that compute.
-fn moved(job: &TrainingJob, setting: PlanConfig, n: usize, rates: &Rates) -> f64 {
-    let threads = match job.target {
-        Target::Cpu { threads, .. } => threads.max(1) as f64,
-        Target::Cuda => 1.0,
-    };
-    let parts = BaseBytes::of(job.config, job.base_dtype);
-    let streamed = if setting.policy.stream { 2 * parts.blocks + parts.embeddings + parts.head } else { 0 };
-    let each = (job.config.layers * n * job.config.width * setting.policy.activations.size()) as f64;
-    let inputs = match setting.policy.inputs {
-        Placement::Disk => each * (1.0 + WRITING),
-        Placement::Host => 2.0 * each,
-        Placement::Memory => 0.0,
-    };
-    (streamed as f64 + inputs) / (threads * rates.reading)
-}
-
-/// Norm, clipping and AdamW.
-fn update(job: &TrainingJob, setting: PlanConfig, rates: &Rates) -> f64 {
-    let len = job.set.layout.len as f64;
-    let (work, bytes) = match setting.optimizer {
-        OptimizerKind::AdamW => (1.0, 8.0),
-        OptimizerKind::AdamW8bit => (EIGHT_BIT, 2.0),
-    };
-    let moved = match setting.policy.moments {
-        Placement::Disk => len * bytes * (1.0 + WRITING) / rates.reading,
-        // Read and written at the same time, each in its direction.
-        Placement::Host => len * bytes / rates.reading,
-        Placement::Memory => 0.0,
-    };
-    len * work / rates.adamw + moved
 }

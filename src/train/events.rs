@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::{data::DataReport, error::Result, optim::LossScale, plan::choose::Selection};
+use super::PlanConfig;
+use crate::{data::DataReport, error::Result, optim::LossScale, plan::Selection};
 
 /// Receives events; an error it returns ends the run.
 pub trait Reporter {
@@ -19,7 +20,7 @@ pub enum Event<'a> {
     /// Everything is loaded and the run begins.
     Start(&'a Start),
     /// How memory will be used.
-    Plan(&'a Selection),
+    Plan(&'a Selection<PlanConfig>),
     /// Something the user should know, without effect on the exit code.
     Note(&'a str),
     /// An optimizer step is done.

@@ -2,8 +2,9 @@
 
 pub mod adapter;
 pub mod events;
-mod fit;
 pub mod folder;
+mod job;
+mod memory;
 pub mod options;
 mod prepare;
 mod resume;
@@ -12,8 +13,9 @@ pub mod save;
 
 pub use adapter::{AdapterOptions, Kinds, PrefixStart};
 pub use events::{Event, Reporter};
-pub use fit::{PlanRequest, cpu, plan_request};
 pub use folder::RunFolder;
-pub use options::{DataSource, Length, Machine, RunOptions, Warmup};
+pub use job::{Constraints, PlanConfig, TrainingJob};
+pub use memory::{PlanRequest, plan_request};
+pub use options::{DataSource, Length, RunOptions, Warmup};
 pub use prepare::{brings_valid, end_of_text, load_split, row_limit};
 pub use run::{Finished, run};

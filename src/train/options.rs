@@ -2,10 +2,11 @@
 
 use std::{collections::BTreeMap, path::PathBuf};
 
-use super::{AdapterOptions, PrefixStart};
+use super::{AdapterOptions, Constraints, PrefixStart};
 use crate::{
+    observe::machine::Machine,
     optim::{AdamWOptions, schedule::Schedule},
-    plan::{budget::Limit, choose::Constraints},
+    plan::budget::Limit,
 };
 
 /// Everything a run needs besides the base and its tokenizer.
@@ -114,17 +115,6 @@ impl Warmup {
             Self::Fraction(part) => (part * steps as f64).ceil() as u64,
         }
     }
-}
-
-/// What results depend on besides the options: bits differ between these.
-#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Machine {
-    /// `cpu`.
-    pub device: String,
-    /// `f32`.
-    pub precision: String,
-    /// Dispatch level of the CPU kernels.
-    pub dispatch: String,
 }
 
 #[cfg(test)]

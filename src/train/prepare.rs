@@ -5,7 +5,7 @@ use std::{path::Path, sync::Arc};
 use engraft_adapters::{AdapterSet, AdapterSpec};
 
 use super::{
-    AdapterOptions, DataSource, Length, PrefixStart, RunOptions, adapter, fit,
+    AdapterOptions, DataSource, Length, PlanConfig, PrefixStart, RunOptions, adapter, memory,
     save::{FORMAT, Save, SaveInfo},
 };
 use crate::{
@@ -13,7 +13,6 @@ use crate::{
     embedded,
     error::{Error, Result},
     model::{Base, Config},
-    plan::table::PlanConfig,
 };
 
 /// Longest row when none is asked for and the base has the positions.
@@ -174,7 +173,12 @@ pub fn load_split(
         DataSource::Files(paths) => data::load(paths, split, tokenizer, options),
         DataSource::Embedded => {
             let name = format!("the embedded {}.jsonl", split.stem());
-            data::load_text(&name, embedded::data(split), Kind::Jsonl, tokenizer, options)
+            let text = match split {
+                Split::Train => embedded::TRAIN_DATA,
+                Split::Valid => embedded::VALID_DATA,
+                Split::Test => embedded::TEST_DATA,
+            };
+            data::load_text(&name, text, Kind::Jsonl, tokenizer, options)
         }
     }
 }
@@ -233,13 +237,13 @@ pub(super) fn describe(
     options: &RunOptions,
     base: &Base,
     prepared: &Prepared,
-    setting: PlanConfig,
+    config: PlanConfig,
 ) -> SaveInfo {
     let Prepared { set, train, steps, seq_len, .. } = prepared;
     let mut identity = options.identity.clone();
     // What was typed may leave it to the base, or to the memory plan.
     identity.insert("seq-len".to_owned(), seq_len.to_string());
-    identity.extend(fit::identity(setting));
+    identity.extend(memory::identity(config));
     SaveInfo {
         format: FORMAT,
         step: 0,
@@ -250,7 +254,7 @@ pub(super) fn describe(
         machine: options.machine.clone(),
         spec: set.spec.clone(),
         tensors: set.layout.tensors.iter().map(|slot| format!("{} {:?}", slot.name, slot.shape)).collect(),
-        optimizer: setting.optimizer.name().to_owned(),
+        optimizer: config.optimizer.name().to_owned(),
         loss_scale: None,
     }
 }

@@ -120,9 +120,10 @@ pub(super) fn check_finite(past: &Save) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::train::{
-        Machine,
-        save::{self, FORMAT},
+    use crate::{
+        engine::VALUES,
+        observe::machine::Machine,
+        train::save::{self, FORMAT},
     };
 
     fn info() -> SaveInfo {
@@ -143,7 +144,7 @@ mod tests {
 
     fn save_of(values: [f32; 2]) -> Save {
         let folder = tempfile::tempdir().unwrap();
-        let path = save::write(folder.path(), &info(), &[(save::VALUES, values[..].into(), None)]).unwrap();
+        let path = save::write(folder.path(), &info(), &[(VALUES, values[..].into(), None)]).unwrap();
         save::read(&path).unwrap()
     }
 

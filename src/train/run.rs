@@ -12,14 +12,14 @@ use std::{
 use engraft_adapters::peft;
 
 use super::{
-    Event, Reporter, RunFolder, RunOptions, events, fit,
+    Event, PlanConfig, Reporter, RunFolder, RunOptions, events, memory,
     prepare::{Prepared, describe, prepare},
     resume,
     save::{self, SaveInfo},
 };
-use crate::engine::Trainer;
 use crate::{
     data::{Batch, NO_LOSS, RowRef, Tokenizer},
+    engine::Trainer,
     error::{Error, Report, Result},
     model::Base,
     observe::{
@@ -28,11 +28,7 @@ use crate::{
         trace::Trace,
     },
     optim::schedule::rate,
-    plan::{
-        budget,
-        calibrate::Rates,
-        choose::{Constraints, Selection, size, size_up},
-    },
+    plan::{Selection, budget, calibrate::Rates, size, size_up},
 };
 
 /// What a run leaves behind.
@@ -90,9 +86,9 @@ fn go(
     let (past, damaged) = past.map_or((None, Vec::new()), |(past, damaged)| (Some(past), damaged));
     let trace = options.memory_trace.as_ref().map(|_| Trace::start()).transpose()?;
     let mut prepared = prepare(options, base, tokenizer, past.as_ref(), folder.path())?;
-    let constraints = fit::constraints(options, base, past.as_ref().map(|past| &past.info));
-    let selection = fit::plan(options, base, &fit::job(options, base, &prepared), constraints)?;
-    let info = describe(options, base, &prepared, selection.chosen.plan.setting);
+    let past_info = past.as_ref().map(|past| &past.info);
+    let selection = memory::plan(options, base, &memory::job(options, base, &prepared, past_info))?;
+    let info = describe(options, base, &prepared, selection.chosen.plan.config);
     let longer = match &past {
         None => None,
         Some(past) => {
@@ -101,12 +97,11 @@ fn go(
             resume::changed_length(&past.info, &info, options.schedule, options.lr, warmup)?
         }
     };
-    let planned =
-        Planned::new(options, base, &mut prepared, tokenizer, (constraints, selection), folder.path())?;
-    let Planned { mut trainer, selection, before, smaller } = planned;
+    let setup = Setup { options, base, tokenizer, past: past_info, spool: folder.path() };
+    let Planned { mut trainer, selection, before, smaller } = setup.allocate(&mut prepared, selection)?;
     counting::reset_peak();
     // Of a smaller plan, other rows at a time.
-    let info = describe(options, base, &prepared, selection.chosen.plan.setting);
+    let info = describe(options, base, &prepared, selection.chosen.plan.config);
     if let Some(past) = past {
         resume::check_finite(&past)?;
         trainer.restore(past.info.step, &past.tensors())?;
@@ -133,7 +128,7 @@ fn go(
     // Also of a run that failed: that is when somebody wants to see it.
     if let (Some(trace), Some(path)) = (trace, &options.memory_trace) {
         let plan = &selection.chosen.plan;
-        let written = trace.finish()?.write(path, &plan.moments(), plan.peak().1);
+        let written = trace.finish()?.write(path, &plan.by_phase(), plan.peak().1);
         return finished.and_then(|finished| written.map(|()| finished));
     }
     finished
@@ -142,49 +137,54 @@ fn go(
 /// A trainer and the plan it was made by.
 struct Planned {
     trainer: Trainer,
-    selection: Selection,
+    selection: Selection<PlanConfig>,
     /// Bytes on heap and in arenas before any of the plan was there.
     before: usize,
     /// Why it is not the plan that was chosen first.
     smaller: Option<String>,
 }
 
-impl Planned {
-    /// Cuts the memory of `selection`; when the machine has less than it said, somebody took it meanwhile,
-    /// and the next smaller plan is tried, once.
-    fn new(
-        options: &RunOptions,
-        base: &Arc<Base>,
-        prepared: &mut Prepared,
-        tokenizer: Option<&Tokenizer>,
-        (constraints, selection): (Constraints, Selection),
-        spool: &Path,
-    ) -> Result<Self> {
+/// What a trainer is made of, besides rows and plan.
+struct Setup<'a> {
+    options: &'a RunOptions,
+    base: &'a Arc<Base>,
+    tokenizer: Option<&'a Tokenizer>,
+    /// The save that the run goes on from.
+    past: Option<&'a SaveInfo>,
+    /// Folder of nameless files.
+    spool: &'a Path,
+}
+
+impl Setup<'_> {
+    /// Allocates the memory of `selection`. When the machine has less than it said, somebody took it
+    /// meanwhile, and the next smaller plan is tried, once.
+    fn allocate(&self, prepared: &mut Prepared, selection: Selection<PlanConfig>) -> Result<Planned> {
+        let &Self { options, base, tokenizer, past, spool } = self;
         let before = counting::measured();
-        let stream = selection.chosen.plan.setting.policy.stream;
+        let stream = selection.chosen.plan.config.policy.stream;
         let values = prepared.values(options, base, tokenizer, stream)?;
-        let reason = match fit::trainer(options, base, prepared, &values, &selection, spool) {
-            Err(Error::Memory(reason)) => reason,
-            trainer => return Ok(Self { trainer: trainer?, selection, before, smaller: None }),
+        let trainer = |selection: &Selection<PlanConfig>| {
+            memory::trainer(options, base, prepared, &values, selection, spool)
         };
-        let job = fit::job(options, base, prepared);
-        let Ok(selection) = fit::smaller(options, base, &job, constraints, &selection) else {
+        let reason = match trainer(&selection) {
+            Err(Error::Memory(reason)) => reason,
+            trainer => return Ok(Planned { trainer: trainer?, selection, before, smaller: None }),
+        };
+        let job = memory::job(options, base, prepared, past);
+        let Ok(selection) = memory::smaller(options, base, &job, &selection) else {
             return Err(Error::Memory(selection.with_remedies(reason)));
         };
-        let trainer =
-            fit::trainer(options, base, prepared, &values, &selection, spool).map_err(
-                |error| match error {
-                    Error::Memory(reason) => Error::Memory(selection.with_remedies(reason)),
-                    other => other,
-                },
-            )?;
+        let trainer = trainer(&selection).map_err(|error| match error {
+            Error::Memory(reason) => Error::Memory(selection.with_remedies(reason)),
+            other => other,
+        })?;
         let smaller = format!(
             "{}; going on with the next smaller plan, {} at its peak: {}",
             reason.message,
             size(selection.chosen.peak()),
-            selection.chosen.plan.setting
+            selection.chosen.plan.config
         );
-        Ok(Self { trainer, selection, before, smaller: Some(smaller) })
+        Ok(Planned { trainer, selection, before, smaller: Some(smaller) })
     }
 }
 
@@ -195,7 +195,7 @@ struct Run<'a> {
     prepared: &'a Prepared,
     /// What saves say, at step 0.
     info: SaveInfo,
-    selection: &'a Selection,
+    selection: &'a Selection<PlanConfig>,
     before: usize,
     folder: &'a RunFolder,
     interrupt: &'a AtomicBool,
@@ -262,12 +262,6 @@ impl Run<'_> {
         let report = trainer.step(&batches, lr).map_err(|error| self.out_of_memory(trainer, error))?;
         let seconds = started.elapsed().as_secs_f64();
         let step = done + 1;
-        if !report.loss.is_finite() || !report.grad_norm.is_finite() {
-            return Err(Error::failed(format!(
-                "step {step}: the loss is {} and the gradient norm {}; lower --lr ({}) or set --clip",
-                report.loss, report.grad_norm, options.lr
-            )));
-        }
         let event = events::Step {
             step,
             steps: self.prepared.steps,
@@ -283,7 +277,7 @@ impl Run<'_> {
     }
 
     fn micro_batch(&self) -> usize {
-        self.selection.chosen.plan.setting.micro_batch
+        self.selection.chosen.plan.config.micro_batch
     }
 
     /// The rows of the step after `done` steps, cut into micro-batches.
@@ -386,7 +380,8 @@ impl Run<'_> {
         let planned = self.before as u64 + self.selection.chosen.plan.counted();
         let counted = counting::measured_peak() as u64;
         // Of a device's run the host holds what no plan counts.
-        (counting::peak() > 0 && self.base.device.is_host()).then_some(events::Counted { planned, counted })
+        (counting::peak() > 0 && self.base.device.own_memory().is_none())
+            .then_some(events::Counted { planned, counted })
     }
 
     fn start(&self, trainer: &Trainer) -> events::Start {

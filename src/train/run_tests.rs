@@ -6,9 +6,10 @@ use super::*;
 use crate::{
     embedded,
     model::BaseSource,
+    observe::machine::Machine,
     optim::{AdamWOptions, schedule::Schedule},
     plan::budget::Limit,
-    train::{AdapterOptions, DataSource, Kinds, Length, Machine, PrefixStart, Warmup},
+    train::{AdapterOptions, Constraints, DataSource, Kinds, Length, PrefixStart, Warmup},
 };
 
 thread_local! {
@@ -39,7 +40,7 @@ impl Reporter for Events {
     fn event(&mut self, event: &Event<'_>) -> Result<()> {
         match event {
             Event::Note(note) => self.0.push((*note).to_owned()),
-            Event::Plan(selection) => self.0.push(selection.chosen.plan.setting.to_string()),
+            Event::Plan(selection) => self.0.push(selection.chosen.plan.config.to_string()),
             Event::Step(step) => self.0.push(format!("{} {:?}", step.step, step.loss)),
             _ => {}
         }

@@ -22,17 +22,16 @@ use safetensors::{Dtype, SafeTensors};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::Machine;
 use crate::{
     device::{Bytes, DType, page_cache::Region},
+    engine::VALUES,
     error::{Error, Result},
+    observe::machine::Machine,
     optim::{LossScale, SavedTensor, StateTensor},
 };
 
 /// Version of the file format; another one is refused.
 pub const FORMAT: u32 = 2;
-/// The tensor of the flat store; the others are the optimizer's.
-pub const VALUES: &str = "values";
 
 const INFO: &str = "engraft_save";
 const CHECKSUM: &str = "blake3";

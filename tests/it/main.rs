@@ -20,6 +20,7 @@ mod policies;
 mod q8;
 mod resume;
 mod setup;
+mod skip;
 mod source;
 mod speed;
 mod tidy;

@@ -82,3 +82,43 @@ fn another_optimizer_does_not_go_on_and_saves_less() {
         .engraft("train --resume --output run --steps 4 --optimizer adamw --json")
         .refused(&["--optimizer is \"adamw\" (the run has \"adamw8bit\")"]);
 }
+
+#[test]
+fn eight_bits_are_proposed_and_left_to_the_user() {
+    let sandbox = Sandbox::new();
+    let plan = |more: &str| {
+        sandbox.engraft(&format!(
+            "plan --base gpt2 --device cuda --rank 64 --targets all-linear --offload-optimizer off --json {more}"
+        ))
+    };
+    let text = plan("--memory 2MiB").refused(&["the smallest plan takes "]).stderr();
+    let proposal = "with --optimizer adamw8bit the smallest plan takes ";
+    let named = text.split(proposal).nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
+    let chosen = |more: &str| {
+        let planned = plan(more).succeeds().events_of("plan").remove(0);
+        planned["policy"]["optimizer"].as_str().unwrap().to_owned()
+    };
+    plan(&format!("--memory {named}")).refused(&["would fit", "--optimizer adamw", proposal]);
+    assert_eq!(chosen(&format!("--memory {named} --optimizer adamw8bit")), "adamw8bit");
+    assert_eq!(chosen(&format!("--memory {named} --optimizer auto")), "adamw8bit");
+    assert_eq!(chosen("--memory 4GiB --optimizer auto"), "adamw");
+    assert_eq!(chosen("--memory 4GiB"), "adamw");
+}
+
+/// Until `adamw` became the default, a run folder said `auto` where nothing was typed.
+#[test]
+fn a_run_of_auto_goes_on_with_the_optimizer_of_its_save() {
+    for optimizer in ["adamw", "adamw8bit"] {
+        let sandbox = Sandbox::new();
+        sandbox.train(&format!("{LARGE} --steps 2 --optimizer {optimizer}")).succeeds();
+        let path = sandbox.path("run/config.toml");
+        let typed = fs::read_to_string(&path).unwrap();
+        let auto = typed.replace(&format!("optimizer = \"{optimizer}\""), "optimizer = \"auto\"");
+        assert_ne!(auto, typed);
+        fs::write(&path, &auto).unwrap();
+        let again = sandbox.engraft("train --resume --output run --steps 4 --json").succeeds();
+        assert_eq!(again.events_of("plan")[0]["policy"]["optimizer"], optimizer);
+        assert_eq!(again.events_of("step").len(), 2);
+        assert_eq!(fs::read_to_string(&path).unwrap().replace("steps = 4", "steps = 2"), auto);
+    }
+}

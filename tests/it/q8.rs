@@ -11,7 +11,7 @@ use engraft::{
     },
     model::{AdapterBindings, Base, BaseDType, BaseSource, Decoder, Policy},
     optim::{AdamWOptions, OptimizerKind},
-    plan::table::BaseBytes,
+    plan::BaseBytes,
 };
 use half::f16;
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};

@@ -9,5 +9,4 @@ pub mod output;
 pub mod program;
 pub mod sample;
 pub mod signals;
-pub mod table;
 pub mod values;

@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     data::Tokenizer,
-    device::{DType, Device, cpu::bf16},
+    device::{DType, Device, DeviceKind},
     error::{Error, Result},
     hub::{self, HubOptions},
     model::{
@@ -50,7 +50,7 @@ pub struct Compute {
 
 impl Compute {
     /// The host's cores.
-    pub const CPU: Self = Self { device: Device::Cpu, activations: DType::F32 };
+    pub const CPU: Self = Self { device: Device::HOST, activations: DType::F32 };
 
     /// Opens what was asked for.
     ///
@@ -58,33 +58,36 @@ impl Compute {
     /// When there is no such device.
     pub fn open(device: Option<DeviceName>, precision: Option<Precision>) -> Result<Self> {
         let device = match device {
-            Some(DeviceName::Cpu) => Device::Cpu,
-            Some(DeviceName::Cuda(number)) => Device::cuda(number)?,
-            Some(DeviceName::Auto) | None => Device::best(),
+            None => Device::best(),
+            Some(name) => name.open()?,
         };
-        let usual = if device.is_host() { DType::F32 } else { DType::F16 };
-        Ok(Self { device, activations: precision.map_or(usual, Precision::activations) })
+        let default = device.kind().default_activations;
+        Ok(Self { device, activations: precision.map_or(default, Precision::activations) })
     }
 
     /// The instructions that compute: bits differ between these.
     pub fn dispatch(self) -> String {
-        let plus = self.device.is_host() && self.activations == DType::BF16 && bf16();
-        self.device.dispatch() + if plus { "+bf16" } else { "" }
+        self.device.dispatch(self.activations)
     }
 }
 
-/// Says what `--precision bf16` is on a CPU that gains nothing by it.
-pub fn hint_at_f32() {
-    if !bf16() {
+/// Says that `--precision bf16` gains nothing on a CPU without fast BF16 products.
+pub fn hint_at_f32(kind: &DeviceKind, activations: DType) {
+    if activations == DType::BF16 && !kind.has_fast_bf16() {
         write_note("hint: --precision bf16 computes in f32 on this CPU, which has no fast BF16 products");
     }
 }
 
 /// What `--precision bf16` would gain a training of the FP16 base on a CPU with fast BF16 products, for somebody who named
 /// no precision.
-pub fn faster_in_bf16(precision: Option<Precision>, dtype: Option<BaseDtype>) -> Option<&'static str> {
-    let halves = dtype.is_none_or(|dtype| dtype.kept() == BaseDType::F16);
-    (bf16() && precision.is_none() && halves).then_some(
+pub fn faster_in_bf16(
+    kind: &DeviceKind,
+    precision: Option<Precision>,
+    dtype: Option<BaseDtype>,
+) -> Option<&'static str> {
+    let f16_base = dtype.is_none_or(|dtype| dtype.kept() == BaseDType::F16);
+    let is_faster = kind.default_activations == DType::F32 && kind.has_fast_bf16();
+    (is_faster && precision.is_none() && f16_base).then_some(
         "on this CPU --precision bf16 trains up to 1.9 times as fast, with the factors of products rounded to 8 bits",
     )
 }
@@ -97,10 +100,8 @@ pub fn faster_in_bf16(precision: Option<Precision>, dtype: Option<BaseDtype>) ->
 pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute, stream: bool) -> Result<Opened> {
     let dtype = args.base_dtype().kept();
     // Before anything is downloaded or converted.
-    check_weights(compute.device.is_host(), dtype)?;
-    if compute.device.is_host() && compute.activations == DType::BF16 {
-        hint_at_f32();
-    }
+    check_weights(compute.device.kind(), dtype)?;
+    hint_at_f32(compute.device.kind(), compute.activations);
     let source = match &args.base {
         None => BaseSource::Embedded,
         Some(name) => {

@@ -8,7 +8,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    device::DType,
+    device::{DType, Device, DeviceKind},
     model::{BaseDType, Recompute},
     plan::budget::Limit,
 };
@@ -215,6 +215,29 @@ pub enum DeviceName {
     Cpu,
     /// The CUDA device with this number.
     Cuda(usize),
+}
+
+impl DeviceName {
+    /// Opens the device.
+    ///
+    /// # Errors
+    /// When there is no such device.
+    pub fn open(self) -> crate::error::Result<Device> {
+        match self {
+            Self::Cpu => Ok(Device::HOST),
+            Self::Cuda(number) => Device::cuda(number),
+            Self::Auto => Ok(Device::best()),
+        }
+    }
+
+    /// Its kind, which need not be on this machine.
+    pub fn kind(self) -> &'static DeviceKind {
+        match self {
+            Self::Cpu => DeviceKind::CPU,
+            Self::Cuda(_) => DeviceKind::CUDA,
+            Self::Auto => Device::best().kind(),
+        }
+    }
 }
 
 impl FromStr for DeviceName {

@@ -9,14 +9,12 @@ use indicatif::{HumanCount, ProgressBar, ProgressStyle};
 use serde_json::json;
 
 use crate::{
-    cli::common::{
-        output::{write_json, write_note, write_out},
-        table,
-    },
+    cli::common::output::{write_json, write_note, write_out},
+    cli::train::table,
     error::Result,
-    plan::choose::{Selection, size},
+    plan::{Selection, size},
     train::{
-        Event, Reporter,
+        Event, PlanConfig, Reporter,
         events::{Done, Eval, Start, Step},
     },
 };
@@ -115,7 +113,7 @@ impl HumanReporter {
     }
 
     /// The plan, and from here on the bar.
-    fn plan(&self, selection: &Selection) {
+    fn plan(&self, selection: &Selection<PlanConfig>) {
         self.note(&format!("memory   the plan\n{}", table::short(selection)));
         if let Some(bar) = &self.bar {
             let style = "{bar:32} {pos}/{len}  {msg}  {eta} left";

@@ -7,14 +7,13 @@ use crate::{
     cli::common::{
         open::{Compute, EMBEDDED},
         options::{Facts, OnResume, Options, Part},
-        table,
         values::{Method, Optimizer, Pattern, Precision, PrefixInit, ScheduleName, Warmup},
     },
+    cli::train::table,
     error::{Error, Result},
-    observe::machine,
+    observe::machine::{self, Machine},
     optim::{AdamWOptions, OptimizerKind, schedule::Schedule},
-    plan::choose::Constraints,
-    train::{self, AdapterOptions, DataSource, Kinds, Length, Machine, PrefixStart, RunOptions},
+    train::{self, AdapterOptions, Constraints, DataSource, Kinds, Length, PrefixStart, RunOptions},
 };
 
 /// The run that `args`, joined and with defaults, ask for; `cache` keeps what is measured of the machine.
@@ -80,7 +79,7 @@ pub fn run_options(args: &TrainArgs, machine: Machine, cache: Option<PathBuf>) -
 /// What results depend on besides the options.
 pub fn machine(compute: Compute) -> Machine {
     Machine {
-        device: compute.device.kind().to_owned(),
+        device: compute.device.kind().name.to_owned(),
         precision: table::type_name(compute.activations).to_owned(),
         dispatch: compute.dispatch(),
     }

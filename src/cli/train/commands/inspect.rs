@@ -19,7 +19,7 @@ use crate::{
     },
     error::{Error, Result},
     model::{Base, BaseSource},
-    plan::table::BaseBytes,
+    plan::BaseBytes,
     train::{folder, save},
 };
 

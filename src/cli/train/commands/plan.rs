@@ -6,24 +6,23 @@ use engraft_adapters::{AdapterSet, peft};
 
 use super::train::joined;
 use crate::{
+    cli::train::table,
     cli::{
         common::{
             args::BaseArgs,
             environment::Environment,
             open::{self, Compute},
             output::{write_json, write_note, write_out},
-            table,
-            values::{DeviceName, Precision},
+            values::Precision,
         },
         train::{args::TrainArgs, layers, resolve},
     },
     data::{DataOptions, Dataset, Split, Tokenizer},
-    device::Device,
     embedded,
     error::Result,
     kernels::matmul::Arithmetic,
     model::{Config, base::check_weights, builtin, weights},
-    plan::table::Target,
+    plan::PlannedDevice,
     train as run,
     train::{AdapterOptions, DataSource, PlanRequest, RunOptions},
 };
@@ -38,22 +37,18 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     let cache = environment.cache().ok().map(Path::to_owned);
     open::threads(args.compute.threads)?;
     // A plan needs no device: it is made for the one that was named, or for what is here.
-    let cpu = match args.compute.device {
-        Some(DeviceName::Cuda(_)) => false,
-        Some(DeviceName::Cpu) => true,
-        Some(DeviceName::Auto) | None => Device::best().is_host(),
+    let kind = args.compute.device().kind();
+    let arithmetic = match args.compute.precision {
+        Some(Precision::Bf16) => Arithmetic::Bf16,
+        _ => Arithmetic::F32,
     };
-    let target = match (cpu, args.compute.precision) {
-        (false, _) => Target::Cuda,
-        (true, Some(Precision::Bf16)) => run::cpu(Arithmetic::Bf16),
-        (true, _) => run::cpu(Arithmetic::F32),
-    };
+    let device = PlannedDevice::of_kind(kind, arithmetic);
     let base_dtype = args.base.base_dtype().kept();
     // Before anything else is said.
-    check_weights(target != Target::Cuda, base_dtype)?;
+    check_weights(kind, base_dtype)?;
     let options = resolve::run_options(&args, resolve::machine(Compute::CPU), cache)?;
-    if cpu && args.compute.precision == Some(Precision::Bf16) {
-        open::hint_at_f32();
+    if let Some(precision) = args.compute.precision {
+        open::hint_at_f32(kind, precision.activations());
     }
     let base = open_sizes(&args, &environment)?;
     let set = adapter(&options, &base)?;
@@ -71,7 +66,7 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         base_dtype,
         set: &set,
         seq_len,
-        target,
+        device,
         streamable: args.base.base.is_some(),
     };
     let selection = run::plan_request(&options, plan_request)?;
@@ -79,9 +74,7 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         write_json(&table::event(&selection))
     } else {
         write_out(&table::whole(&selection))?;
-        let faster =
-            cpu.then(|| open::faster_in_bf16(args.compute.precision, args.base.base_dtype)).flatten();
-        if let Some(hint) = faster {
+        if let Some(hint) = open::faster_in_bf16(kind, args.compute.precision, args.base.base_dtype) {
             write_note(&format!("hint: {hint}"));
         }
         Ok(())

@@ -17,8 +17,7 @@ fn resolve(text: &str) -> Result<RunOptions> {
 fn defaults_make_a_run() {
     let options = resolve("").unwrap();
     assert_eq!(options.data, DataSource::Embedded);
-    let constraints = Constraints { optimizer: Some(OptimizerKind::AdamW), ..Constraints::default() };
-    assert_eq!((options.batch, options.constraints, options.shuffle), (8, constraints, true));
+    assert_eq!((options.batch, options.constraints, options.shuffle), (8, Constraints::default(), true));
     assert_eq!(options.length, Length::Epochs(1.0));
     assert_eq!(options.adapter.kinds, Some(Kinds { lora: true, prefix: false }));
     assert_eq!(options.adapter.spec(), AdapterOptions::default().spec());
@@ -138,7 +137,10 @@ fn what_is_fixed_reaches_the_plan() {
     let auto =
         "micro-batch = 'auto'\nrecompute = 'auto'\nhead-rows = 'auto'\nmemory = 'auto'\noptimizer = 'auto'";
     let options = resolve(auto).unwrap();
-    assert_eq!((options.constraints, options.memory), (Constraints::default(), Limit::Auto));
+    assert_eq!((options.constraints, options.memory), (Constraints::NONE, Limit::Auto));
+    // What is not given leaves the optimizer alone.
+    assert_eq!(resolve("").unwrap().constraints, Constraints::default());
+    assert_eq!(Constraints::default().optimizer, Some(OptimizerKind::AdamW));
     for wrong in ["memory = '4 bananas'", "memory = '0'", "memory = '-1GiB'", "stream-base = 'maybe'"] {
         assert_eq!(resolve(wrong).unwrap_err().exit_code(), 2, "{wrong}");
     }

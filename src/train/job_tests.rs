@@ -1,16 +1,38 @@
-//! Plans against what they must add up to, and choices under budgets.
+//! Plans of trainings against what they must add up to, and choices under budgets.
 
 use std::path::Path;
 
 use engraft_adapters::{AdapterSpec, LoraSpec, PrefixSpec};
 
-use super::{calibrate::Rates, choose::*, table::*, *};
+use super::*;
 use crate::{
-    device::{DType, arena::Placement},
+    device::DeviceKind,
+    error::Result,
     kernels::matmul::Arithmetic,
-    model::{BaseDType, Config, Policy, Recompute},
-    optim::OptimizerKind,
+    plan::{BaseBytes, Cores, Plan, Selection, budget, plan, size},
 };
+
+/// The choice under `constraints`.
+fn choose(
+    job: &TrainingJob,
+    constraints: Constraints,
+    budget: Option<u64>,
+    rates: &Rates,
+) -> Result<Selection<PlanConfig>> {
+    crate::plan::choose(&TrainingJob { constraints, ..*job }, budget, rates)
+}
+
+fn device() -> PlannedDevice {
+    PlannedDevice::of_kind(DeviceKind::CUDA, Arithmetic::F32)
+}
+
+fn host() -> PlannedDevice {
+    PlannedDevice {
+        kind: DeviceKind::CPU,
+        cores: Some(Cores { threads: 2, arithmetic: Arithmetic::F32 }),
+        own_memory: None,
+    }
+}
 
 fn xl() -> Config {
     let text = r#"{"model_type":"gpt2","n_layer":48,"n_embd":1600,"n_head":25,"n_positions":1024,"vocab_size":50257}"#;
@@ -23,8 +45,6 @@ fn set(config: &Config, targets: &str) -> AdapterSet {
     AdapterSet::new(&spec, &config.describe("xl", None)).unwrap()
 }
 
-use engraft_adapters::AdapterSet;
-
 fn job<'a>(config: &'a Config, set: &'a AdapterSet, batch: usize) -> TrainingJob<'a> {
     TrainingJob {
         config,
@@ -32,24 +52,24 @@ fn job<'a>(config: &'a Config, set: &'a AdapterSet, batch: usize) -> TrainingJob
         set,
         batch,
         seq_len: 1024,
-        target: Target::Cpu { threads: 2, arithmetic: Arithmetic::F32 },
+        device: host(),
         program: 50 << 20,
         rows_on_heap: 0,
         streamable: true,
+        constraints: Constraints::default(),
     }
 }
 
-fn setting(policy: Policy) -> PlanConfig {
+fn way(policy: Policy) -> PlanConfig {
     PlanConfig { micro_batch: 1, policy, optimizer: OptimizerKind::AdamW }
 }
 
 #[test]
 fn the_base_counts_every_parameter() {
     // 1,557,611,200 parameters in GPT-2 XL.
-    assert_eq!(BaseBytes::of(&xl(), BaseDType::F16).total(), 2 * 1_557_611_200);
     let (config, policy) = (xl(), Policy::default());
     let set = set(&config, "c_attn");
-    let plan = plan(&job(&config, &set, 1), setting(policy)).unwrap();
+    let plan = plan(&job(&config, &set, 1), way(policy)).unwrap();
     let base: u64 = plan.rows.iter().filter(|row| row.role == "base").map(|row| row.bytes).sum();
     assert_eq!(base, 2 * 1_557_611_200);
 }
@@ -59,7 +79,7 @@ fn every_saving_saves_what_it_says() {
     let config = xl();
     let set = set(&config, "all-linear");
     let job = job(&config, &set, 1);
-    let peak = |policy| plan(&job, setting(policy)).unwrap().peak().1;
+    let peak = |policy| plan(&job, way(policy)).unwrap().peak().1;
     let base = Policy::default();
     let steps = [Recompute::None, Recompute::Mlp, Recompute::Linear, Recompute::All]
         .map(|recompute| peak(Policy { recompute, ..base }));
@@ -74,16 +94,16 @@ fn every_saving_saves_what_it_says() {
 }
 
 #[test]
-fn rows_add_up_in_every_moment() {
+fn rows_add_up_in_every_phase() {
     let config = xl();
     let set = set(&config, "c_attn");
     for stream in [false, true] {
-        let plan = plan(&job(&config, &set, 4), setting(Policy { stream, ..Policy::default() })).unwrap();
-        let (moment, peak) = plan.peak();
-        assert_eq!(plan.at(moment), peak);
-        for moment in crate::observe::phase::Phase::ALL {
-            assert!(plan.at(moment) <= peak);
-            assert_eq!(plan.at(moment), plan.rows.iter().map(|row| row.resident(moment)).sum::<u64>());
+        let plan = plan(&job(&config, &set, 4), way(Policy { stream, ..Policy::default() })).unwrap();
+        let (phase, peak) = plan.peak();
+        assert_eq!(plan.at(phase), peak);
+        for phase in crate::observe::phase::Phase::ALL {
+            assert!(plan.at(phase) <= peak);
+            assert_eq!(plan.at(phase), plan.rows.iter().map(|row| row.resident(phase)).sum::<u64>());
         }
         assert!(plan.rows.iter().all(|row| row.bytes > 0 && row.count > 0));
     }
@@ -101,17 +121,17 @@ fn less_memory_is_slower_and_always_fits() {
         let selection = choose(&job, Constraints::default(), Some(budget), &rates).unwrap();
         assert!(selection.chosen.peak() <= budget, "{gib} GiB");
         assert!(selection.chosen.seconds >= 0.97 * last, "{gib} GiB is faster than more memory");
-        assert_eq!(selection.chosen.plan.setting.optimizer, OptimizerKind::AdamW, "8 bits only where needed");
-        assert!(job.batch.is_multiple_of(selection.chosen.plan.setting.micro_batch));
+        assert_eq!(selection.chosen.plan.config.optimizer, OptimizerKind::AdamW, "8 bits only where needed");
+        assert!(job.batch.is_multiple_of(selection.chosen.plan.config.micro_batch));
         last = selection.chosen.seconds;
     }
-    let plenty = choose(&job, Constraints::default(), None, &rates).unwrap().chosen.plan.setting.policy;
+    let plenty = choose(&job, Constraints::default(), None, &rates).unwrap().chosen.plan.config.policy;
     assert_eq!((plenty.recompute, plenty.stream), (Recompute::None, false));
     assert_eq!((plenty.inputs, plenty.moments), (Placement::Memory, Placement::Memory));
 }
 
 #[test]
-fn a_wish_is_kept() {
+fn what_is_fixed_is_kept() {
     let config = xl();
     let set = set(&config, "c_attn");
     let job = job(&config, &set, 8);
@@ -123,7 +143,7 @@ fn a_wish_is_kept() {
         ..Constraints::default()
     };
     let selection = choose(&job, constraints, None, &Rates::NOMINAL).unwrap();
-    let PlanConfig { micro_batch, policy, optimizer } = selection.chosen.plan.setting;
+    let PlanConfig { micro_batch, policy, optimizer } = selection.chosen.plan.config;
     assert_eq!((micro_batch, policy.recompute, policy.stream), (2, Recompute::Every(5), true));
     assert_eq!(optimizer, OptimizerKind::AdamW8bit);
     let options: Vec<&str> =
@@ -135,8 +155,8 @@ fn a_wish_is_kept() {
 fn remedies_are_the_single_changes_that_save_most() {
     let config = xl();
     let set = set(&config, "c_attn");
-    for target in [Target::Cuda, Target::Cpu { threads: 2, arithmetic: Arithmetic::F32 }] {
-        let job = TrainingJob { target, ..job(&config, &set, 8) };
+    for device in [device(), host()] {
+        let job = TrainingJob { device, ..job(&config, &set, 8) };
         // All is fixed: there are no alternatives, but there are remedies.
         let constraints = Constraints {
             micro_batch: Some(8),
@@ -159,8 +179,8 @@ fn remedies_are_the_single_changes_that_save_most() {
             "{:?}",
             selection.remedies
         );
-        let setting = selection.chosen.plan.setting;
-        let less = plan(&job, PlanConfig { micro_batch: 1, ..setting }).unwrap().peak().1;
+        let config = selection.chosen.plan.config;
+        let less = plan(&job, PlanConfig { micro_batch: 1, ..config }).unwrap().peak().1;
         let saved = size(selection.chosen.peak() - less);
         assert_eq!(selection.remedies[0], format!("--micro-batch 1 (-{saved})"));
         // Rows at a time are those of the save.
@@ -181,20 +201,58 @@ fn nothing_fits_names_the_smallest() {
     let named = text.split("--memory ").nth(2).and_then(|rest| rest.split("MiB").next()).unwrap();
     let bytes = named.parse::<u64>().unwrap() << 20;
     let fits = choose(&job, Constraints::default(), Some(bytes), &Rates::NOMINAL).unwrap();
-    assert!(text.contains(&fits.chosen.plan.setting.to_string()), "{text}\n{}", fits.chosen.plan.setting);
+    assert!(text.contains(&fits.chosen.plan.config.to_string()), "{text}\n{}", fits.chosen.plan.config);
     assert!(choose(&job, Constraints::default(), Some(bytes - (1 << 20)), &Rates::NOMINAL).is_err());
+}
+
+/// The number of MiB in the first part of `text` after `before`.
+fn mib_after(text: &str, before: &str) -> u64 {
+    let number = text.split(before).nth(1).and_then(|rest| rest.split("MiB").next());
+    number.unwrap_or_else(|| panic!("no {before:?} in {text}")).parse().unwrap()
+}
+
+#[test]
+fn eight_bit_moments_are_proposed_and_chosen_only_where_asked_for() {
+    let config = xl();
+    let lora = LoraSpec { rank: 64, targets: "all-linear".parse().unwrap(), ..LoraSpec::default() };
+    let spec = AdapterSpec { lora: Some(lora), prefix: None };
+    let set = AdapterSet::new(&spec, &config.describe("xl", None)).unwrap();
+    let fixed = Constraints { moments: Some(false), ..Constraints::default() };
+    for device in [device(), host()] {
+        let job = TrainingJob { device, ..job(&config, &set, 2) };
+        let select = |constraints, mib: u64| choose(&job, constraints, Some(mib << 20), &Rates::NOMINAL);
+        let text = select(fixed, 1).unwrap_err().to_string();
+        let wide = mib_after(&text, "the smallest plan takes ");
+        let coded = mib_after(&text, "with --optimizer adamw8bit the smallest plan takes ");
+        // All tensors are large: 8 bytes a trainable against 2 and a scale for 256 elements.
+        let saved = set.layout.len as u64 * (8 * 128 - 2 * 128 - 4) / 128;
+        assert!((wide - coded).abs_diff(saved >> 20) <= 1, "{text}");
+        assert!(text.contains(&format!("(-{})", size(saved))), "{} in {text}", size(saved));
+        // Neither is it chosen where only it fits, nor is it proposed to a run that has begun.
+        assert!(select(fixed, wide - 1).is_err());
+        let resumed = select(Constraints { resumed: true, ..fixed }, 1).unwrap_err().to_string();
+        assert!(!resumed.contains("adamw8bit"), "{resumed}");
+        let optimizer = |optimizer, mib| {
+            select(Constraints { optimizer, ..fixed }, mib).unwrap().chosen.plan.config.optimizer
+        };
+        let eight_bit = OptimizerKind::AdamW8bit;
+        assert_eq!(optimizer(Some(eight_bit), coded), eight_bit);
+        assert_eq!(optimizer(None, coded), eight_bit);
+        assert_eq!(optimizer(None, wide), OptimizerKind::AdamW);
+        assert_eq!(optimizer(fixed.optimizer, wide), OptimizerKind::AdamW);
+    }
 }
 
 #[test]
 fn a_device_is_planned_without_one() {
     let config = xl();
     let set = set(&config, "c_attn");
-    let job = TrainingJob { target: Target::Cuda, ..job(&config, &set, 8) };
+    let job = TrainingJob { device: device(), ..job(&config, &set, 8) };
     let selection = choose(&job, Constraints::default(), Some(12 << 30), &Rates::NOMINAL).unwrap();
     assert!(selection.chosen.peak() <= 12 << 30);
-    assert_eq!(selection.chosen.plan.setting.policy.activations, DType::F16);
+    assert_eq!(selection.chosen.plan.config.policy.activations, DType::F16);
     let device: u64 =
-        selection.chosen.plan.rows.iter().filter(|row| row.home == Home::Device).map(|r| r.bytes).sum();
+        selection.chosen.plan.rows.iter().filter(|row| row.place == Placement::Memory).map(|r| r.bytes).sum();
     assert!(device >= 3 << 30, "{device}");
 }
 
@@ -202,40 +260,41 @@ fn a_device_is_planned_without_one() {
 fn a_streamed_base_takes_two_blocks_of_a_device() {
     let config = xl();
     let set = set(&config, "c_attn");
-    let job = TrainingJob { target: Target::Cuda, ..job(&config, &set, 8) };
+    let job = TrainingJob { device: device(), ..job(&config, &set, 8) };
     let of_base = |row: &&Row| matches!(row.role, "base" | "stages");
-    let planned = |stream| plan(&job, setting(Policy { stream, ..Policy::default() })).unwrap();
-    let device = |plan: &Plan| -> u64 {
-        let rows = plan.rows.iter().filter(of_base).filter(|row| row.home == Home::Device);
+    let planned = |stream| plan(&job, way(Policy { stream, ..Policy::default() })).unwrap();
+    let device = |plan: &Plan<PlanConfig>| -> u64 {
+        let rows = plan.rows.iter().filter(of_base).filter(|row| row.place == Placement::Memory);
         rows.map(Row::most_resident).sum()
     };
     let (resident, streamed) = (planned(false), planned(true));
-    let parts = BaseBytes::on_device(&config);
+    let parts = BaseBytes::on_device(&config, DeviceKind::CUDA.own_memory.as_ref().unwrap());
     assert_eq!(device(&resident), parts.total());
     assert_eq!(device(&resident) - device(&streamed), parts.blocks - 2 * parts.block);
     assert_eq!(resident.peak().1 - streamed.peak().1, parts.blocks - 2 * parts.block);
-    let pinned = streamed.rows.iter().find(|row| row.role == "stages" && row.home == Home::Host).unwrap();
+    let pinned =
+        streamed.rows.iter().find(|row| row.role == "stages" && row.place == Placement::Host).unwrap();
     assert_eq!((pinned.bytes, pinned.most_resident()), (2 * parts.block, 0));
     // Of the base what is there before a trainer is, and nothing of the places for blocks.
-    let held = |plan: &Plan| plan.peak().1 - budget::wanted(plan);
+    let held = |plan: &Plan<PlanConfig>| plan.peak().1 - budget::wanted(plan);
     assert_eq!(held(&resident) - held(&streamed), parts.blocks);
-    assert_eq!(held(&resident), parts.total() + CUDA_RUNTIME);
+    assert_eq!(held(&resident), parts.total() + DeviceKind::CUDA.own_memory.as_ref().unwrap().runtime);
 }
 
 #[test]
 fn what_a_device_offloads_is_listed_and_not_counted() {
     let config = xl();
     let set = set(&config, "c_attn");
-    let job = TrainingJob { target: Target::Cuda, ..job(&config, &set, 8) };
+    let job = TrainingJob { device: device(), ..job(&config, &set, 8) };
     let policy = Policy { recompute: Recompute::All, activations: DType::F16, ..Policy::default() };
-    let planned = |policy| plan(&job, setting(policy)).unwrap();
+    let planned = |policy| plan(&job, way(policy)).unwrap();
     let kept = planned(policy);
     let inputs = planned(Policy { inputs: Placement::Host, ..policy });
     // 49 inputs and outputs of 1024 tokens where three take turns; the last three need no copy.
     let one = 1024 * 1600 * 2;
     assert_eq!(kept.peak().1 - inputs.peak().1, 46 * one);
     let copies = inputs.rows.iter().find(|row| row.role == "offloaded inputs").unwrap();
-    assert_eq!((copies.count, copies.bytes, copies.home), (46, 46 * one, Home::Host));
+    assert_eq!((copies.count, copies.bytes, copies.place), (46, 46 * one, Placement::Host));
     assert_eq!(copies.most_resident(), 0);
     let moments = planned(Policy { moments: Placement::Host, ..policy });
     assert_eq!(kept.peak().1 - moments.peak().1, 8 * set.layout.len as u64);
@@ -256,24 +315,11 @@ fn what_a_device_offloads_is_listed_and_not_counted() {
 }
 
 #[test]
-fn a_tensor_of_a_device_begins_at_a_multiple_of_256_bytes() {
-    let text = r#"{"model_type":"gpt2","n_layer":2,"n_embd":24,"n_head":3,"n_positions":40,"vocab_size":61}"#;
-    let config = Config::from_json(text, Path::new("odd")).unwrap();
-    let tensor = |elements: usize| (2 * elements).div_ceil(256) as u64 * 256;
-    let norm = 2 * tensor(24);
-    let linears = [(24, 72), (24, 24), (24, 96), (96, 24)];
-    let linears: u64 = linears.into_iter().map(|(a, b)| tensor(a * b) + tensor(b)).sum();
-    let total = tensor(61 * 24) + tensor(40 * 24) + norm + 2 * (2 * norm + linears);
-    assert_eq!(BaseBytes::on_device(&config).total(), total);
-    assert!(total > BaseBytes::of(&config, BaseDType::F16).total());
-}
-
-#[test]
 fn a_prefix_is_planned_too() {
     let config = xl();
     let spec = AdapterSpec { lora: None, prefix: Some(PrefixSpec { length: 20, projection: Some(64) }) };
     let set = AdapterSet::new(&spec, &config.describe("xl", None)).unwrap();
-    let plan = plan(&job(&config, &set, 2), setting(Policy::default())).unwrap();
+    let plan = plan(&job(&config, &set, 2), way(Policy::default())).unwrap();
     let names: Vec<&str> = plan.rows.iter().map(|row| row.name.as_str()).collect();
     assert!(names.contains(&"projected") && names.contains(&"d hidden"), "{names:?}");
 }

@@ -3,16 +3,14 @@
 use serde_json::{Value, json};
 
 use crate::{
-    device::DType,
+    device::{DType, arena::Placement},
     observe::phase::Phase,
-    plan::{
-        choose::{Alternative, Predicted, Selection, size},
-        table::{Home, Plan, Row},
-    },
+    plan::{Alternative, Plan, Predicted, Row, Selection, size},
+    train::PlanConfig,
 };
 
 /// The whole table: every buffer or group of like buffers, the moments, the choice and its alternatives.
-pub fn whole(selection: &Selection) -> String {
+pub fn whole(selection: &Selection<PlanConfig>) -> String {
     let plan = &selection.chosen.plan;
     let mut lines =
         vec![["role", "what", "shape", "type", "count", "bytes", "place", "needed for"].map(str::to_owned)];
@@ -24,16 +22,16 @@ pub fn whole(selection: &Selection) -> String {
             row.dtype.map_or("", type_name).to_owned(),
             row.count.to_string(),
             size(row.bytes),
-            row.home.name().to_owned(),
+            row.place.name().to_owned(),
             row.lifetime.to_owned(),
         ]
     }));
-    let moments = plan.moments().map(|(moment, bytes)| format!("{moment} {}", size(bytes))).join(", ");
+    let moments = plan.by_phase().map(|(moment, bytes)| format!("{moment} {}", size(bytes))).join(", ");
     format!("{}\n\nmoments: {moments}\n{}\n", aligned(&lines, &[4, 5]), summary(selection, usize::MAX))
 }
 
 /// One line for each role, the choice, and the most telling alternatives.
-pub fn short(selection: &Selection) -> String {
+pub fn short(selection: &Selection<PlanConfig>) -> String {
     let plan = &selection.chosen.plan;
     let mut roles: Vec<&str> = plan.rows.iter().map(|row| row.role).collect();
     roles.dedup();
@@ -41,7 +39,7 @@ pub fn short(selection: &Selection) -> String {
     for role in roles {
         let of_role = || plan.rows.iter().filter(|row| row.role == role);
         let bytes: u64 = of_role().map(Row::most_resident).sum();
-        let disk: u64 = of_role().filter(|row| row.home == Home::Disk).map(|row| row.bytes).sum();
+        let disk: u64 = of_role().filter(|row| row.place == Placement::Disk).map(|row| row.bytes).sum();
         let beside = if disk > 0 { format!("and {} in a file", size(disk)) } else { String::new() };
         let buffers: usize = of_role().map(|row| row.count).sum();
         let what = if buffers == 1 { "1 buffer".to_owned() } else { format!("{buffers} buffers") };
@@ -51,13 +49,13 @@ pub fn short(selection: &Selection) -> String {
 }
 
 /// What was chosen, what it takes, and up to `most` alternatives.
-fn summary(selection: &Selection, most: usize) -> String {
+fn summary(selection: &Selection<PlanConfig>, most: usize) -> String {
     let plan = &selection.chosen.plan;
     let (moment, peak) = plan.peak();
     let of = selection.budget.map_or(String::new(), |budget| format!(" of {}", size(budget)));
     let mut lines = vec![
         format!("peak     {}{of} ({moment}){}", size(peak), time(&selection.chosen)),
-        format!("chosen   {}", plan.setting),
+        format!("chosen   {}", plan.config),
     ];
     lines.extend(telling(&selection.alternatives, most).map(|other| format!("         {}", sentence(other))));
     lines.join("\n")
@@ -87,7 +85,7 @@ fn sentence(other: &Alternative) -> String {
 }
 
 /// What a step takes, where the speeds are those of this machine.
-fn time(chosen: &Predicted) -> String {
+fn time(chosen: &Predicted<PlanConfig>) -> String {
     if chosen.measured { format!("; about {} a step", duration(chosen.seconds)) } else { String::new() }
 }
 
@@ -107,15 +105,7 @@ fn shape(row: &Row) -> String {
 
 /// The name of an element type, as in safetensors but in lower case.
 pub fn type_name(dtype: DType) -> &'static str {
-    match dtype {
-        DType::F32 => "f32",
-        DType::F16 => "f16",
-        DType::U32 => "u32",
-        DType::I32 => "i32",
-        DType::U8 => "u8",
-        DType::I8 => "i8",
-        DType::BF16 => "bf16",
-    }
+    dtype.name()
 }
 
 /// Columns side by side; those of `right` flush right.
@@ -135,7 +125,7 @@ fn aligned<const N: usize>(lines: &[[String; N]], right: &[usize]) -> String {
 }
 
 /// The event `plan`.
-pub fn event(selection: &Selection) -> Value {
+pub fn event(selection: &Selection<PlanConfig>) -> Value {
     let plan = &selection.chosen.plan;
     let (moment, peak) = plan.peak();
     json!({
@@ -145,7 +135,7 @@ pub fn event(selection: &Selection) -> Value {
         "budget_bytes": selection.budget,
         "seconds_per_step": selection.chosen.measured.then_some(selection.chosen.seconds),
         "policy": policy(plan),
-        "moments": plan.moments().map(|(moment, bytes)| (moment.name(), bytes)).into_iter()
+        "moments": plan.by_phase().map(|(moment, bytes)| (moment.name(), bytes)).into_iter()
             .collect::<std::collections::BTreeMap<_, _>>(),
         "rows": plan.rows.iter().map(row).collect::<Vec<_>>(),
         "alternatives": selection.alternatives.iter().map(|other| json!({
@@ -154,17 +144,17 @@ pub fn event(selection: &Selection) -> Value {
     })
 }
 
-fn policy(plan: &Plan) -> Value {
-    let setting = plan.setting;
-    let policy = setting.policy;
+fn policy(plan: &Plan<PlanConfig>) -> Value {
+    let config = plan.config;
+    let policy = config.policy;
     json!({
-        "micro_batch": setting.micro_batch,
+        "micro_batch": config.micro_batch,
         "recompute": policy.recompute.to_string(),
         "head_rows": policy.head_rows,
         "stream_base": policy.stream,
         "offload_inputs": policy.inputs.is_away(),
         "offload_optimizer": policy.moments.is_away(),
-        "optimizer": setting.optimizer.name(),
+        "optimizer": config.optimizer.name(),
         "activations": type_name(policy.activations),
     })
 }
@@ -178,7 +168,7 @@ fn row(row: &Row) -> Value {
         "shape": row.shape,
         "count": row.count,
         "bytes": row.bytes,
-        "place": row.home.name(),
+        "place": row.place.name(),
         "lifetime": row.lifetime,
         "resident": Phase::ALL.iter().map(resident).collect::<std::collections::BTreeMap<_, _>>(),
     })

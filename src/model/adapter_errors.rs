@@ -1,0 +1,33 @@
+//! How an error of the adapters crate is told to a user: with the option that sets the wrong property.
+
+use engraft_adapters::Problem;
+
+use crate::error::Error;
+
+/// What the adapters crate calls a property, and the option that sets it.
+const OPTIONS: [(&str, &str); 9] = [
+    ("targets:", "--targets:"),
+    ("layers:", "--layers:"),
+    ("rank:", "--rank:"),
+    ("alpha:", "--alpha:"),
+    ("rank_pattern", "--rank-pattern"),
+    ("alpha_pattern", "--alpha-pattern"),
+    ("dropout:", "--lora-dropout:"),
+    ("prefix length:", "--prefix-len:"),
+    ("prefix projection:", "--prefix-projection:"),
+];
+
+impl From<engraft_adapters::Error> for Error {
+    fn from(error: engraft_adapters::Error) -> Self {
+        let text = error.to_string();
+        let named =
+            OPTIONS.iter().find_map(|(property, option)| Some((option, text.strip_prefix(property)?)));
+        let text = named.map_or(text.clone(), |(option, rest)| format!("{option}{rest}"));
+        if !error.is_input() {
+            return Self::failed(text);
+        }
+        let other_base = error.problems().iter().any(|problem| matches!(problem, Problem::Base { .. }));
+        let found = Self::input(text);
+        if other_base { found.hint("--allow-base-mismatch takes it all the same") } else { found }
+    }
+}
