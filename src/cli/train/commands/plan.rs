@@ -13,7 +13,7 @@ use crate::{
             environment::Environment,
             open::{self, Compute},
             output::{write_json, write_note, write_out},
-            values::{DeviceName, Precision},
+            values::Precision,
         },
         train::{args::TrainArgs, layers, resolve},
     },
@@ -37,9 +37,11 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     let cache = environment.cache().ok().map(Path::to_owned);
     open::threads(args.compute.threads)?;
     // A plan needs no device: it is made for the one that was named, or for what is here.
-    let kind = args.compute.device.unwrap_or(DeviceName::Auto).kind();
-    let arithmetic =
-        if args.compute.precision == Some(Precision::Bf16) { Arithmetic::Bf16 } else { Arithmetic::F32 };
+    let kind = args.compute.device().kind();
+    let arithmetic = match args.compute.precision {
+        Some(Precision::Bf16) => Arithmetic::Bf16,
+        _ => Arithmetic::F32,
+    };
     let device = PlannedDevice::of_kind(kind, arithmetic);
     let base_dtype = args.base.base_dtype().kept();
     // Before anything else is said.
@@ -72,8 +74,7 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         write_json(&table::event(&selection))
     } else {
         write_out(&table::whole(&selection))?;
-        let faster = open::faster_in_bf16(kind, args.compute.precision, args.base.base_dtype);
-        if let Some(hint) = faster {
+        if let Some(hint) = open::faster_in_bf16(kind, args.compute.precision, args.base.base_dtype) {
             write_note(&format!("hint: {hint}"));
         }
         Ok(())

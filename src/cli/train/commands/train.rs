@@ -47,9 +47,10 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         Box::new(JsonReporter)
     } else {
         // A run that goes on has its precision.
-        let (kind, precision) = (compute.device.kind(), args.compute.precision);
-        let chooses = !options.resume;
-        let faster = chooses.then(|| open::faster_in_bf16(kind, precision, args.base.base_dtype)).flatten();
+        let kind = compute.device.kind();
+        let faster = (!options.resume)
+            .then(|| open::faster_in_bf16(kind, args.compute.precision, args.base.base_dtype))
+            .flatten();
         let hints = own_data_on_embedded_base(&args).into_iter().chain(faster).collect();
         Box::new(HumanReporter::new(args.log_every(), hints))
     };

@@ -17,8 +17,7 @@ fn resolve(text: &str) -> Result<RunOptions> {
 fn defaults_make_a_run() {
     let options = resolve("").unwrap();
     assert_eq!(options.data, DataSource::Embedded);
-    let constraints = Constraints { optimizer: Some(OptimizerKind::AdamW), ..Constraints::default() };
-    assert_eq!((options.batch, options.constraints, options.shuffle), (8, constraints, true));
+    assert_eq!((options.batch, options.constraints, options.shuffle), (8, Constraints::default(), true));
     assert_eq!(options.length, Length::Epochs(1.0));
     assert_eq!(options.adapter.kinds, Some(Kinds { lora: true, prefix: false }));
     assert_eq!(options.adapter.spec(), AdapterOptions::default().spec());
