@@ -14,8 +14,8 @@ pub struct OwnMemory {
 }
 
 impl OwnMemory {
-    /// Of a CUDA device. The runtime is not measured here: about 300 MiB of context and modules on recent devices,
-    /// and 32 MiB of cuBLAS workspace.
+    /// Of a CUDA device. The runtime is not measured here: about 300 MiB of context and modules on recent
+    /// devices, and 32 MiB of cuBLAS workspace.
     pub const CUDA: &'static Self =
         &Self { runtime_name: "CUDA context, libraries", runtime: 352 << 20, align: fixed::ALIGN };
 }

@@ -1,4 +1,4 @@
-//! What a plan must know of the device that would compute; it need not be here.
+//! The properties of a device that its plan depends on; the device need not be here.
 
 use crate::{
     device::{DType, Device, OwnMemory, arena::Placement},
@@ -20,7 +20,7 @@ pub struct PlannedDevice {
 pub struct Cores {
     /// Threads of the pool.
     pub threads: usize,
-    /// What frozen products and attention are computed in.
+    /// Number type of factors in frozen products and attention.
     pub arithmetic: Arithmetic,
 }
 
@@ -41,12 +41,12 @@ impl PlannedDevice {
         device.own_memory().map_or_else(|| Self::host(arithmetic), Self::with_memory)
     }
 
-    /// Where what is moved out of the planned memory goes.
+    /// Where buffers go that are moved out of the planned memory.
     pub fn away(self) -> Placement {
         if self.own_memory.is_some() { Placement::Host } else { Placement::Disk }
     }
 
-    /// Where what an arena places at `place` is: the memory of the host has one name in a plan.
+    /// Where buffers of an arena at `place` are: the memory of the host has one name in a plan.
     pub(super) fn place(self, place: Placement) -> Placement {
         match place {
             Placement::Memory if self.own_memory.is_none() => Placement::Host,

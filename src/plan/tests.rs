@@ -106,8 +106,8 @@ impl Job for Server<'_> {
     }
 }
 
-impl Ways for Server<'_> {
-    fn ways(&self) -> Vec<Together> {
+impl Candidates for Server<'_> {
+    fn candidates(&self) -> Vec<Together> {
         (1..=self.requests).map(Together).collect()
     }
 
@@ -136,7 +136,7 @@ impl Ways for Server<'_> {
     }
 
     fn savings(&self, _: Together) -> Vec<Together> {
-        self.ways()
+        self.candidates()
     }
 
     fn last_resorts(&self) -> Vec<LastResort<Together>> {
