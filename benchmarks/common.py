@@ -23,7 +23,7 @@ def add_options(parser):
     """The options of every memory benchmark."""
     parser.add_argument("--program", type=pathlib.Path, default=RELEASE / "engraft")
     parser.add_argument("--bases", type=pathlib.Path, default=ROOT / "target" / "bases", metavar="FOLDER",
-                        help="where the bases lie (FOLDER/small ..); those that are missing are made there")
+                        help="folder of the bases (FOLDER/small ..); missing ones are made there")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results to FILE too")
 
 

@@ -1,13 +1,19 @@
-"""engraft beside llama.cpp and Transformers: reading prompts and generating, in turn, on this machine's CPU.
+"""Compares engraft, llama.cpp and Transformers at reading prompts and generating on this machine's CPU.
 
     pip install -r benchmarks/requirements.txt
     cargo build --release --bins --examples
     python benchmarks/compare_generation.py [--size small] [--rounds 3] [--prompt 512,1000] [--rows 1,8,32]
 
-Sides are processes of their own that take turns; the table holds medians of tokens/s, and engraft's speed relative to
-each side, taken within a round. llama.cpp is the program inside the npm package node-llama-cpp, which is fetched
-into --peers; it reads F16 and Q8_0 files of the same weights. With `--adapter auto` a LoRA of rank 16 on all linear
-sites is made first and stands beside the base alone.
+Each side is a process; a round runs them one after another. The table holds medians of tokens/s over the
+rounds and, in brackets, engraft's speed divided by that side's within a round: its 8-bit base is compared
+with Q8_0, its FP16 base with the rest. Run nothing else meanwhile: llama.cpp's threads wait for each other in
+loops, and a busy machine slows it far more than the other sides. The last line says how busy it was.
+
+llama.cpp is the build in the npm package node-llama-cpp, called through its C interface (llama_bench.cpp),
+with F16 and Q8_0 files of the same weights. The package, the compiled program and the files are made in
+--peers, which needs npm, git and g++. llama.cpp picks its build for this CPU; `--llama-cpu haswell` holds it
+to AVX2, for comparison with an engraft that was built without the feature `avx512`. With `--adapter auto` a
+LoRA of rank 16 on all linear sites is made first and measured too.
 """
 
 import argparse
@@ -16,6 +22,7 @@ import os
 import pathlib
 import platform
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -23,31 +30,82 @@ import time
 
 from common import HERE, RELEASE, ROOT, base, job, save, train_command, words, write_rows
 
-LLAMA = "node-llama-cpp@3.22.1"
+# Of node-llama-cpp and of the packages with its libraries, one for each platform.
+LLAMA_VERSION = "3.22.1"
+PLATFORM = {"x86_64": "linux-x64", "aarch64": "linux-arm64"}.get(platform.machine())
+# A share of the CPUs used by other processes that harms no figure.
+QUIET = 0.05
+
+
+def busy_seconds():
+    """CPU seconds since the machine started that processes used or a hypervisor took away."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, open("/proc/stat").readline().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def own_seconds():
+    """CPU seconds of this process and of its children that have ended."""
+    return sum(os.times()[:4])
 
 
 def speeds(command):
-    """What a side prints as its last line."""
+    """What a side prints as its last line, and the share of all CPUs that others used meanwhile."""
+    start, busy, own = time.perf_counter(), busy_seconds(), own_seconds()
     done = subprocess.run(words(command), capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(f"{' '.join(words(command))}\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    others = (busy_seconds() - busy) - (own_seconds() - own)
+    share = max(0, others / (time.perf_counter() - start) / os.cpu_count())
+    return json.loads(done.stdout.splitlines()[-1]), share
 
 
-def peers(folder, source, size):
-    """node-llama-cpp and GGUF files of the base, made where they are missing: {type: file}."""
+def npm_package(folder, name):
+    """The folder of an unpacked npm package, without what it depends on and without its install script."""
+    target = folder / f"{name.split('/')[-1]}-{LLAMA_VERSION}"
+    if not target.exists():
+        pack = ["npm", "pack", "--silent", "--pack-destination", folder, f"{name}@{LLAMA_VERSION}"]
+        packed = subprocess.run(pack, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-1]
+        unpacked = folder / f"{target.name}.part"
+        shutil.rmtree(unpacked, ignore_errors=True)
+        shutil.unpack_archive(folder / packed, unpacked, filter="data")
+        (unpacked / "package").rename(target)
+        unpacked.rmdir()
+        (folder / packed).unlink()
+    return target
+
+
+def llama_bench(folder):
+    """The command that times llama.cpp, without its GGUF file; compiles it if it is missing or old."""
+    if PLATFORM is None:
+        sys.exit(f"node-llama-cpp has no libraries for {platform.machine()}")
+    libraries = npm_package(folder, f"@node-llama-cpp/{PLATFORM}") / "bins" / PLATFORM
+    source = folder / f"llama.cpp-{LLAMA_VERSION}"
+    if not source.exists():
+        bundle = npm_package(folder, "node-llama-cpp") / "llama" / "gitRelease.bundle"
+        quiet = ["-c", "advice.detachedHead=false", "-c", "init.defaultBranch=main"]
+        subprocess.run(words(["git", *quiet, "clone", "--quiet", bundle, source]), check=True)
+    code, program = HERE / "llama_bench.cpp", folder / f"llama_bench-{LLAMA_VERSION}"
+    if not program.exists() or program.stat().st_mtime < code.stat().st_mtime:
+        # By their paths: the names carry llama.cpp's version, for which the linker has no -l.
+        linked = [library for name in ["llama-common", "llama", "ggml", "ggml-base"]
+                  for library in libraries.glob(f"lib{name}.*so")]
+        headers = [f"-I{source / 'include'}", f"-I{source / 'ggml' / 'include'}"]
+        compiler = ["g++", "-O2", "-std=c++17", *headers, f"-Wl,-rpath,{libraries}"]
+        subprocess.run(words([*compiler, code, *linked, "-o", program]), check=True)
+    return [program, "--backends", libraries]
+
+
+def peers(folder, source):
+    """llama.cpp's command and the base as GGUF files, {type: file}; makes those that are missing or old."""
+    folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "node_modules" / "node-llama-cpp").exists():
-        # Its own binaries alone: no build from source, no download beyond the package.
-        subprocess.run(["npm", "install", "--ignore-scripts", "--no-save", "--prefix", folder, LLAMA], check=True,
-                       stdout=sys.stderr)
-    files = {}
+    files, written = {}, (source / "model.safetensors").stat().st_mtime
     for kind in ["f16", "q8_0"]:
-        files[kind] = folder / f"{size}-{kind}.gguf"
-        if not files[kind].exists():
-            subprocess.run(words([sys.executable, HERE / "gguf_base.py", source, files[kind], "--type", kind]),
-                           check=True, stdout=sys.stderr)
-    return files
+        files[kind] = folder / f"{source.resolve().name}-{kind}.gguf"
+        if not files[kind].exists() or files[kind].stat().st_mtime < written:
+            convert = [sys.executable, HERE / "gguf_base.py", source, files[kind], "--type", kind]
+            subprocess.run(words(convert), check=True, stdout=sys.stderr)
+    return llama_bench(folder), files
 
 
 def adapter(program, source, folder):
@@ -84,6 +142,7 @@ def main():
     p.add_argument("--rows", default="1,8,32")
     p.add_argument("--new", type=int, default=128)
     p.add_argument("--adapter", choices=["none", "auto"], default="auto")
+    p.add_argument("--llama-cpu", metavar="NAME", help="llama.cpp's build for that CPU: haswell has AVX2")
     p.add_argument("--bf16", action="store_true",
                    help="engraft and Transformers in BF16 too: the latter is slow where the CPU has no BF16")
     p.add_argument("--json", type=pathlib.Path, metavar="FILE")
@@ -92,32 +151,37 @@ def main():
     source = a.base or base(a.bases, a.size)
     # First of all, while no peer has raised the peak of this process's children.
     seconds, peak = first_token(RELEASE / "engraft-infer", source)
-    files = peers(a.peers, source, a.size)
-    ours = [RELEASE / "examples" / "decoding", source, "--prompt", a.prompt, "--rows", a.rows, "--new", a.new]
-    llama = lambda kind: ["node", HERE / "llama.mjs", files[kind], "--prompt", a.prompt, "--new", a.new, "--threads",
-                          os.cpu_count(), "--modules", a.peers]
-    hf = [sys.executable, HERE / "generate_peer.py", source, "--prompt", a.prompt, "--rows", a.rows, "--new", a.new]
+    (bench, *folder), files = peers(a.peers, source)
+    work = ["--prompt", a.prompt, "--rows", a.rows, "--new", a.new]
+    ours = [RELEASE / "examples" / "decoding", source, *work]
+    build = ["--cpu", a.llama_cpu] if a.llama_cpu else []
+    llama = lambda kind: [bench, files[kind], *folder, *build, *work]
+    hf = [sys.executable, HERE / "generate_peer.py", source, *work]
     sides, best = {"engraft": ours}, "engraft"
     if a.bf16:
         ours, best = [*ours, "--bf16"], "engraft BF16"
         sides[best] = ours
     if a.adapter == "auto":
         sides[f"{best}, LoRA"] = [*ours, "--adapter", adapter(RELEASE / "engraft", source, a.peers)]
-    sides |= {"llama.cpp F16": llama("f16"), "llama.cpp Q8_0": llama("q8_0"), "Transformers F32": hf}
+    eight = f"{best}, 8-bit"
+    sides |= {"llama.cpp F16": llama("f16"), eight: [*ours, "--q8"], "llama.cpp Q8_0": llama("q8_0"),
+              "Transformers F32": hf}
     if a.bf16:
         sides["Transformers BF16"] = [*hf, "--dtype", "bf16"]
+    against = {side: eight if side == "llama.cpp Q8_0" else best for side in sides}
 
-    rounds = []
+    rounds, others = [], []
     for number in range(a.rounds):
         rounds.append({})
         for side, command in sides.items():
-            rounds[-1][side] = speeds(command)
-            print(f"round {number}: {side}: {rounds[-1][side]}", flush=True)
+            rounds[-1][side], share = speeds(command)
+            others.append(share)
+            print(f"round {number}: {side}: {rounds[-1][side]}; others: {share:.0%} of the CPUs", flush=True)
 
-    print(f"\n{platform.machine()}, {os.cpu_count()} CPUs; {a.size}; tokens/s, medians of {a.rounds}; in brackets "
-          f"{best}'s speed relative to it")
+    print(f"\n{platform.machine()}, {os.cpu_count()} CPUs; {a.size}; tokens/s, medians of {a.rounds}; "
+          f"in brackets the speed of {best} divided by it, for Q8_0 that of {eight}")
     names = list(rounds[0]["engraft"])
-    print(f"{'':20}" + "".join(f"{name:>20}" for name in names))
+    print(f"{'':24}" + "".join(f"{name:>20}" for name in names))
     for side in sides:
         cells = []
         for name in names:
@@ -125,12 +189,18 @@ def main():
                 cells.append("")
                 continue
             speed = statistics.median(r[side][name] for r in rounds)
-            ratio = statistics.median(r[best][name] / r[side][name] for r in rounds)
+            ratio = statistics.median(r[against[side]][name] / r[side][name] for r in rounds)
             cells.append(f"{speed:.1f} ({ratio:.2f} x)")
-        print(f"{side:20}" + "".join(f"{cell:>20}" for cell in cells))
-    print(f"\nengraft-infer: {seconds:.2f} s from the shell to its end with one token, peak resident set "
+        print(f"{side:24}" + "".join(f"{cell:>20}" for cell in cells))
+    llama = rounds[0]["llama.cpp F16"]
+    print(f"\nllama.cpp used {llama['backend']} and {llama['threads']} threads")
+    print(f"engraft-infer: {seconds:.2f} s from the shell to its end with one token, peak resident set "
           f"{peak / 2**20:.0f} MiB with 201")
-    save(a.json, {"rounds": rounds, "first_token_s": seconds, "peak_bytes": peak})
+    print(f"other processes used {statistics.median(others):.0%} of the CPUs (median of all runs), at most "
+          f"{max(others):.0%}")
+    if max(others) > QUIET:
+        print("The machine was too busy for figures of llama.cpp: measure again.")
+    save(a.json, {"rounds": rounds, "others": others, "first_token_s": seconds, "peak_bytes": peak})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""engraft beside PEFT on the same rows, in turn, on this machine's CPU; prints medians and ratios.
+"""engraft beside PEFT on the same rows, alternately, on this machine's CPU; prints medians and ratios.
 
     pip install -r benchmarks/requirements.txt
     cargo build --release

@@ -4,7 +4,7 @@
     pip install -r benchmarks/requirements.txt
     python benchmarks/gpu.py [--programs FOLDER] [--minutes 9] [--sizes small,medium,large,xl] [--output FOLDER]
 
-The machine with the GPU needs the programs, python with torch, transformers and peft, and this folder, no Rust. In turn:
+The machine with the GPU needs the programs, python with torch, transformers and peft, and this folder, no Rust. One after the other:
 `device_check` (every op against the CPU, golden files, trainings, planned against held memory), its ops once more under
 compute-sanitizer where that is installed (`pip install nvidia-cuda-sanitizer-api` will do), a default training, products,
 attention and updates beside PyTorch, tokens with their launches recorded and one by one, then for each size a LoRA r 8 on

@@ -67,7 +67,7 @@ class Group:
             file.write(str(value))
 
     def read(self, name, key=None):
-        """The number in a file of the group, or the one behind `key`; None where there is none."""
+        """The number in a file of the group, or the one after `key`; None where there is none."""
         with contextlib.suppress(OSError, StopIteration, ValueError):
             lines = (self.folder / name).read_text().splitlines()
             return int(lines[0] if key is None else next(x.split()[1] for x in lines if x.split()[0] == key))
@@ -83,7 +83,7 @@ class Group:
                 self.read("memory.events", "oom_kill"))
 
     def remove(self):
-        """Ends what is left in the group and removes it."""
+        """Ends the processes left in the group and removes it."""
         for _ in range(50):
             for pid in (self.folder / "cgroup.procs").read_text().split():
                 with contextlib.suppress(ProcessLookupError):

@@ -27,7 +27,7 @@ MOST_TOKENS = 2048  # in a step, so that a run takes seconds
 
 
 def draw_setting(draw, sizes):
-    """A random setting and how far above the smallest plan its memory lies."""
+    """A random setting and how far its memory is above the smallest plan."""
     while True:
         setting = {"base": draw.choice(sizes), "method": draw.choice(METHODS), "rank": draw.choice(RANKS),
                    "batch": draw.choice(BATCHES), "seq": draw.choice(LENGTHS), "above": draw.uniform(1.0, 1.5)}

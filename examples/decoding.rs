@@ -4,9 +4,9 @@
 //!         [--beside]
 //!
 //! Prints a JSON line: tokens/s of reading prompts of these lengths (median of five), and of `--new` tokens made
-//! greedily behind a prompt of 32 by so many samples side by side (all samples together); with `--bf16` products are in BF16
+//! greedily after a prompt of 32 by so many samples side by side (all samples together); with `--bf16` products are in BF16
 //! where that is faster, with `--q8` matrices are kept in 8 bits. With `--beside` the same samples are made without the
-//! adapter too, a token of each in turn, and `cost` is how much longer the median token takes with it: other work on the
+//! adapter too, alternately token by token, and `cost` is how much longer the median token takes with it: other work on the
 //! machine slows both.
 
 use std::{env, path::Path, sync::Arc, time::Instant};

@@ -2,7 +2,7 @@
 //!
 //!     cargo run --release --example kernel_lab [-- ROUNDS [NAME]]
 //!
-//! Every version of a frozen product is compared with sums in f64 first and then timed in turn with the others, so
+//! Every version of a frozen product is compared with sums in f64 first and then timed alternately with the others, so
 //! that a busy machine slows all of them; a line gives the best of ROUNDS [default: 7] in GFLOP/s or GB/s, because other
 //! work on the machine can only slow it, and the share of the roof, the best of the same rounds. NAME leaves only the
 //! lines that contain it. Products of BF16 pairs are there on CPUs where `--precision bf16` makes them.
@@ -268,7 +268,7 @@ fn others(only: &str, at: Level, level: Level, rounds: usize) {
     time(lines, rounds);
 }
 
-/// Runs all lines and the roofs in turn, and prints the best of each.
+/// Runs all lines and the roofs alternately, and prints the best of each.
 fn time(mut lines: Vec<Line>, rounds: usize) {
     let mut seconds = vec![Vec::new(); lines.len()];
     let all = [Roof::Bytes, Roof::Pairs].into_iter().chain(Level::ALL.map(Roof::Operations));

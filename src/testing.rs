@@ -2,6 +2,11 @@
 
 use half::f16;
 
+#[path = "../tests/it/skip.rs"]
+mod skip;
+
+pub use skip::skip;
+
 /// Repeatable values in -1 .. 1, different for every `seed`.
 pub fn numbers(seed: u64, len: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
@@ -39,17 +44,24 @@ pub fn assert_close(found: &[f32], expected: &[f64], tolerance: f64, what: &str)
 #[track_caller]
 pub fn assert_gradient(point: &[f64], gradient: &[f64], what: &str, loss: impl Fn(&[f64]) -> f64) {
     assert_eq!(point.len(), gradient.len(), "{what}: lengths");
+    for (at, (&found, expected)) in gradient.iter().zip(central_differences(point, loss)).enumerate() {
+        let error = (found - expected).abs();
+        assert!(error <= 1e-7 * (1.0 + expected.abs()), "d{what}[{at}]: {found} against {expected}");
+    }
+}
+
+/// The gradient of `loss` at `point` by central differences, in f64.
+pub fn central_differences(point: &[f64], loss: impl Fn(&[f64]) -> f64) -> Vec<f64> {
     let step = 1e-5;
-    for at in 0..point.len() {
+    let difference = |at: usize| {
         let shifted = |by: f64| {
             let mut point = point.to_vec();
             point[at] += by;
             loss(&point)
         };
-        let expected = (shifted(step) - shifted(-step)) / (2.0 * step);
-        let error = (gradient[at] - expected).abs();
-        assert!(error <= 1e-7 * (1.0 + expected.abs()), "d{what}[{at}]: {} against {expected}", gradient[at]);
-    }
+        (shifted(step) - shifted(-step)) / (2.0 * step)
+    };
+    (0..point.len()).map(difference).collect()
 }
 
 /// `sum(values * weights)`: turns an output into a scalar whose gradient is `weights`.

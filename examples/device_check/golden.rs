@@ -20,7 +20,7 @@ use crate::{
     setup::{Size, golden, load},
 };
 
-/// Cases whose tensors are named in their golden file as in ours, or behind the kind of adapter.
+/// Cases whose tensors are named in their golden file as in ours, or after the kind of adapter.
 const CASES: [&str; 5] =
     ["lora_c_attn", "lora_all_rslora_patterns", "lora_layers", "prefix", "lora_and_prefix"];
 

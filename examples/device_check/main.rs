@@ -130,7 +130,12 @@ fn open(name: &str) -> Result<(Device, String, &'static [DType], Size)> {
     let device = Device::cuda(name.parse().unwrap_or(0))?;
     let name = if let Device::Cuda(gpu) = device { gpu.name() } else { String::new() };
     let size = if name == INTERPRETED { Size::SMALL } else { Size::LARGE };
-    Ok((device, format!("{name} ({})", device.dispatch()), &[DType::F16, DType::BF16, DType::F32], size))
+    Ok((
+        device,
+        format!("{name} ({})", device.dispatch(DType::F16)),
+        &[DType::F16, DType::BF16, DType::F32],
+        size,
+    ))
 }
 
 fn check(options: &Options) -> Result<(String, Vec<Line>, Vec<Speed>)> {

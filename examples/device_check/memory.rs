@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use engraft::{
-    device::{DType, Device, OwnMemory, arena::Placement, fixed::FIXED},
+    device::{DType, Device, DeviceKind, OwnMemory, arena::Placement},
     engine::Trainer,
     error::{Error, Result},
     model::{Base, Policy},
@@ -20,7 +20,7 @@ use crate::{
 
 pub fn check(device: Device, types: &[DType], size: Size) -> Result<Vec<Line>> {
     let mut lines = Vec::new();
-    if device.is_host() {
+    if device.kind().shares_host_memory() {
         return Ok(lines);
     }
     lines.push(kept_for_good(device, types[0], size)?);
@@ -28,7 +28,7 @@ pub fn check(device: Device, types: &[DType], size: Size) -> Result<Vec<Line>> {
         let before = held(device) - scratch(device);
         let base = base(size, device, activations)?;
         let taken = held(device) - scratch(device) - before;
-        let planned = BaseBytes::on_device(&base.config, OwnMemory::CUDA).total() as usize;
+        let planned = BaseBytes::on_device(&base.config, memory()).total() as usize;
         lines.push(beyond("memory: base", activations, taken, planned));
         for (kind, optimizer) in
             [(Kind::Both, OptimizerKind::AdamW), (Kind::Prefix, OptimizerKind::AdamW8bit)]
@@ -48,12 +48,18 @@ pub fn check(device: Device, types: &[DType], size: Size) -> Result<Vec<Line>> {
     Ok(lines)
 }
 
+/// Memory of a CUDA device.
+fn memory() -> &'static OwnMemory {
+    DeviceKind::CUDA.own_memory.as_ref().expect("CUDA devices have memory of their own")
+}
+
 /// What a device holds from its first training on; the trainings that follow are counted without it.
 fn kept_for_good(device: Device, activations: DType, size: Size) -> Result<Line> {
     let first = base(size, device, activations)?;
     Recipe { optimizer: OptimizerKind::AdamW8bit, ..Recipe::of(Kind::Prefix, size) }.run(&first)?;
     drop(first);
-    Ok(beyond("memory: kept for good", activations, held(device) - scratch(device), FIXED))
+    let fixed = device.kind().own_memory.map_or(0, |own| own.fixed);
+    Ok(beyond("memory: kept for good", activations, held(device) - scratch(device), fixed))
 }
 
 /// Bytes that are held beyond the plan, as a part of it: nothing is allowed.
@@ -62,7 +68,7 @@ fn beyond(what: &str, activations: DType, held: usize, planned: usize) -> Line {
     Line::new(format!("{what}: {held} B held of {planned} B"), activations, over, 0.0)
 }
 
-/// What a trainer holds beside the base when it is made, and everything behind its steps, against the plan of a run.
+/// What a trainer holds beside the base when it is made, and everything after its steps, against the plan of a run.
 fn training(base: &Arc<Base>, before: usize, recipe: Recipe) -> Result<Vec<Line>> {
     let (device, activations) = (base.device, base.activations);
     let streamed = if recipe.policy.stream { ", streamed" } else { "" };
@@ -81,7 +87,7 @@ fn training(base: &Arc<Base>, before: usize, recipe: Recipe) -> Result<Vec<Line>
         set: &set,
         batch: recipe.size.rows,
         seq_len: recipe.size.tokens,
-        device: PlannedDevice::with_memory(OwnMemory::CUDA),
+        device: PlannedDevice::of(device, base.weights.wte.arithmetic),
         program: 0,
         rows_on_heap: 0,
         streamable: true,
@@ -91,7 +97,7 @@ fn training(base: &Arc<Base>, before: usize, recipe: Recipe) -> Result<Vec<Line>
     let config = PlanConfig { micro_batch: recipe.micro_batch, policy, optimizer: recipe.optimizer };
     let rows = plan(&job, config)?.rows;
     let on_device = rows.iter().filter(|row| row.place == Placement::Memory);
-    let total = on_device.map(|row| row.most_resident()).sum::<u64>() - OwnMemory::CUDA.runtime;
+    let total = on_device.map(|row| row.most_resident()).sum::<u64>() - memory().runtime;
     let all = total as usize - prepared.scratch;
     let stages = rows.iter().filter(|row| row.role == "stages" && row.place == Placement::Memory);
     let table = prepared.table + stages.map(|row| row.bytes as usize).sum::<usize>();
@@ -104,7 +110,7 @@ fn training(base: &Arc<Base>, before: usize, recipe: Recipe) -> Result<Vec<Line>
     ])
 }
 
-/// A training that is larger than the device is refused with its numbers and leaves nothing behind: the next one
+/// A training that is larger than the device is refused with its numbers and leaves nothing allocated: the next one
 /// has the bits of the one before.
 fn too_little(device: Device, types: &[DType], size: Size) -> Result<Vec<Line>> {
     let activations = types.first().copied().unwrap_or(DType::F32);
@@ -135,7 +141,7 @@ fn too_little(device: Device, types: &[DType], size: Size) -> Result<Vec<Line>> 
     let again = recipe.run(&base)?;
     Ok(vec![
         Line::new("out of memory: told in one sentence", activations, f64::from(u8::from(!told)), 0.0),
-        Line::new("out of memory: bytes left behind", activations, left as f64, 0.0),
+        Line::new("out of memory: bytes still allocated", activations, left as f64, 0.0),
         Line::new("out of memory: other bits afterwards", activations, different(&first, &again), 0.0),
     ])
 }

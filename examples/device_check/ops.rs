@@ -212,7 +212,7 @@ fn linears(on: On, n: usize) -> Result<Outputs> {
     let (inputs, outputs) = (96, 120);
     let (w, bias) = (on.frozen(1, inputs * outputs)?, on.frozen(2, outputs)?);
     let layer = Layer { weight: Matrix::halves(w.view(), inputs, outputs), bias: bias.view() };
-    // A at 1, B behind it; then a second delta on some columns.
+    // A at 1, B after it; then a second delta on some columns.
     let first = Delta { a: 1, b: 1 + 3 * inputs, rank: 3, columns: 0..outputs, scale: 1.7, turned: false };
     let at = first.b + 3 * outputs;
     let second = Delta { a: at, b: at + 17 * inputs, rank: 17, columns: 40..77, scale: 0.3, turned: false };
@@ -257,7 +257,7 @@ fn linears(on: On, n: usize) -> Result<Outputs> {
     ])
 }
 
-/// Two rows of 71 tokens in three documents behind a prefix of 5, and without one.
+/// Two rows of 71 tokens in three documents after a prefix of 5, and without one.
 fn attentions(on: On, width: usize) -> Result<Outputs> {
     let (batch, t, heads) = (2, 71, 3);
     let c = heads * width;
@@ -291,7 +291,7 @@ fn dense_heads(data: View, c: usize) -> Heads {
     Heads { data, row: c, batch: 0 }
 }
 
-/// A query in each of two rows behind a cache of 300 tokens, appended in two pieces, and a prefix; once more where the
+/// A query in each of two rows after a cache of 300 tokens, appended in two pieces, and a prefix; once more where the
 /// device counts the tokens.
 fn decoding(on: On) -> Result<Outputs> {
     let (batch, past, heads, width, p, capacity) = (2, 300, 2, 64, 5, 310);
@@ -318,7 +318,7 @@ fn decoding(on: On) -> Result<Outputs> {
     let mut counted = [on.room(batch * capacity * c)?, on.room(batch * capacity * c)?];
     let [k, v] = caches.each_ref().map(|cache| dense_row(cache.view(), c, capacity));
     let [to_k, to_v] = &mut counted;
-    // The tokens before, and the last one behind as many as are counted.
+    // The tokens before, and the last one after the counted ones.
     attention::append(k, to_k.view_mut(), (batch, past, c), (0, capacity * c));
     attention::append(v, to_v.view_mut(), (batch, past, c), (0, capacity * c));
     let last =

@@ -236,9 +236,9 @@ fn info(base: &Base, prepared: &Prepared, optimizer: OptimizerKind) -> SaveInfo 
         base: base.weights.fingerprint.clone(),
         data: String::new(),
         machine: Machine {
-            device: base.device.kind().to_owned(),
+            device: base.device.kind().name.to_owned(),
             precision: format!("{:?}", base.activations),
-            dispatch: base.device.dispatch(),
+            dispatch: base.device.dispatch(base.activations),
         },
         spec: set.spec.clone(),
         tensors: set.layout.tensors.iter().map(|slot| slot.name.clone()).collect(),
@@ -257,12 +257,12 @@ fn decoder(base: &Arc<Base>, size: Size) -> Result<Decoder> {
     Decoder::new(Arc::clone(base), bindings, start(&set), 2, size.tokens)
 }
 
-/// Logits behind a text that is fed whole.
+/// Logits after a text that is fed whole.
 fn decode(base: &Arc<Base>, size: Size) -> Result<Vec<f32>> {
     Ok(decoder(base, size)?.feed(&text(base, size))?.to_vec())
 }
 
-/// Logits behind the same text a token at a time, the last four by two rows that began alike; then once more from the
+/// Logits after the same text, a token at a time, the last four by two rows that began alike; then once more from the
 /// middle, with work that was recorded for one row, for two and for one again; and whether it was.
 fn stepwise(base: &Arc<Base>, size: Size) -> Result<([Vec<f32>; 2], bool)> {
     let ids = text(base, size);
@@ -286,14 +286,14 @@ fn stepwise(base: &Arc<Base>, size: Size) -> Result<([Vec<f32>; 2], bool)> {
     Ok((both, decoder.is_recorded()))
 }
 
-/// Logits behind an adapted text: fed whole against the CPU's, and token by token against whole; recorded work against
+/// Logits after a text, with an adapter: fed whole against the CPU's, and token by token against whole; recorded work against
 /// that of a streamed base, which is never recorded.
 fn generation(cpu: &Arc<Base>, base: &Arc<Base>, size: Size) -> Result<Vec<Line>> {
     let (expected, whole) = (decode(cpu, size)?, decode(base, size)?);
     let ([rows, again], recorded) = stepwise(base, size)?;
     let streamed = streamed(size, base.device, base.activations)?;
     let ([launched, _], streams) = stepwise(&streamed, size)?;
-    let as_meant = recorded != base.device.is_host() && !streams;
+    let as_meant = recorded == base.device.kind().records_graphs && !streams;
     let (first, second) = rows.split_at(base.config.vocab);
     let line = |what: &str, error| {
         Line::new(format!("generation: {what}"), base.activations, error, element_bound(base.activations))

@@ -1,4 +1,4 @@
-//! What is trained in the checks, and how large: a tiny base on the driver of `cuda-shim/driver`, whose device
+//! The trainings of the checks and their sizes: a tiny base on the driver of `cuda-shim/driver`, whose device
 //! computes at the speed of an interpreter, the embedded base on a real device.
 
 use std::{
@@ -56,7 +56,7 @@ impl Size {
         self == Self::LARGE
     }
 
-    /// The same for heads of 64, behind a prefix more than a tile of keys where it is large.
+    /// The same for heads of 64, after a prefix longer than a tile of keys where it is large.
     pub fn with_wide_heads(self) -> Self {
         let (tokens, steps) = if self.is_large() { (150, self.steps) } else { (self.tokens, 2) };
         Self { model: Model::Wide, tokens, steps, ..self }
@@ -102,7 +102,7 @@ fn cache() -> PathBuf {
     std::env::temp_dir().join(format!("device-check-{}", std::process::id()))
 }
 
-/// Removes what loading bases left behind.
+/// Removes the files that loading bases left.
 pub fn clean() {
     let _ = std::fs::remove_dir_all(cache());
 }
@@ -125,9 +125,9 @@ pub enum Kind {
     Lora,
     /// A prefix whose tensor is large enough for 8-bit moments.
     Prefix,
-    /// A prefix behind a projection.
+    /// A prefix with a projection.
     Projected,
-    /// LoRA on every linear site and a prefix behind a projection.
+    /// LoRA on every linear site and a prefix with a projection.
     Both,
 }
 
@@ -161,9 +161,9 @@ impl Kind {
 /// One training.
 #[derive(Debug, Clone, Copy)]
 pub struct Recipe {
-    /// What is trained.
+    /// The adapters that are trained.
     pub kind: Kind,
-    /// What is kept, and where.
+    /// The policy: recompute and placements.
     pub policy: Policy,
     /// How moments are held.
     pub optimizer: OptimizerKind,
@@ -222,7 +222,7 @@ impl Recipe {
         Ok(Prepared { trainer, batches: self.batches(base), table, scratch })
     }
 
-    /// The losses of every step, and the values behind the last.
+    /// The losses of every step, and the values after the last.
     pub fn run(&self, base: &Arc<Base>) -> Result<Outcome> {
         let mut prepared = self.prepare(base)?;
         prepared.steps(self.size.steps)

@@ -8,5 +8,5 @@ use engraft::observe::counting::Counting;
 static HEAP: Counting = Counting;
 
 fn main() -> ExitCode {
-    engraft::cli::engraft_infer()
+    engraft::cli::infer::main()
 }

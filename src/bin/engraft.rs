@@ -1,4 +1,4 @@
-//! `engraft`: trains adapters on a frozen GPT-2 and looks at what was trained.
+//! `engraft`: trains adapters on a frozen GPT-2 and describes what was trained.
 
 use std::process::ExitCode;
 
@@ -8,5 +8,5 @@ use engraft::observe::counting::Counting;
 static HEAP: Counting = Counting;
 
 fn main() -> ExitCode {
-    engraft::cli::engraft()
+    engraft::cli::train::main()
 }

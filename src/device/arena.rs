@@ -1,7 +1,7 @@
-//! Arenas: where buffers are cut from, in memory or in a file, and the table of what was cut.
+//! Arenas: memory or a file that buffers are cut from, and the table of the buffers.
 //!
-//! [`Arenas`] either only counts (planning) or really holds memory; the same allocation code runs
-//! against both, so a plan and the run it describes cannot drift apart.
+//! [`Arenas`] either only count (planning) or hold memory. The same allocation code runs against both, so a plan
+//! and the run that it describes cannot drift apart.
 
 use std::{
     fs::File,
@@ -27,13 +27,13 @@ pub enum Placement {
     Memory,
     /// A nameless file on disk, whose pages are in memory only while they are used.
     Disk,
-    /// Memory of the host that a device with memory of its own reads and writes by itself; on a host the same as
-    /// [`Placement::Memory`].
+    /// Pinned memory of the host, which a device with memory of its own reads and writes by itself; the same as
+    /// [`Placement::Memory`] on a device that shares the host's memory.
     Host,
 }
 
 impl Placement {
-    /// Whether what is here was moved out of the memory that is planned.
+    /// Whether a buffer here was moved out of the planned memory.
     pub fn is_away(self) -> bool {
         self != Self::Memory
     }
@@ -50,17 +50,17 @@ impl Placement {
 
 /// Zeroed memory that one arena's buffers are cut from.
 pub enum Chunk {
-    /// Of the host.
+    /// Memory of the host, or a mapped file.
     Host(HostPages),
-    /// Of a device.
+    /// Memory of a device.
     #[cfg(feature = "cuda")]
     Cuda(Memory),
-    /// Of the host, at addresses that a device uses as its own.
+    /// Pinned memory of the host, at addresses that a device uses as its own.
     #[cfg(feature = "cuda")]
     Pinned(Pinned),
 }
 
-/// Memory of the host, or of a file.
+/// Pages of the host's memory, or of a mapped file.
 pub struct HostPages {
     pages: memmap2::MmapMut,
     place: Placement,
@@ -68,7 +68,7 @@ pub struct HostPages {
 
 static MAPPED: AtomicUsize = AtomicUsize::new(0);
 
-/// Bytes that arenas in the host's memory hold now: reserved, touched or not. They do not pass through the allocator.
+/// Bytes that arenas reserve of the host's memory now, touched or not. They do not pass through the allocator.
 pub fn mapped() -> usize {
     MAPPED.load(Relaxed)
 }
@@ -91,8 +91,8 @@ impl HostPages {
 }
 
 impl Chunk {
-    /// All bytes of the host's; none of a device's. That writers hold disjoint parts of them is what
-    /// [`Buffer`] is for.
+    /// All bytes of a chunk in host memory; none of a device's. [`Buffer`] makes sure that writers hold disjoint
+    /// parts.
     pub(crate) fn bytes(&self) -> &[u8] {
         match self {
             Self::Host(host) => &host.pages,
@@ -101,7 +101,7 @@ impl Chunk {
         }
     }
 
-    /// The mapping, if its pages may be released: those of a file come back as they were.
+    /// The mapping of a chunk in a file: its pages may be released, and come back with the same bytes.
     pub(crate) fn of_file(&self) -> Option<&memmap2::MmapMut> {
         match self {
             Self::Host(host) => (host.place == Placement::Disk).then_some(&host.pages),
@@ -110,7 +110,7 @@ impl Chunk {
         }
     }
 
-    /// Where it lies.
+    /// The device that uses its addresses.
     pub(crate) fn device(&self) -> Device {
         match self {
             Self::Host(_) => Device::Cpu,
@@ -131,7 +131,7 @@ impl Chunk {
         }
     }
 
-    /// Where byte `start` is.
+    /// The address of byte `start`.
     fn at(&self, start: usize) -> *mut u8 {
         match self {
             Self::Host(host) => host.pages.as_ptr().wrapping_add(start).cast_mut(),
@@ -143,23 +143,23 @@ impl Chunk {
     }
 }
 
-/// One line of a memory table: a buffer as it was cut from its arena.
+/// One line of a memory table: a buffer as its arena cut it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TableRow {
     /// The arena: saved, workspace, gradients ...
     pub role: &'static str,
-    /// What the buffer holds.
+    /// Name of the buffer, by its content.
     pub name: String,
-    /// Element type.
+    /// Type of its elements.
     pub dtype: DType,
-    /// Shape, outermost first.
+    /// Its shape, outermost dimension first.
     pub shape: Vec<usize>,
-    /// Where its bytes are.
+    /// Memory or file that it was cut from.
     pub place: Placement,
 }
 
 impl TableRow {
-    /// Bytes of the buffer, with what aligns the next one.
+    /// Bytes of the buffer, with the padding that aligns the next one.
     pub fn bytes(&self) -> usize {
         (self.shape.iter().product::<usize>() * self.dtype.size()).next_multiple_of(ALIGN)
     }
@@ -168,10 +168,10 @@ impl TableRow {
 /// Every buffer starts on a cache line, which is also enough for AVX-512 loads.
 pub const ALIGN: usize = 64;
 
-/// In a file every buffer starts on a page, so that it can be fetched and released alone.
+/// Bytes of a page: in a file every buffer starts on one, so that it can be fetched and released alone.
 const PAGE: usize = 4096;
 
-/// Memory of one role, handed out front to back and freed as a whole.
+/// Memory of one role, cut front to back and freed as a whole.
 pub struct Arena {
     role: &'static str,
     place: Placement,
@@ -210,7 +210,7 @@ impl Arena {
         Ok(Self { role, place, chunk: Some(Arc::new(chunk)), used: 0, rows: Vec::new() })
     }
 
-    /// Bytes handed out so far, alignment included.
+    /// Bytes cut so far, alignment included.
     pub fn used(&self) -> usize {
         self.used
     }
@@ -254,14 +254,15 @@ pub(crate) fn in_memory(role: &str, bytes: usize) -> Result<memmap2::MmapMut> {
             "{bytes} bytes for {role} cannot be reserved: {cause}; use fewer or shorter rows at a time, or a smaller adapter"
         ))
     })?;
-    // Rows of activations lie in a page each, more than a TLB holds: 2% of a training step. Refused advice costs no more.
+    // With small pages every row of activations has a page of its own, more than a TLB holds: 2% of a training step.
+    // Refused advice costs no more.
     #[cfg(target_os = "linux")]
     let _ = pages.advise(memmap2::Advice::HugePage);
     Ok(pages)
 }
 
-/// A mapping of `bytes` zeros of a nameless file in `folder`. The zeros are written: a disk that is too
-/// full is found here, and not by a signal when a page is touched.
+/// A mapping of `bytes` zeros of a nameless file in `folder`. The zeros are written, so that a full disk is an error
+/// here, and not a signal when a page is touched.
 fn in_file(role: &str, bytes: usize, folder: &Path) -> Result<memmap2::MmapMut> {
     let failed = |cause: std::io::Error| {
         Error::failed(format!(
@@ -301,17 +302,17 @@ impl Arenas {
         Self { real: false, spool: None, device: Device::Cpu, rows: Vec::new() }
     }
 
-    /// Arenas of zeroed memory, whose pages are touched on first use; those in a file lie in `spool`.
+    /// Arenas of zeroed memory, whose pages are touched at first use; files are made in `spool`.
     pub fn real(spool: Option<PathBuf>) -> Self {
         Self { real: true, spool, device: Device::Cpu, rows: Vec::new() }
     }
 
-    /// The same, with the memory of `device` in the place of the host's.
+    /// The same in the memory of `device`.
     pub fn on(self, device: Device) -> Self {
         Self { device, ..self }
     }
 
-    /// Whose memory it is.
+    /// The device whose memory they cut.
     pub fn device(&self) -> Device {
         self.device
     }
@@ -328,7 +329,6 @@ impl Arenas {
     ) -> Result<T> {
         let mut arena = Arena::planning(role, place);
         let mut built = cut(&mut arena)?;
-        // An arena of nothing needs no memory of its own.
         if self.real {
             arena = Arena::sized(role, place, arena.used, self.spool.as_deref(), self.device)?;
             built = cut(&mut arena)?;
@@ -337,17 +337,17 @@ impl Arenas {
         Ok(built)
     }
 
-    /// Whether they hold memory.
+    /// Whether they hold memory and not only count it.
     pub fn are_real(&self) -> bool {
         self.real
     }
 
-    /// The buffers cut so far.
+    /// One row for each buffer cut so far.
     pub fn rows(&self) -> &[TableRow] {
         &self.rows
     }
 
-    /// The buffers that were cut.
+    /// One row for each buffer that was cut.
     pub fn into_rows(self) -> Vec<TableRow> {
         self.rows
     }

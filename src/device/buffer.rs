@@ -12,7 +12,7 @@ use crate::error::Result;
 
 /// A writable range of an arena, owned by nobody else.
 pub struct Buffer {
-    /// `None` while planning.
+    /// The memory that it is a range of; `None` while planning.
     pub(super) chunk: Option<Arc<Chunk>>,
     pub(super) head: NonNull<u8>,
     pub(super) dtype: DType,
@@ -26,7 +26,7 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    /// A host buffer of its own, outside any plan, holding `values`. For tests and small tools.
+    /// A host buffer outside any plan that holds `values`. For tests and small tools.
     ///
     /// # Errors
     /// As [`Buffer::on`].
@@ -34,7 +34,7 @@ impl Buffer {
         Self::on(Device::Cpu, values)
     }
 
-    /// A buffer of its own, outside any plan, on `device` and holding `values`.
+    /// A buffer on `device`, outside any plan, that holds `values`.
     ///
     /// # Errors
     /// [`Error::Memory`] when there is no memory for it.
@@ -54,14 +54,14 @@ impl Buffer {
         self.dtype
     }
 
-    /// Its pages; `None` while planning, and on a device.
+    /// Its pages; `None` while planning, and where the host does not see them.
     pub fn region(&self) -> Option<Region> {
         self.part(0..self.len)
     }
 
-    /// The pages of some of its elements.
+    /// The pages of these elements, as [`Buffer::region`].
     pub fn part(&self, elements: std::ops::Range<usize>) -> Option<Region> {
-        let chunk = self.chunk.as_ref().filter(|chunk| chunk.device().is_host())?;
+        let chunk = self.chunk.as_ref().filter(|chunk| chunk.device().is_host_visible())?;
         let start = self.head.as_ptr() as usize - chunk.bytes().as_ptr() as usize;
         let size = self.dtype.size();
         Some(Region::of_chunk(Arc::clone(chunk), start + elements.start * size, elements.len() * size))

@@ -22,6 +22,19 @@ pub enum DType {
 }
 
 impl DType {
+    /// Its name in options, tables and files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::BF16 => "bf16",
+            Self::U32 => "u32",
+            Self::I32 => "i32",
+            Self::U8 => "u8",
+            Self::I8 => "i8",
+        }
+    }
+
     /// Bytes of one element.
     pub fn size(self) -> usize {
         match self {

@@ -11,12 +11,11 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod dtype;
-pub mod fixed;
 pub mod frozen;
 #[cfg(any(feature = "cuda", test))]
 pub mod gemm_layout;
 pub mod graph;
-mod own_memory;
+mod kinds;
 pub mod page_cache;
 pub mod staging;
 mod view;
@@ -31,7 +30,7 @@ pub use self::{
     buffer::Buffer,
     dtype::{DType, Element},
     frozen::{Bytes, Frozen},
-    own_memory::OwnMemory,
+    kinds::{DeviceKind, OwnMemory},
     view::{View, ViewMut},
 };
 
@@ -47,6 +46,9 @@ pub enum Device {
 }
 
 impl Device {
+    /// The host itself: files are mapped into its memory, and every machine has it.
+    pub const HOST: Self = Self::Cpu;
+
     /// CUDA device `ordinal`.
     ///
     /// # Errors
@@ -78,28 +80,43 @@ impl Device {
         Self::Cpu
     }
 
-    /// Whether its memory is the host's.
-    pub fn is_host(self) -> bool {
-        self == Self::Cpu
-    }
-
-    /// What results depend on besides the type of activations: the vector level of a CPU, the capability of a
-    /// CUDA device.
-    pub fn dispatch(self) -> String {
+    /// Whether the host reads and writes its buffers by address, without a copy.
+    pub fn is_host_visible(self) -> bool {
         match self {
-            Self::Cpu => crate::device::cpu::dispatch_level().to_owned(),
+            Self::Cpu => true,
             #[cfg(feature = "cuda")]
-            Self::Cuda(gpu) => format!("sm_{}", gpu.capability()),
+            Self::Cuda(_) => false,
         }
     }
 
-    /// `cpu` or `cuda`.
-    pub fn kind(self) -> &'static str {
+    /// What results depend on besides `activations`: the vector level of a CPU and whether it has the products of
+    /// the type, the capability of a CUDA device.
+    pub fn dispatch(self, activations: DType) -> String {
         match self {
-            Self::Cpu => "cpu",
+            Self::Cpu => {
+                let pairs = activations == DType::BF16 && cpu::bf16();
+                cpu::dispatch_level().to_owned() + if pairs { "+bf16" } else { "" }
+            }
             #[cfg(feature = "cuda")]
-            Self::Cuda(_) => "cuda",
+            Self::Cuda(gpu) => {
+                let _ = activations;
+                format!("sm_{}", gpu.capability())
+            }
         }
+    }
+
+    /// Properties of its kind.
+    pub fn kind(self) -> &'static DeviceKind {
+        match self {
+            Self::Cpu => DeviceKind::CPU,
+            #[cfg(feature = "cuda")]
+            Self::Cuda(_) => DeviceKind::CUDA,
+        }
+    }
+
+    /// Its memory beside the host's; `None` of a device that computes in the host's memory.
+    pub fn own_memory(self) -> Option<&'static OwnMemory> {
+        self.kind().own_memory.as_ref()
     }
 
     /// Free bytes of a device that has memory of its own.

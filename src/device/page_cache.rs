@@ -1,7 +1,7 @@
-//! Pages of mapped files: brought into memory before they are needed, and given back afterwards.
+//! Pages of mapped files: fetched into memory before they are needed, and released afterwards.
 //!
-//! A page that is given back is read again from the file (or from the system's file cache) when it is
-//! touched, with the same bytes. So none of this can change a result, only when a page is in memory.
+//! A released page is read again from the file (or from the system's file cache) at the next touch, with the same
+//! bytes. So none of this can change a result, only when a page is in memory.
 
 use std::sync::{
     Arc,
@@ -16,12 +16,12 @@ use crate::error::{Error, Result};
 /// Smallest page of the systems that this runs on.
 const PAGE: usize = 4096;
 
-/// Bytes before and behind a touched one that a system may map with it: large pages of its file cache are
+/// Bytes before and after a touched one that a system may map with it: large pages of its file cache are
 /// mapped as a whole.
 pub const AROUND: usize = 2 << 20;
 
-/// Bytes of a mapped file that are copied, written or hashed before their pages are given back; a whole number of elements of
-/// each type.
+/// Bytes of a mapped file that are copied, written or hashed before their pages are released; a multiple of every
+/// element size.
 pub const PIECE: usize = 8 << 20;
 
 /// Whether the system gives large pages to memory of the process when it is asked to.
@@ -40,14 +40,14 @@ pub struct Region {
 
 #[derive(Clone)]
 enum Source {
-    /// A read-only file, or bytes that are no file.
+    /// A read-only file, or bytes that are not a file.
     Frozen(Arc<dyn Bytes>),
-    /// An arena.
+    /// Memory of an arena, perhaps in a file.
     Chunk(Arc<Chunk>),
 }
 
 impl Region {
-    /// Some bytes of a mapped file, or of other bytes that nobody writes.
+    /// `len` bytes from `start` of a mapped file, or of other bytes that nobody writes.
     pub fn of_file(source: Arc<dyn Bytes>, start: usize, len: usize) -> Self {
         Self { source: Source::Frozen(source), start, len }
     }
@@ -61,7 +61,7 @@ impl Region {
         Self { start: self.start + start, len: len.min(self.len - start), ..self.clone() }
     }
 
-    /// Reads the pages into memory, if they are of a file; returns when they are there.
+    /// Reads the pages into memory, if they belong to a file; returns when they are there.
     pub fn fetch(&self) {
         if self.len == 0 {
             return;
@@ -78,8 +78,8 @@ impl Region {
         }
     }
 
-    /// Gives the pages back, if they are of a file, and what may have been mapped with them. Neighbours within
-    /// AROUND lose theirs too, and have them again at the next touch.
+    /// Releases the pages, if they belong to a file, and those that may have been mapped with them. Neighbours within
+    /// AROUND lose theirs too and get them back at the next touch.
     pub fn release(&self) {
         if self.len == 0 {
             return;
@@ -111,7 +111,7 @@ fn advise(pages: &memmap2::Mmap, region: &Region) -> bool {
     }
 }
 
-/// As [`advise`].
+/// The same of a writable mapping.
 fn advise_mut(pages: &MmapMut, region: &Region) -> bool {
     #[cfg(target_os = "linux")]
     return pages.advise_range(Advice::PopulateRead, region.start, region.len).is_ok();
@@ -122,20 +122,20 @@ fn advise_mut(pages: &MmapMut, region: &Region) -> bool {
     }
 }
 
-/// What a [`Pager`] does next: first gives back, then fetches.
+/// One job of a [`Pager`]: it releases first, then fetches.
 #[derive(Default)]
-pub struct Turn {
-    /// Given back.
+pub struct PageRequest {
+    /// Regions whose pages are released.
     pub release: Vec<Region>,
-    /// Fetched.
+    /// Regions whose pages are read into memory.
     pub fetch: Vec<Region>,
 }
 
-/// A thread that moves pages while others compute.
+/// A thread that fetches and releases pages while others compute.
 pub struct Pager {
-    turns: Option<Sender<Turn>>,
+    requests: Option<Sender<PageRequest>>,
     done: Receiver<()>,
-    /// Turns asked for and not known to be done.
+    /// Requests that were sent and are not known to be done.
     open: usize,
     thread: Option<std::thread::JoinHandle<()>>,
 }
@@ -146,12 +146,12 @@ impl Pager {
     /// # Errors
     /// When the system refuses one.
     pub fn start() -> Result<Self> {
-        let (turns, inbox) = channel::<Turn>();
+        let (requests, inbox) = channel::<PageRequest>();
         let (report, done) = channel();
         let work = move || {
-            for turn in inbox {
-                turn.release.iter().for_each(Region::release);
-                turn.fetch.iter().for_each(Region::fetch);
+            for request in inbox {
+                request.release.iter().for_each(Region::release);
+                request.fetch.iter().for_each(Region::fetch);
                 // Nobody waits any more when the other end is gone.
                 let _ = report.send(());
             }
@@ -161,20 +161,20 @@ impl Pager {
                 "a thread for reading ahead cannot be started: {cause}; use --stream-base off"
             ))
         })?;
-        Ok(Self { turns: Some(turns), done, open: 0, thread: Some(thread) })
+        Ok(Self { requests: Some(requests), done, open: 0, thread: Some(thread) })
     }
 
-    /// Waits for the turn before, so that no more than one fetch is ever on its way, and asks for `turn`.
-    pub fn turn(&mut self, turn: Turn) {
+    /// Waits for the request before, so that one fetch at most is ever under way, and sends `request`.
+    pub fn send(&mut self, request: PageRequest) {
         self.wait();
-        if let Some(turns) = &self.turns
-            && turns.send(turn).is_ok()
+        if let Some(requests) = &self.requests
+            && requests.send(request).is_ok()
         {
             self.open += 1;
         }
     }
 
-    /// Waits until everything asked for is done.
+    /// Waits until all requests are done.
     pub fn wait(&mut self) {
         while self.open > 0 {
             self.open = if self.done.recv().is_ok() { self.open - 1 } else { 0 };
@@ -184,7 +184,7 @@ impl Pager {
 
 impl Drop for Pager {
     fn drop(&mut self) {
-        self.turns = None;
+        self.requests = None;
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }

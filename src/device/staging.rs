@@ -6,7 +6,7 @@ use std::convert::Infallible;
 
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::{Device, Frozen, fixed::ALIGN};
+use super::{Device, Frozen, kinds::CUDA_ALIGNMENT};
 use crate::error::Result;
 
 /// How many parts are on the device at a time: the one in use and the one after it.
@@ -22,7 +22,7 @@ pub struct StagingSlots {
 
 /// Bytes of a place for a part of these tensors.
 pub fn bytes(part: &[&Frozen]) -> usize {
-    part.iter().map(|tensor| tensor.bytes().next_multiple_of(ALIGN)).sum()
+    part.iter().map(|tensor| tensor.bytes().next_multiple_of(CUDA_ALIGNMENT)).sum()
 }
 
 impl StagingSlots {

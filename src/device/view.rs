@@ -60,7 +60,7 @@ impl<'a> View<'a> {
     /// # Panics
     /// When the view is of a device, or `T` is not its type: a mistake of the caller that no input can bring about.
     pub fn host<T: Element>(self) -> &'a [T] {
-        assert!(self.device.is_host(), "memory of a device was taken for memory of the host");
+        assert!(self.device.is_host_visible(), "memory of a device was taken for memory of the host");
         assert_eq!(self.dtype, T::DTYPE, "a kernel was handed a buffer of another type");
         // SAFETY: head is aligned and valid for len elements of T for 'a, by construction.
         unsafe { std::slice::from_raw_parts(self.head.cast::<T>(), self.len) }
@@ -96,7 +96,7 @@ impl<'a> View<'a> {
     /// # Panics
     /// When the view is of a device.
     pub fn bytes(self) -> &'a [u8] {
-        assert!(self.device.is_host(), "memory of a device was taken for memory of the host");
+        assert!(self.device.is_host_visible(), "memory of a device was taken for memory of the host");
         // SAFETY: len elements of the type are valid for 'a, and plain numbers have no padding.
         unsafe { std::slice::from_raw_parts(self.head, self.size()) }
     }
@@ -305,7 +305,7 @@ impl<'a> ViewMut<'a> {
     /// # Panics
     /// When the view is of a device, or `T` is not its type: a mistake of the caller that no input can bring about.
     pub fn host<T: Element>(self) -> &'a mut [T] {
-        assert!(self.device.is_host(), "memory of a device was taken for memory of the host");
+        assert!(self.device.is_host_visible(), "memory of a device was taken for memory of the host");
         assert_eq!(self.dtype, T::DTYPE, "a kernel was handed a buffer of another type");
         // SAFETY: head is aligned and valid for len elements of T for 'a, and not aliased.
         unsafe { std::slice::from_raw_parts_mut(self.head.cast::<T>(), self.len) }

@@ -53,13 +53,11 @@ impl TrainerOptions {
     }
 
     /// The sizes that scratch depends on, for `set` on a base of `config`.
-    pub fn needs(&self, config: &Config, set: &AdapterSet) -> ScratchNeeds {
+    pub fn needs<'a>(&self, config: &'a Config, set: &AdapterSet) -> ScratchNeeds<'a> {
         ScratchNeeds {
+            config,
             rows: self.rows * self.seq_len,
             keys: self.seq_len + set.prefix.as_ref().map_or(0, |prefix| prefix.length),
-            width: config.width,
-            head_width: config.head_width(),
-            inner: config.inner,
             rank: set.loras.iter().map(|lora| lora.rank).max().unwrap_or(0),
             dropout: set.spec.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0),
         }
@@ -67,7 +65,7 @@ impl TrainerOptions {
 
     /// Bytes of scratch that the kernels of a device share.
     pub fn device_scratch(&self, config: &Config, set: &AdapterSet) -> usize {
-        scratch::training(self.needs(config, set), self.policy.activations, config.vocab, set.layout.len)
+        scratch::training(self.needs(config, set), self.policy.activations, set.layout.len)
     }
 }
 
@@ -354,7 +352,7 @@ impl Trainer {
     /// The trained values, in the order of the set's layout.
     pub fn values(&self) -> Cow<'_, [f32]> {
         let view = self.values.view();
-        if view.device().is_host() { Cow::Borrowed(view.host()) } else { Cow::Owned(view.to_vec()) }
+        if view.device().is_host_visible() { Cow::Borrowed(view.host()) } else { Cow::Owned(view.to_vec()) }
     }
 
     /// The gradient that the last step or [`Trainer::accumulate`] left, in the layout of the store.

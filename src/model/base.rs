@@ -14,7 +14,7 @@ use super::{
     weights::{BaseDType, Weights},
 };
 use crate::{
-    device::{DType, Device},
+    device::{DType, Device, DeviceKind},
     embedded,
     error::{Error, Result},
     kernels::matmul::Arithmetic,
@@ -84,7 +84,7 @@ impl Base {
                 (config, weights)
             }
         };
-        let (device, activations) = (Device::Cpu, DType::F32);
+        let (device, activations) = (Device::HOST, Device::HOST.kind().default_activations);
         Ok(Self {
             name: name.to_owned(),
             config,
@@ -104,16 +104,16 @@ impl Base {
     /// [`Error::Input`] for activations that the device does not compute in or weights that it does not take, and as
     /// [`Weights::bring`].
     pub fn on(mut self, device: Device, activations: DType) -> Result<Self> {
-        check_activations(device, activations)?;
-        check_weights(device.is_host(), self.dtype)?;
-        if device.is_host() {
-            if activations == DType::BF16 {
-                self.weights.multiply(Arithmetic::Bf16);
-            }
-            return Ok(self);
+        check_activations(device.kind(), activations)?;
+        check_weights(device.kind(), self.dtype)?;
+        let stored = device.kind().stored_activations(activations);
+        if stored != activations {
+            self.weights.multiply(Arithmetic::Bf16);
         }
-        self.weights.bring(device, true)?;
-        Ok(Self { device, activations, ..self })
+        if !device.kind().shares_host_memory() {
+            self.weights.bring(device, true)?;
+        }
+        Ok(Self { device, activations: stored, ..self })
     }
 
     /// The same base computing on `device`, with all weights there but those of the blocks, which are brought one
@@ -123,11 +123,11 @@ impl Base {
     /// As [`Base::on`].
     pub fn streamed_on(mut self, device: Device, activations: DType) -> Result<Self> {
         self.streamed = true;
-        if device.is_host() {
+        if device.kind().shares_host_memory() {
             return self.on(device, activations);
         }
-        check_activations(device, activations)?;
-        check_weights(device.is_host(), self.dtype)?;
+        check_activations(device.kind(), activations)?;
+        check_weights(device.kind(), self.dtype)?;
         self.weights.bring(device, false)?;
         Ok(Self { device, activations, ..self })
     }
@@ -136,7 +136,10 @@ impl Base {
     /// the blocks, and for many samples the head, copied to where a CPU's kernels read them best, if that is worth the time
     /// it takes, about that of two tokens of 8 samples. Results are the same to the last bit.
     pub fn for_generation(self: &Arc<Self>, rows: usize, tokens: usize) -> Arc<Self> {
-        if rows.saturating_mul(tokens) < WORTH_SETTLING || !self.device.is_host() || self.streamed {
+        if rows.saturating_mul(tokens) < WORTH_SETTLING
+            || !self.device.kind().wants_settled_weights
+            || self.streamed
+        {
             return Arc::clone(self);
         }
         let mut settled = Self::clone(self);
@@ -189,34 +192,39 @@ const WORTH_SETTLING: usize = 96;
 /// panels are as fast.
 pub(super) const MANY: RangeInclusive<usize> = 25..=48;
 
-/// Refuses activations that `device` does not compute in.
+/// Refuses activations that a kind of device does not compute in.
 ///
 /// # Errors
-/// [`Error::Input`].
-fn check_activations(device: Device, activations: DType) -> Result<()> {
-    if device.is_host() && activations == DType::F16 {
-        return Err(no_f16());
-    }
-    Ok(())
-}
-
-/// Refuses weights that a device does not take.
-///
-/// # Errors
-/// [`Error::Input`].
-pub(crate) fn check_weights(host: bool, dtype: BaseDType) -> Result<()> {
-    if host || dtype == BaseDType::F16 {
+/// [`Error::Input`] with the types that it computes in, and the devices that compute in `activations`.
+pub(crate) fn check_activations(kind: &DeviceKind, activations: DType) -> Result<()> {
+    if kind.computes_in(activations) {
         return Ok(());
     }
+    let types: Vec<_> = kind.activations().iter().map(|dtype| dtype.name()).collect();
+    let others = DeviceKind::ALL.iter().filter(|other| other.computes_in(activations));
+    let others: String = others.map(|other| format!(", or --device {}", other.name)).collect();
     Err(Error::input(format!(
-        "--base-dtype {}: a CUDA device keeps the base in f16 alone; leave the option out, or give --device cpu",
-        dtype.name()
+        "--precision {}: {} does not compute in it; give --precision {}{others}",
+        activations.name(),
+        kind.label,
+        types.join(" or ")
     )))
 }
 
-/// A CPU was asked for FP16 activations.
-pub(crate) fn no_f16() -> Error {
-    Error::input(
-        "--precision f16: a CPU does not compute in it; give --precision f32 or bf16, or --device cuda",
-    )
+/// Refuses weights that a kind of device does not multiply with.
+///
+/// # Errors
+/// [`Error::Input`] with the devices that do.
+pub(crate) fn check_weights(kind: &DeviceKind, dtype: BaseDType) -> Result<()> {
+    if kind.takes_weights(dtype.element_type()) {
+        return Ok(());
+    }
+    let others = DeviceKind::ALL.iter().filter(|other| other.takes_weights(dtype.element_type()));
+    let others: String = others.map(|other| format!(", or give --device {}", other.name)).collect();
+    Err(Error::input(format!(
+        "--base-dtype {}: {} keeps the base in {} alone; leave the option out{others}",
+        dtype.name(),
+        kind.label,
+        BaseDType::F16.name()
+    )))
 }

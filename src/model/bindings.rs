@@ -2,27 +2,12 @@
 
 use engraft_adapters::{AdapterSet, PrefixValues};
 
-use super::Config;
+pub use super::arch::{SITES, Site};
+use super::{Config, arch::Arch};
 use crate::{
     error::{Error, Result},
     kernels::adapted_linear::Delta,
 };
-
-/// Index of a site within a layer, in the order of the base's description.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Site {
-    /// `attn.c_attn`.
-    CAttn,
-    /// `attn.c_proj`.
-    AttnProj,
-    /// `mlp.c_fc`.
-    CFc,
-    /// `mlp.c_proj`.
-    MlpProj,
-}
-
-/// Number of sites in a layer.
-pub const SITES: usize = 4;
 
 /// Deltas of one layer, by [`Site`].
 pub type LayerDeltas = [Vec<Delta>; SITES];
@@ -130,8 +115,9 @@ impl AdapterBindings {
 
     /// Lays A and B of all deltas in `values` transposed, each where it was, for a CPU that generates.
     pub(super) fn turn(&mut self, values: &mut [f32], config: &Config) {
+        let arch = Arch::of(config);
         for (site, delta) in self.layers.iter_mut().flat_map(|sites| sites.iter_mut().enumerate()) {
-            let inputs = if site == Site::MlpProj as usize { config.inner } else { config.width };
+            let inputs = arch.sites[site].inputs;
             for delta in delta.iter_mut().filter(|delta| !delta.turned) {
                 let columns = delta.columns.len();
                 turn(&mut values[delta.a..][..delta.rank * inputs], inputs);

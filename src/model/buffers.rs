@@ -16,7 +16,8 @@ use crate::{
 
 use super::{
     Config,
-    bindings::{AdapterBindings, SITES, Site},
+    arch::{Arch, SITES, Site, SiteShape},
+    bindings::AdapterBindings,
     policy::Keep,
 };
 
@@ -88,12 +89,12 @@ impl BlockStatistics {
             stats_1: take("stats_1", &[n, 2])?,
             lse: take("lse", &[limits.rows, config.heads, limits.tokens])?,
             stats_2: take("stats_2", &[n, 2])?,
-            low: [
-                take("low c_attn", &[n, ranks[0]])?,
-                take("low attn.c_proj", &[n, ranks[1]])?,
-                take("low c_fc", &[n, ranks[2]])?,
-                take("low mlp.c_proj", &[n, ranks[3]])?,
-            ],
+            low: {
+                let [c_attn, attn_proj, c_fc, mlp_proj] = &Arch::of(config).sites;
+                let mut low =
+                    |site: &SiteShape| take(&format!("low {}", site.label), &[n, ranks[site.site as usize]]);
+                [low(c_attn)?, low(attn_proj)?, low(c_fc)?, low(mlp_proj)?]
+            },
         })
     }
 }
@@ -138,7 +139,7 @@ impl BlockActivations {
             |part: &str, width: usize| arena.take(format!("{name} {part}"), sizes.activations, &[n, width]);
         Ok(Self {
             small,
-            qkv: qkv.then(|| take("qkv", 3 * c)).transpose()?,
+            qkv: qkv.then(|| take("qkv", Arch::of(sizes.config).qkv())).transpose()?,
             outputs: if outputs {
                 Some(Outputs { mixed: take("mixed", c)?, middle: take("middle", c)? })
             } else {
@@ -234,7 +235,7 @@ impl SharedScratch {
         let Sizes { config, limits, activations } = sizes;
         let (n, rows) = (limits.cells(), passes.head_rows);
         let activated = (n * config.inner * activations.size()).next_multiple_of(ALIGN);
-        let wide = n * config.inner.max(3 * config.width) * activations.size();
+        let wide = n * config.inner.max(Arch::of(config).qkv()) * activations.size();
         let (before, backward) = match passes.backward {
             None => (0, 0),
             Some(bindings) if bindings.adapts(Site::MlpProj) => (activated, activated + wide),

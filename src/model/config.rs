@@ -1,12 +1,13 @@
 //! A base's `config.json`: the sizes and switches of a GPT-2, checked once so that nothing else has to.
 
-use std::{fmt, path::Path};
+use std::{fmt, ops::Range, path::Path};
 
 use engraft_adapters::{BaseDescription, PartDescription, SiteDescription};
 use serde_json::{Map, Value};
 
 pub use crate::kernels::activation::Activation;
 
+use super::arch::{Arch, SiteShape};
 use crate::error::{Error, Result};
 
 /// No GPT-2 comes near these; beyond them a size is a damaged file, and products could overflow.
@@ -101,43 +102,33 @@ impl Config {
         self.width / self.heads
     }
 
-    /// What adapters must know of this base; sites in the order c_attn, attention's c_proj, c_fc, MLP's c_proj.
+    /// What adapters must know of this base; sites in the order of [`Site`](super::arch::Site).
     pub fn describe(&self, name: &str, fingerprint: Option<&str>) -> BaseDescription {
-        let c = self.width;
-        let mut c_attn = site("attn.c_attn", c, 3 * c);
-        c_attn.parts = ["q", "k", "v"]
-            .into_iter()
-            .enumerate()
-            .map(|(index, part)| PartDescription { name: part.into(), columns: index * c..(index + 1) * c })
-            .collect();
+        let arch = Arch::of(self);
+        let part = |(name, columns): &(&str, Range<usize>)| PartDescription {
+            name: (*name).into(),
+            columns: columns.clone(),
+        };
+        let site = |site: &SiteShape| SiteDescription {
+            name: site.name.into(),
+            key: site.key(),
+            inputs: site.inputs,
+            outputs: site.outputs,
+            // A Conv1D: its weight is stored (inputs, outputs).
+            fan_in_fan_out: true,
+            parts: site.parts.iter().map(part).collect(),
+        };
         BaseDescription {
             name: name.into(),
             revision: None,
             fingerprint: fingerprint.map(Into::into),
             layers: self.layers,
-            heads: self.heads,
-            width: c,
+            heads: arch.heads,
+            width: arch.width,
             positions: self.positions,
             vocab: self.vocab,
-            sites: vec![
-                c_attn,
-                site("attn.c_proj", c, c),
-                site("mlp.c_fc", c, self.inner),
-                site("mlp.c_proj", self.inner, c),
-            ],
+            sites: arch.sites.iter().map(site).collect(),
         }
-    }
-}
-
-/// A Conv1D of every block: its weight is stored (inputs, outputs).
-fn site(name: &str, inputs: usize, outputs: usize) -> SiteDescription {
-    SiteDescription {
-        name: name.into(),
-        key: format!("transformer.h.{{layer}}.{name}"),
-        inputs,
-        outputs,
-        fan_in_fan_out: true,
-        parts: Vec::new(),
     }
 }
 

@@ -96,7 +96,7 @@ impl Decoder {
         let mut arenas = Arenas::real(None).on(device);
         let mut prompt = PrefixState::new(&bindings, config, activations, false, &mut arenas)?;
         let (mut bindings, mut values) = (bindings, values);
-        if device.is_host() {
+        if device.kind().wants_transposed_factors {
             bindings.turn(&mut values, config);
         }
         let values = Buffer::on(device, &values)?;
@@ -108,16 +108,9 @@ impl Decoder {
         // A chunk of the prompt, or one token of each row.
         let limits = Limits { rows: 1, tokens: capacity.clamp(1, CHUNK).max(rows) };
         let n = limits.tokens;
-        let needs = ScratchNeeds {
-            rows: n,
-            keys: bindings.prefix_len() + capacity,
-            width: config.width,
-            head_width: config.head_width(),
-            inner: config.inner,
-            rank: 0,
-            dropout: false,
-        };
-        device.reserve(scratch::decoding(needs, activations, config.vocab, rows))?;
+        let needs =
+            ScratchNeeds { config, rows: n, keys: bindings.prefix_len() + capacity, rank: 0, dropout: false };
+        device.reserve(scratch::decoding(needs, activations, rows))?;
         let ranks = std::array::from_fn(|site| {
             (0..config.layers).map(|layer| bindings.ranks(layer, site)).max().unwrap_or(0)
         });
@@ -138,7 +131,7 @@ impl Decoder {
         let (x, block, work, stats, logits, (inputs, starts)) = made;
         let block = Some(block);
         let flow = WeightStreamer::new(Policy::default(), &base)?;
-        let records = !device.is_host() && !base.is_streamed();
+        let records = device.kind().records_graphs && !base.is_streamed();
         let recorded = if records { Recorded::Not(0) } else { Recorded::Never };
         Ok(Self {
             base,
@@ -375,7 +368,7 @@ impl Decoder {
     /// The logits `(count, v)` that were left last.
     fn logits(&mut self, count: usize) -> Result<&[f32]> {
         let logits = rows!(self.logits, count, self.base.config.vocab);
-        if logits.device().is_host() {
+        if logits.device().is_host_visible() {
             return Ok(logits.host());
         }
         logits.read_into(&mut self.on_host);

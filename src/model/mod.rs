@@ -5,6 +5,7 @@
 
 mod activations;
 mod adapter_errors;
+pub mod arch;
 pub mod base;
 mod bindings;
 mod block;

@@ -1,6 +1,7 @@
 //! How much memory the kernels take beside their buffers. On a CPU: tiles in per-thread scratch, what tasks share, and
 //! what `gemm` packs its operands into. A memory plan counts it; runs count what they take and hold it against the plan.
 
+use super::{Config, arch::Arch};
 use crate::{
     device::{DType, cpu},
     kernels::{
@@ -14,17 +15,13 @@ use crate::{
 
 /// What scratch depends on.
 #[derive(Debug, Clone, Copy)]
-pub struct ScratchNeeds {
+pub struct ScratchNeeds<'a> {
+    /// Sizes of the base.
+    pub config: &'a Config,
     /// Rows n of a micro-batch's activations.
     pub rows: usize,
     /// Longest row of keys, prefix included.
     pub keys: usize,
-    /// c.
-    pub width: usize,
-    /// d.
-    pub head_width: usize,
-    /// f.
-    pub inner: usize,
     /// Largest rank of a delta.
     pub rank: usize,
     /// Whether deltas drop elements of their input.
@@ -33,10 +30,10 @@ pub struct ScratchNeeds {
 
 /// Bytes for a pool of `threads`, with what its tasks share in `arithmetic`.
 pub fn bytes(needs: ScratchNeeds, threads: usize, arithmetic: Arithmetic) -> usize {
-    let widest = needs.inner.max(3 * needs.width);
+    let widest = Arch::of(needs.config).widest();
     let ops = [
         matmul::scratch(needs.rows),
-        attention::scratch(needs.keys, needs.head_width),
+        attention::scratch(needs.keys, needs.config.head_width()),
         adapted_linear::scratch(needs.rows, widest, needs.rank, needs.dropout),
     ];
     let tiles = ops.iter().map(|op| op.0).max().unwrap_or(0);
@@ -45,61 +42,53 @@ pub fn bytes(needs: ScratchNeeds, threads: usize, arithmetic: Arithmetic) -> usi
     threads * (4 * (tiles.next_multiple_of(cpu::LINE) + packed) + cpu::slab()) + shared
 }
 
-/// Bytes of scratch of a training step over `vocab` tokens and `trainables` values.
-pub fn training(needs: ScratchNeeds, activations: DType, vocab: usize, trainables: usize) -> usize {
-    let ScratchNeeds { rows, width: c, inner, rank, head_width, .. } = needs;
+/// Bytes of scratch of a training step with `trainables` values.
+pub fn training(needs: ScratchNeeds, activations: DType, trainables: usize) -> usize {
+    let ScratchNeeds { config, rows, keys, rank, .. } = needs;
+    let (heads, head_width) = (config.heads, config.head_width());
     let others = [
-        adapted_linear::device_scratch::deltas(rows, inner.max(3 * c), rank),
-        attention::device_scratch::attention_backward(rows, c / head_width.max(1)),
-        attention::device_scratch::attention_decode(rows, needs.keys, c / head_width.max(1), head_width),
+        adapted_linear::device_scratch::deltas(rows, Arch::of(config).widest(), rank),
+        attention::device_scratch::attention_backward(rows, heads),
+        attention::device_scratch::attention_decode(rows, keys, heads, head_width),
         adamw::device_scratch::norm(trainables),
     ];
-    others.into_iter().fold(products(needs, activations, vocab), usize::max)
+    others.into_iter().fold(products(needs, activations), usize::max)
 }
 
 /// Bytes of all products of up to `needs.rows` rows.
-fn products(needs: ScratchNeeds, activations: DType, vocab: usize) -> usize {
-    let ScratchNeeds { rows, width: c, inner, .. } = needs;
-    let matrices = [(c, 3 * c), (c, c), (c, inner), (inner, c), (vocab, c)];
+fn products(needs: ScratchNeeds, activations: DType) -> usize {
+    let ScratchNeeds { config, rows, .. } = needs;
+    let arch = Arch::of(config);
+    let sites = arch.sites.iter().map(|site| (site.inputs, site.outputs));
+    let matrices = sites.chain([(config.vocab, config.width)]);
     // A chunk of the head, or the last micro-batch, may have few rows where others have many.
     let sizes = [rows, rows.min(SMALL_BATCH)];
-    let all = matrices.into_iter().flat_map(|matrix| sizes.map(|rows| product(activations, rows, matrix)));
+    let all = matrices.flat_map(|matrix| sizes.map(|rows| product(activations, rows, matrix)));
     all.max().unwrap_or(0)
 }
 
 /// Bytes of scratch of generation: up to `needs.rows` tokens of a prompt at a time, and one token of each of `samples`
 /// behind up to `needs.keys` less one.
-pub fn decoding(needs: ScratchNeeds, activations: DType, vocab: usize, samples: usize) -> usize {
-    let heads = needs.width / needs.head_width.max(1);
-    products(needs, activations, vocab).max(attention::device_scratch::attention_decode(
-        samples,
-        needs.keys,
-        heads,
-        needs.head_width,
-    ))
+pub fn decoding(needs: ScratchNeeds, activations: DType, samples: usize) -> usize {
+    let (heads, head_width) = (needs.config.heads, needs.config.head_width());
+    let attention = attention::device_scratch::attention_decode(samples, needs.keys, heads, head_width);
+    products(needs, activations).max(attention)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::builtin::builtin;
 
     #[test]
     fn a_step_is_planned_for_any_number_of_rows_up_to_its_own() {
-        let (vocab, width) = (50257, 768);
+        let config = &builtin("gpt2").unwrap().unwrap();
         for rows in [1, 8, 9, 16, 100, 2048] {
-            let needs = ScratchNeeds {
-                rows,
-                keys: 16,
-                width,
-                head_width: 64,
-                inner: 4 * width,
-                rank: 1,
-                dropout: false,
-            };
+            let needs = ScratchNeeds { config, rows, keys: 16, rank: 1, dropout: false };
             for activations in [DType::F16, DType::BF16, DType::F32] {
-                let planned = training(needs, activations, vocab, 1000);
+                let planned = training(needs, activations, 1000);
                 for n in 1..=rows {
-                    let head = product(activations, n, (vocab, width));
+                    let head = product(activations, n, (config.vocab, config.width));
                     assert!(head <= planned, "{n} of {rows} rows: {head} bytes where {planned} are planned");
                 }
             }

@@ -11,7 +11,7 @@ use crate::{
     device::{
         Frozen,
         arena::Placement,
-        page_cache::{Pager, Region, Turn},
+        page_cache::{PageRequest, Pager, Region},
         staging::{SLOTS, StagingSlots},
     },
     error::Result,
@@ -50,7 +50,7 @@ impl WeightStreamer {
     /// When no thread can be had, or a device has no room for two blocks.
     pub fn new(policy: Policy, base: &Base) -> Result<Self> {
         let inputs = policy.inputs == Placement::Disk;
-        let stream = (policy.stream || base.is_streamed()) && base.device.is_host();
+        let stream = (policy.stream || base.is_streamed()) && base.device.kind().shares_host_memory();
         let pager = if stream || inputs { Some(Pager::start()?) } else { None };
         let places = if base.is_streamed() { Places::new(base)? } else { None };
         Ok(Self { pager, stream, inputs, held: Vec::new(), places })
@@ -68,25 +68,25 @@ impl WeightStreamer {
             places.enter(weights, stage, next);
         }
         let Some(pager) = &mut self.pager else { return };
-        let mut turn = Turn::default();
+        let mut request = PageRequest::default();
         if self.stream {
             let wanted: Vec<Stage> = std::iter::once(stage).chain(next).collect();
             for &old in self.held.iter().filter(|old| !wanted.contains(old)) {
-                turn.release.extend(regions(weights, old));
+                request.release.extend(regions(weights, old));
             }
             // Of the embeddings only the rows of a batch are read: no need to fetch all.
             let new = |stage: &&Stage| **stage != Stage::Embed && !self.held.contains(*stage);
             for &new in wanted.iter().filter(new) {
-                turn.fetch.extend(regions(weights, new));
+                request.fetch.extend(regions(weights, new));
             }
             self.held = wanted;
         }
         if self.inputs {
-            turn.release.extend(input.release);
-            turn.fetch.extend(input.fetch);
+            request.release.extend(input.release);
+            request.fetch.extend(input.fetch);
         }
-        if !turn.release.is_empty() || !turn.fetch.is_empty() {
-            pager.turn(turn);
+        if !request.release.is_empty() || !request.fetch.is_empty() {
+            pager.send(request);
         }
     }
 
@@ -96,7 +96,7 @@ impl WeightStreamer {
         let held = std::mem::take(&mut self.held);
         let mut release: Vec<Region> = held.iter().flat_map(|&stage| regions(weights, stage)).collect();
         release.extend(input.filter(|_| self.inputs));
-        pager.turn(Turn { release, fetch: Vec::new() });
+        pager.send(PageRequest { release, fetch: Vec::new() });
         pager.wait();
     }
 }

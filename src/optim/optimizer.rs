@@ -5,7 +5,7 @@ use crate::{
     device::{
         View, ViewMut,
         arena::{Arenas, Placement},
-        page_cache::{Pager, Turn},
+        page_cache::{PageRequest, Pager},
     },
     error::Result,
     kernels::{
@@ -128,7 +128,7 @@ fn turn(pager: &mut Option<Pager>, moments: &Moments, windows: &[Window], index:
     let regions = |index: Option<usize>| {
         index.and_then(|index| windows.get(index)).map(|window| moments.regions(window)).unwrap_or_default()
     };
-    pager.turn(Turn { release: regions(index.checked_sub(1)), fetch: regions(Some(index + 1)) });
+    pager.send(PageRequest { release: regions(index.checked_sub(1)), fetch: regions(Some(index + 1)) });
 }
 
 #[cfg(test)]

@@ -3,7 +3,10 @@
 use super::{ByPhase, PlannedDevice, Row, by_phase, from_the_first_pass};
 use crate::{
     device::{DType, OwnMemory, arena::Placement},
-    model::{BaseDType, Config},
+    model::{
+        BaseDType, Config,
+        arch::{Arch, POSITION_EMBEDDING, SITES, Tensor},
+    },
     observe::phase::Phase,
 };
 
@@ -22,6 +25,8 @@ pub struct BaseBytes {
     pub head: u64,
     /// The last layer norm.
     pub last_norm: u64,
+    /// Tensors of a block, without scales.
+    tensors: u64,
     /// Tensors of scales beside each matrix.
     scales: u64,
 }
@@ -32,23 +37,34 @@ const PAGE: u64 = 4096;
 impl BaseBytes {
     /// Of a base with these sizes, its matrices kept as `dtype`.
     pub fn of(config: &Config, dtype: BaseDType) -> Self {
-        let (c, f) = (config.width, config.inner);
-        let sites: u64 = [(c, 3 * c), (c, c), (c, f), (f, c)]
-            .into_iter()
-            .map(|(rows, cols)| dtype.matrix_bytes(rows, cols))
-            .sum();
-        let head = dtype.matrix_bytes(config.vocab, c);
-        let (c, f) = (c as u64, f as u64);
-        let block = sites + 2 * (9 * c + f);
+        let arch = Arch::of(config);
+        Self::sum(&arch, config, |tensor| match tensor.shape[..] {
+            // Positions are no matrix of a product.
+            [rows, cols] if tensor.name != POSITION_EMBEDDING => dtype.matrix_bytes(rows, cols),
+            _ => 2 * tensor.len() as u64,
+        })
+        .with_scales(dtype)
+    }
+
+    /// The parts of a base whose tensors take so many bytes.
+    fn sum(arch: &Arch, config: &Config, bytes: impl Fn(&Tensor) -> u64) -> Self {
+        let all = |tensors: &[Tensor]| tensors.iter().map(&bytes).sum::<u64>();
+        let block = arch.block();
         Self {
-            embeddings: head + 2 * config.positions as u64 * c,
-            block,
-            blocks: block * config.layers as u64,
-            own_head: if config.tied { 0 } else { head },
-            head,
-            last_norm: 4 * c,
-            scales: u64::from(dtype == BaseDType::Q8),
+            embeddings: all(&arch.embeddings()),
+            block: all(&block),
+            blocks: all(&block) * config.layers as u64,
+            own_head: arch.own_head().as_ref().map_or(0, &bytes),
+            head: bytes(&arch.head()),
+            last_norm: all(&arch.last_norm()),
+            tensors: block.len() as u64,
+            scales: 0,
         }
+    }
+
+    /// Matrices that are kept as `dtype` may have scales beside them.
+    fn with_scales(self, dtype: BaseDType) -> Self {
+        Self { scales: u64::from(dtype == BaseDType::Q8), ..self }
     }
 
     /// Bytes of all parts.
@@ -58,27 +74,15 @@ impl BaseBytes {
 
     /// The same in FP16 in the `memory` of a device, where every tensor is aligned.
     pub fn on_device(config: &Config, memory: &OwnMemory) -> Self {
-        let aligned = |elements: usize| (2 * elements).next_multiple_of(memory.align) as u64;
-        let (c, f) = (config.width, config.inner);
-        let norm = 2 * aligned(c);
-        let linear = |inputs: usize, outputs: usize| aligned(inputs * outputs) + aligned(outputs);
-        let block = 2 * norm + linear(c, 3 * c) + linear(c, c) + linear(c, f) + linear(f, c);
-        let head = aligned(config.vocab * c);
-        Self {
-            embeddings: head + aligned(config.positions * c),
-            block,
-            blocks: block * config.layers as u64,
-            own_head: if config.tied { 0 } else { head },
-            head,
-            last_norm: norm,
-            scales: 0,
-        }
+        Self::sum(&Arch::of(config), config, |tensor| {
+            (2 * tensor.len()).next_multiple_of(memory.alignment) as u64
+        })
     }
 
     /// Pages of a streamed base that are in memory together, by phase: a stage and the one after it.
     fn streamed(&self) -> ByPhase {
         let pages = |bytes: u64, tensors: u64| bytes + tensors * PAGE;
-        let block = pages(self.block, 12 + 4 * self.scales);
+        let block = pages(self.block, self.tensors + SITES as u64 * self.scales);
         let (embeddings, head) = (pages(self.embeddings, 2 + self.scales), pages(self.head, 1 + self.scales));
         by_phase(|phase| match phase {
             Phase::Loading | Phase::Update | Phase::Saving => self.last_norm,
@@ -103,7 +107,7 @@ const POSITIONS: &str = "position embedding";
 impl PlannedBase<'_> {
     /// Its parts in the memory of `device`, or else in its file.
     pub fn bytes(self, device: PlannedDevice) -> BaseBytes {
-        match device.own_memory {
+        match device.own_memory() {
             Some(memory) => BaseBytes::on_device(self.config, memory),
             None => BaseBytes::of(self.config, self.dtype),
         }
@@ -117,7 +121,7 @@ impl PlannedBase<'_> {
         rows.iter_mut().for_each(|row| row.resident = resident(row.bytes));
         let small = parts.total() - rows.iter().map(|row| row.bytes).sum::<u64>();
         rows.push(Row::new("base", "biases and norms", small, place, "run").with_resident(resident(small)));
-        match device.own_memory {
+        match device.own_memory() {
             _ if !streamed => {}
             None => {
                 let resident = parts.streamed();
@@ -133,17 +137,12 @@ impl PlannedBase<'_> {
     /// The matrices, those of all blocks in one row.
     fn tensors(self, place: Placement) -> Vec<Row> {
         let config = self.config;
-        let (c, f, layers) = (config.width, config.inner, config.layers);
-        let tensors: [(&str, Vec<usize>, usize); 7] = [
-            ("token embedding", vec![config.vocab, c], 1),
-            (POSITIONS, vec![config.positions, c], 1),
-            ("c_attn", vec![c, 3 * c], layers),
-            ("attn.c_proj", vec![c, c], layers),
-            ("c_fc", vec![c, f], layers),
-            ("mlp.c_proj", vec![f, c], layers),
-            ("head", vec![config.vocab, c], usize::from(!config.tied)),
-        ];
-        let tensors = tensors.into_iter().filter(|(_, _, count)| *count > 0);
+        let (c, layers, arch) = (config.width, config.layers, Arch::of(config));
+        let embeddings: [(&str, Vec<usize>, usize); 2] =
+            [("token embedding", vec![config.vocab, c], 1), (POSITIONS, vec![config.positions, c], 1)];
+        let sites = arch.sites.iter().map(|site| (site.label, vec![site.inputs, site.outputs], layers));
+        let head = arch.own_head().map(|head| ("head", head.shape, 1));
+        let tensors = embeddings.into_iter().chain(sites).chain(head);
         let row = |(name, shape, count): (&str, Vec<usize>, usize)| {
             // Positions are no matrix of a product.
             let dtype = if name == POSITIONS { BaseDType::F16 } else { self.dtype };

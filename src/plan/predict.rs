@@ -12,7 +12,10 @@ use super::{
 };
 use crate::{
     device::arena::Placement,
-    model::{Keep, Policy},
+    model::{
+        Keep, Policy,
+        arch::{Arch, Site, SiteShape},
+    },
 };
 
 /// Writing a page of a file through a mapping costs about this many times reading it.
@@ -51,8 +54,7 @@ impl MicroBatch<'_> {
         total += (lowest..layers).map(|layer| block.again(self.policy.recompute.keeps(layer))).sum::<f64>();
         total += self.deltas(rates) + self.head(rates);
         let moved = self.moved(rates);
-        // Copies to and from a device go on beside its kernels.
-        if self.device.cores.is_some() { total + moved } else { total.max(moved) }
+        if self.device.kind.copies_beside_kernels { total.max(moved) } else { total + moved }
     }
 
     /// The lowest layer with anything trainable.
@@ -66,13 +68,14 @@ impl MicroBatch<'_> {
 
     /// Deltas, forward and backward: 2 and 4 FLOP a value and row.
     fn deltas(&self, rates: &Rates) -> f64 {
-        let config = self.base.config;
-        let inputs = [config.width, config.width, config.width, config.inner];
+        let arch = Arch::of(self.base.config);
         let values: usize = self
             .set
             .loras
             .iter()
-            .map(|lora| lora.rank * (inputs.get(lora.site).copied().unwrap_or(0) + lora.columns.len()))
+            .map(|lora| {
+                lora.rank * (arch.sites.get(lora.site).map_or(0, |site| site.inputs) + lora.columns.len())
+            })
             .sum();
         6.0 * (values * self.n()) as f64 / rates.thin
     }
@@ -150,22 +153,24 @@ struct Block {
 impl Block {
     fn new(micro_batch: &MicroBatch, rates: &Rates) -> Self {
         let (config, n) = (micro_batch.base.config, micro_batch.n());
-        let (c, f) = (config.width, config.inner);
-        let forward = |weights: usize| rates.product_forward.seconds(n, weights);
+        let (c, f, arch) = (config.width, config.inner, Arch::of(config));
+        let forward = |site: Site| rates.product_forward.seconds(n, arch.site(site).weights());
         let t = micro_batch.seq_len;
         let prefix = micro_batch.set.prefix.as_ref().map_or(0, |prefix| prefix.length);
         let pairs = micro_batch.batch * (t * (t + 1) / 2 + t * prefix);
         let (attend, attend_back) = attention_flops(config.heads, config.head_width(), pairs);
         let bytes = |width: usize, each: usize| (n * width * each) as f64;
         Self {
-            c_attn: forward(3 * c * c),
+            c_attn: forward(Site::CAttn),
             attention: (attend / rates.attention.forward, attend_back / rates.attention.backward),
-            attn_proj: forward(c * c),
-            c_fc: forward(c * f),
-            mlp_proj: forward(f * c),
+            attn_proj: forward(Site::AttnProj),
+            c_fc: forward(Site::CFc),
+            mlp_proj: forward(Site::MlpProj),
             norm: (bytes(c, 8) / rates.layernorm.forward, bytes(c, 16) / rates.layernorm.backward),
             activation: (bytes(f, 8) / rates.activation.forward, bytes(f, 12) / rates.activation.backward),
-            products_backward: rates.product_backward.seconds(n, 4 * c * c + 2 * c * f),
+            products_backward: rates
+                .product_backward
+                .seconds(n, arch.sites.iter().map(SiteShape::weights).sum()),
         }
     }
 

@@ -147,11 +147,11 @@ pub fn plan<J: Job>(job: &J, config: J::Config) -> Result<Plan<J::Config>> {
     rows.extend(job.beside(config));
     rows.extend(
         device
-            .own_memory
+            .own_memory()
             .map(|own| Row::new("program", own.runtime_name, own.runtime, Placement::Memory, "run").always()),
     );
     rows.push(scratch(device, job.scratch(config)));
-    if device.own_memory.is_some() {
+    if device.own_memory().is_some() {
         let of_host = rows.iter_mut().filter(|row| row.place == Placement::Host);
         of_host.for_each(|row| row.resident = by_phase(|_| 0));
     }

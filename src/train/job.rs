@@ -156,7 +156,7 @@ impl TrainingJob<'_> {
 
     /// Whether the base was brought to a device as a whole before anything was planned.
     fn is_resident(&self) -> bool {
-        self.device.own_memory.is_some()
+        self.device.own_memory().is_some()
     }
 }
 

@@ -6,7 +6,7 @@ use engraft_adapters::{AdapterSpec, LoraSpec, PrefixSpec};
 
 use super::*;
 use crate::{
-    device::OwnMemory,
+    device::{DeviceKind, OwnMemory},
     error::Result,
     kernels::matmul::Arithmetic,
     plan::{BaseBytes, Cores, Plan, Selection, budget, plan, size},
@@ -23,11 +23,15 @@ fn choose(
 }
 
 fn device() -> PlannedDevice {
-    PlannedDevice::with_memory(OwnMemory::CUDA)
+    PlannedDevice::of_kind(DeviceKind::CUDA, Arithmetic::F32)
 }
 
 fn host() -> PlannedDevice {
-    PlannedDevice { cores: Some(Cores { threads: 2, arithmetic: Arithmetic::F32 }), own_memory: None }
+    PlannedDevice { kind: DeviceKind::CPU, cores: Some(Cores { threads: 2, arithmetic: Arithmetic::F32 }) }
+}
+
+fn cuda_memory() -> &'static OwnMemory {
+    DeviceKind::CUDA.own_memory.as_ref().unwrap()
 }
 
 fn xl() -> Config {
@@ -264,7 +268,7 @@ fn a_streamed_base_takes_two_blocks_of_a_device() {
         rows.map(Row::most_resident).sum()
     };
     let (resident, streamed) = (planned(false), planned(true));
-    let parts = BaseBytes::on_device(&config, OwnMemory::CUDA);
+    let parts = BaseBytes::on_device(&config, cuda_memory());
     assert_eq!(device(&resident), parts.total());
     assert_eq!(device(&resident) - device(&streamed), parts.blocks - 2 * parts.block);
     assert_eq!(resident.peak().1 - streamed.peak().1, parts.blocks - 2 * parts.block);
@@ -274,7 +278,7 @@ fn a_streamed_base_takes_two_blocks_of_a_device() {
     // The parts of the base that are there before a trainer is, and no slots for blocks.
     let held = |plan: &Plan<PlanConfig>| plan.peak().1 - budget::wanted(plan);
     assert_eq!(held(&resident) - held(&streamed), parts.blocks);
-    assert_eq!(held(&resident), parts.total() + OwnMemory::CUDA.runtime);
+    assert_eq!(held(&resident), parts.total() + cuda_memory().runtime);
 }
 
 #[test]

@@ -13,15 +13,12 @@ use super::{
 };
 use crate::{
     data::Dataset,
-    device::{
-        DType,
-        arena::{Arenas, Placement},
-    },
+    device::arena::{Arenas, Placement},
     engine::{Trainer, TrainerOptions},
     error::{Error, Result},
     model::{
         Base, BaseDType, BaseSource, Config,
-        base::{check_weights, no_f16},
+        base::{check_activations, check_weights},
     },
     observe::machine,
     optim::OptimizerKind,
@@ -62,9 +59,9 @@ pub(super) fn job<'a>(
 ///
 /// # Errors
 /// [`Error::Input`] with the option.
-fn check_activations(constraints: Constraints, device: PlannedDevice) -> Result<()> {
-    match (device.cores, constraints.activations) {
-        (Some(_), Some(DType::F16)) => Err(no_f16()),
+fn check_planned_activations(constraints: Constraints, device: PlannedDevice) -> Result<()> {
+    match constraints.activations {
+        Some(activations) => check_activations(device.kind, activations),
         _ => Ok(()),
     }
 }
@@ -92,10 +89,10 @@ pub struct PlanRequest<'a> {
 /// When nothing fits, with the smallest plan that there is.
 pub fn plan_request(options: &RunOptions, request: PlanRequest) -> Result<Selection<PlanConfig>> {
     let PlanRequest { config, base_dtype, set, seq_len, device, streamable } = request;
-    check_activations(options.constraints, device)?;
-    check_weights(device.cores.is_some(), base_dtype)?;
-    // BF16 on a CPU is arithmetic alone.
-    let activations = options.constraints.activations.filter(|_| device.cores.is_none());
+    check_planned_activations(options.constraints, device)?;
+    check_weights(device.kind, base_dtype)?;
+    let stored = |asked| device.kind.stored_activations(asked);
+    let activations = options.constraints.activations.map(stored);
     let job = TrainingJob {
         config,
         base_dtype,
@@ -120,7 +117,7 @@ pub fn plan_request(options: &RunOptions, request: PlanRequest) -> Result<Select
 
 /// Bytes that `job` may take of the planned memory; of a device's own `free` are left, and it holds `held`.
 fn bytes(limit: Limit, job: &TrainingJob, free: Option<u64>, held: u64) -> Option<u64> {
-    match job.device.own_memory {
+    match job.device.own_memory() {
         Some(memory) => budget::device_bytes(limit, memory, free, held),
         None => budget::bytes(limit, job.program),
     }
@@ -177,7 +174,7 @@ pub(super) fn identity(config: PlanConfig) -> [(String, String); 3] {
 /// # Errors
 /// When nothing fits, with the smallest plan that there is.
 pub(super) fn plan(options: &RunOptions, base: &Base, job: &TrainingJob) -> Result<Selection<PlanConfig>> {
-    check_activations(job.constraints, job.device)?;
+    check_planned_activations(job.constraints, job.device)?;
     let budget = bytes(options.memory, job, base.device.free(), held(base, job));
     by_speed(options.cache.as_deref(), job, budget)
 }
@@ -273,7 +270,7 @@ pub(super) fn trainer(
     };
     let arenas = Arenas::real(Some(spool.to_owned())).on(base.device);
     let mut base = Arc::clone(base);
-    if is_host && !policy.stream {
+    if base.device.kind().wants_settled_weights && !policy.stream {
         // Without the memory for it the file serves as well.
         let mut settled = Base::clone(&base);
         if settled.weights.settle().is_ok() {

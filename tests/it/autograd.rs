@@ -26,7 +26,7 @@ use crate::setup::{
 const GRADIENT: f64 = 2e-5;
 const LOSS: f64 = 1e-6;
 
-/// Rows of t = 7, fewer where the row says so, behind p = 5; r = 3.
+/// Rows of t = 7, fewer where the row says so, after a prefix of p = 5; r = 3.
 const SEQ_LEN: usize = 7;
 
 struct Twin<'a> {

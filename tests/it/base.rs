@@ -117,7 +117,7 @@ fn a_pytorch_file_gives_its_rounded_values() {
 #[test]
 fn rounding_is_to_nearest_even() {
     let mut values = values("transformer.");
-    // 2049 lies midway between 2048 and 2050; 65519 still rounds to 65504.
+    // 2049 is midway between 2048 and 2050; 65519 still rounds to 65504.
     values.get_mut("transformer.ln_f.bias").unwrap().1[..5]
         .copy_from_slice(&[2049.0, 2051.0, 65519.0, 1e-9, -0.0]);
     let cache = tempfile::tempdir().unwrap();

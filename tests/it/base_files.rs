@@ -106,7 +106,7 @@ pub fn refused(dir: &Path) -> String {
     let error = load(dir, cache.path()).unwrap_err();
     assert_eq!(error.exit_code(), 2, "{error}");
     let left = files(cache.path());
-    assert!(left.iter().all(|file| file.ends_with(".lock")), "left behind: {left:?}");
+    assert!(left.iter().all(|file| file.ends_with(".lock")), "files left: {left:?}");
     error.to_string()
 }
 

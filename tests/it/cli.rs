@@ -1,4 +1,4 @@
-//! What the programs print and leave behind when all goes well.
+//! Output and files of the programs when all goes well.
 
 use std::{
     io::{BufRead, BufReader},

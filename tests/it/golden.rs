@@ -203,7 +203,7 @@ fn check(case: &Case, base: &Arc<Base>, policy: Policy) {
     }
 }
 
-/// Every policy runs the same case: what is kept must not matter.
+/// Every policy runs the same case: the kept activations must not matter.
 fn check_all(case: &Case, base: &Arc<Base>) {
     for (recompute, head_rows) in [
         (Recompute::None, 256),
@@ -283,7 +283,7 @@ fn separate_q_and_v_match_peft() {
     let set = AdapterSet::new(&spec, &base.description()).unwrap();
     let expected = Expected::read(&golden("cases/lora_qv/expected.safetensors"));
     let c = base.config.width;
-    // Where a tensor of q or v lies inside the fused one: rows of A, a block of B.
+    // The place of a tensor of q or v inside the fused one: rows of A, a block of B.
     let part_of = |slot: &str, whole: &[f64]| -> Vec<f64> {
         let second = slot.contains(".v.");
         if slot.contains("lora_A") {

@@ -1,4 +1,4 @@
-//! The memory engine by its program: plans without weights, refusals, what is planned against what is
+//! The memory engine by its program: plans without weights, refusals, planned against measured bytes
 //! counted, everything together against nothing at all.
 
 use engraft::device::cpu::bf16 as fast_bf16;

@@ -67,7 +67,7 @@ pub fn cut(rows: &[Row], size: usize) -> Vec<Batch> {
     rows.chunks(size).map(batch).collect()
 }
 
-/// Gradient of the first step, reports of three steps, and the state behind them.
+/// Gradient of the first step, reports of three steps, and the state after them.
 type Outcome = (Vec<f32>, Vec<StepReport>, TrainerState);
 
 fn run(base: &Arc<Base>, case: &Case, options: TrainerOptions) -> Outcome {
@@ -134,7 +134,7 @@ fn streaming_and_offloading_change_no_bit() {
     }
 }
 
-/// Seven blocks whose inputs take three buffers in turn; with the lowest ones not adapted, and an evaluation between steps,
+/// Seven blocks whose inputs share three buffers; with the lowest ones not adapted, and an evaluation between steps,
 /// which goes through the same buffers.
 #[test]
 fn inputs_that_take_turns_come_back() {
@@ -255,7 +255,7 @@ fn a_step_moves_every_trainable_tensor_and_no_frozen_byte() {
         let expected = 12 * base.config.layers + 4 + usize::from(base.weights.head.is_some());
         assert!(before.len() > expected * base.config.width, "{} values", before.len());
         for case in cases(&base, 0.2) {
-            // Behind a prefix of 5 the smaller bases have room for 8.
+            // After a prefix of 5 the smaller bases have room for 8.
             let options = TrainerOptions { seq_len: 8, ..options(Policy::default()) };
             let mut trainer = trainer(&base, &case, options);
             trainer.step(&[batch(&[row(1, 8, 1, vocab), row(2, 6, 1, vocab)])], 1e-2).unwrap();

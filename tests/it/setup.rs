@@ -192,7 +192,7 @@ pub fn row(seed: u64, len: usize, prompt: usize, vocab: usize) -> Row {
     Row { ids: (0..len).map(id).collect(), targets: (0..len).map(target).collect(), starts: vec![0; len] }
 }
 
-/// Rows behind one another in one, each seeing only itself.
+/// Several rows joined in one, each seeing only itself.
 pub fn pack(rows: &[Row]) -> Row {
     let mut packed = Row { ids: Vec::new(), targets: Vec::new(), starts: Vec::new() };
     for row in rows {

@@ -1,4 +1,4 @@
-//! Gross losses of speed: each hand-written kernel beside its plain twin, in turn, in a process of its own (the level
+//! Gross losses of speed: each hand-written kernel and its plain twin, alternately, in a process of its own (the level
 //! is one for a whole process). Ratios alone count, so a busy machine does not matter.
 
 use std::{env, process::Command, time::Instant};
@@ -14,6 +14,8 @@ use engraft::{
 use engraft_util::rng;
 use half::f16;
 
+use crate::skip::skip;
+
 /// A kernel is at fault when it takes this many times as long as its twin; they take 0.2 to 0.95.
 const GROSS: f64 = 1.5;
 /// The same below the best level of the CPU, where twins use wider vectors than kernels; up to 2.
@@ -24,7 +26,7 @@ const TRIES: usize = 3;
 #[test]
 fn kernels_are_not_grossly_slower_than_their_twins() {
     if !vectors() {
-        return; // there are twins alone
+        return skip("no vector kernels at this level, only their twins", false);
     }
     let child = Command::new(env::current_exe().unwrap())
         .args(["speed::ratios", "--exact", "--ignored", "--nocapture"])
@@ -51,7 +53,7 @@ fn ratios() {
     let mut check = |name: &str, run: &mut dyn FnMut()| {
         for &level in &levels {
             let gross = if Some(&level) == levels.last() { GROSS } else { GROSS_BELOW };
-            // What is slow stays slow; what met other work is measured again.
+            // A slow kernel stays slow; one that met other work is measured again.
             let mut ratio = ratio(level, run);
             for _ in 1..TRIES {
                 if ratio > gross {
@@ -119,7 +121,7 @@ fn ratios() {
     assert!(slow.is_empty(), "{}", slow.join("; "));
 }
 
-/// Time at a level over time at the plain one: the median of rounds that take both in turn.
+/// Time at a level over time at the plain one: the median of rounds that time both alternately.
 fn ratio(level: Level, run: &mut dyn FnMut()) -> f64 {
     let mut seconds = |level: Level| {
         limit_level(level);

@@ -10,7 +10,7 @@ pub mod tasks;
 
 pub use self::{
     gemm::{gemm, packing, slab},
-    level::{Level, bf16, dispatch_level, force_bf16, level, limit_level, vectorised, vectors},
+    level::{Level, bf16, dispatch_level, force_bf16, level, limit_level, reports_bf16, vectorised, vectors},
     math::{exp, wide, widen},
     scratch::{LINE, Shared, release_shared_scratch, with_scratch, with_shared_scratch},
     strides::Strides,

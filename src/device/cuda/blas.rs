@@ -14,8 +14,8 @@ use cudarc::cublaslt::{
 use super::{Gpu, Memory, lock};
 use crate::device::{
     DType,
-    fixed::WORKSPACE,
     gemm_layout::{GemmLayout, Operand},
+    kinds::CUDA_WORKSPACE,
 };
 
 /// A product to be computed: `D = op(A) op(B) + beta C`, and a bias where there is one. Sums are FP32, and of
@@ -79,7 +79,7 @@ impl Gpu {
         if m == 0 || n == 0 || k == 0 || self.attempt("a product", self.bind()).is_none() {
             return;
         }
-        self.lend(&self.products.workspace, WORKSPACE, "products", |workspace| {
+        self.lend(&self.products.workspace, CUDA_WORKSPACE, "products", |workspace| {
             let done = self.run(&call, workspace);
             self.attempt(&format!("a product of {m} x {n} x {k}"), done);
         });
@@ -116,7 +116,7 @@ impl Gpu {
                 description.d,
                 from_ref(&algorithm),
                 workspace.address() as *mut c_void,
-                WORKSPACE,
+                CUDA_WORKSPACE,
                 self.stream().cast(),
             )
         }
@@ -192,7 +192,7 @@ impl Description {
         key: Key,
     ) -> Result<sys::cublasLtMatmulAlgo_t, CublasError> {
         let preference = Preference(result::create_matmul_pref()?);
-        preference.set(PrefAttribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, WORKSPACE as u64)?;
+        preference.set(PrefAttribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, CUDA_WORKSPACE as u64)?;
         preference.set(PrefAttribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, REDUCED_IN_COMPUTE_TYPE)?;
         let [a, b, c, d] = key.aligned;
         preference.set(PrefAttribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, a)?;

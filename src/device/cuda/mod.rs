@@ -21,7 +21,7 @@ use cudarc::{
 
 use super::{
     DType, View,
-    fixed::{CONTROL, WORKSPACE},
+    kinds::{CUDA_CONTROL, CUDA_WORKSPACE},
 };
 use crate::error::{Error, Result};
 
@@ -367,8 +367,8 @@ impl Gpu {
     /// # Errors
     /// [`Error::Memory`] when the device has not as many.
     pub fn reserve(&'static self, bytes: usize) -> Result<()> {
-        self.lent(&self.products.workspace, WORKSPACE, "products")?;
-        self.lent(&self.control, CONTROL, "control")?;
+        self.lent(&self.products.workspace, CUDA_WORKSPACE, "products")?;
+        self.lent(&self.control, CUDA_CONTROL, "control")?;
         self.grow(bytes)
     }
 
@@ -385,7 +385,7 @@ impl Gpu {
 
     /// Lends the memory of what an update leaves for the host.
     pub(crate) fn control(&'static self, work: impl FnOnce(u64)) {
-        self.lend(&self.control, CONTROL, "control", |memory| work(memory.address()));
+        self.lend(&self.control, CUDA_CONTROL, "control", |memory| work(memory.address()));
     }
 
     /// Lends a table that kernels read, made when first asked for.

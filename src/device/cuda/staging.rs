@@ -22,7 +22,7 @@ use super::{
 use crate::{
     device::{
         Frozen,
-        fixed::ALIGN,
+        kinds::CUDA_ALIGNMENT,
         staging::{SLOTS, bytes},
     },
     error::{Error, Result},
@@ -90,7 +90,7 @@ impl StagingSlots {
     pub fn tensors(&self, place: usize, part: &[&Frozen]) -> Vec<Frozen> {
         let starts = part.iter().scan(0, |next, tensor| {
             let start = *next;
-            *next += tensor.bytes().next_multiple_of(ALIGN);
+            *next += tensor.bytes().next_multiple_of(CUDA_ALIGNMENT);
             Some(start)
         });
         let memory = &self.places[place].memory;
@@ -165,7 +165,7 @@ impl Carrier {
             // SAFETY: pinned memory is as long as a place, which was sized for parts like this one, and the last
             // copy from it is done.
             unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), pinned.head().add(start), from.len()) };
-            start += from.len().next_multiple_of(ALIGN);
+            start += from.len().next_multiple_of(CUDA_ALIGNMENT);
             // Pages of the file have served.
             tensor.region().release();
         }

@@ -50,44 +50,42 @@ pub fn square_sum(gradient: View) -> f64 {
 /// The norm of a gradient and the factor that follows from it: known on the host, or left on a device where the
 /// update finds them.
 #[derive(Debug, Clone, Copy)]
-pub enum Clipping {
-    /// Known.
-    Known {
-        /// Norm of the unscaled gradient.
-        norm: f64,
-        /// Unscaling and clipping.
-        factor: f64,
-    },
-    /// On its way. An [`update`] of a gradient that is not finite then changes nothing.
+pub struct Clipping(Norm);
+
+#[derive(Debug, Clone, Copy)]
+enum Norm {
+    /// Of the unscaled gradient, with the factor for unscaling and clipping.
+    Known { norm: f64, factor: f64 },
+    /// Still computed there. An [`update`] of a gradient that is not finite then changes nothing.
     #[cfg(feature = "cuda")]
     OnDevice(&'static Gpu),
 }
 
 impl Clipping {
-    /// What [`Update::factor`] has to be.
+    /// The value for [`Update::factor`]; 1 where the device multiplies with its own.
     pub fn factor(self) -> f64 {
-        match self {
-            Self::Known { factor, .. } => factor,
+        match self.0 {
+            Norm::Known { factor, .. } => factor,
             #[cfg(feature = "cuda")]
-            Self::OnDevice(_) => 1.0,
+            Norm::OnDevice(_) => 1.0,
         }
     }
 
     /// Whether an update may be asked for: not of a gradient that is known not to be finite.
     pub fn allows_update(self) -> bool {
-        match self {
-            Self::Known { norm, .. } => norm.is_finite(),
+        match self.0 {
+            Norm::Known { norm, .. } => norm.is_finite(),
             #[cfg(feature = "cuda")]
-            Self::OnDevice(_) => true,
+            Norm::OnDevice(_) => true,
         }
     }
 
     /// The norm of the unscaled gradient, waiting for a device that still computes it.
     pub fn norm(self) -> f64 {
-        match self {
-            Self::Known { norm, .. } => norm,
+        match self.0 {
+            Norm::Known { norm, .. } => norm,
             #[cfg(feature = "cuda")]
-            Self::OnDevice(gpu) => cuda::control(gpu).1,
+            Norm::OnDevice(gpu) => cuda::control(gpu).1,
         }
     }
 }
@@ -99,12 +97,12 @@ pub fn clipping(gradient: View, clip: f64, loss_scale: f64) -> Clipping {
         Device::Cpu => {
             let norm = cpu::square_sum(gradient.host()).sqrt() / loss_scale;
             let factor = if clip > 0.0 { (clip / (norm + 1e-6)).min(1.0) } else { 1.0 };
-            Clipping::Known { norm, factor: factor / loss_scale }
+            Clipping(Norm::Known { norm, factor: factor / loss_scale })
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(gpu) => {
             cuda::clipping(gpu, gradient, clip, loss_scale);
-            Clipping::OnDevice(gpu)
+            Clipping(Norm::OnDevice(gpu))
         }
     }
 }

@@ -27,8 +27,11 @@ pub fn forward<T: Real>(q: &[T], k: &[T], v: &[T], starts: &[u32], scale: T, s: 
     let (mut out, mut probabilities) = (Vec::new(), Vec::new());
     for i in 0..s.queries {
         let score = |j: usize| scale * (0..d).map(|e| q[i * d + e] * k[j * d + e]).sum::<T>();
-        let powers: Vec<T> =
-            (0..keys).map(|j| if s.sees(i, j, starts) { score(j).exp() } else { T::zero() }).collect();
+        let visible = |j: &usize| s.sees(i, *j, starts);
+        // Softmax of scores less the largest is the same, and no exponential overflows.
+        let largest = (0..keys).filter(visible).map(score).fold(T::neg_infinity(), T::max);
+        let power = |j: usize| if visible(&j) { (score(j) - largest).exp() } else { T::zero() };
+        let powers: Vec<T> = (0..keys).map(power).collect();
         let sum: T = powers.iter().copied().sum();
         let p: Vec<T> = powers.into_iter().map(|power| power / sum).collect();
         out.extend((0..d).map(|e| (0..keys).map(|j| p[j] * v[j * d + e]).sum::<T>()));

@@ -188,15 +188,39 @@ fn cached(arithmetic: Arithmetic, (t, heads, width, p): (usize, usize, usize, us
     assert_close(&run(first), &whole, 1e-6, "cached rows");
 }
 
+/// Scores of many thousands, whose exponentials no float holds: probabilities are 1 for the largest, or shared by two
+/// equal keys. Within a tile, across tiles, and with widths that are no whole vectors.
 #[test]
 fn large_scores_do_not_overflow() {
-    let (t, c) = (3, 4);
-    let qkv: Vec<f32> = numbers(1, t * 3 * c).iter().map(|x| x * 300.0).collect();
-    let shape =
-        Shape { batch: 1, queries: t, past: 0, heads: 1, width: c, prefix: 0, arithmetic: Arithmetic::F32 };
-    let (mut out, mut lse) = (vec![0f32; t * c], vec![0f32; t]);
-    let (out_view, lse_view) = (out.as_mut_slice().into(), lse.as_mut_slice().into());
-    let starts = [0u32; 3];
-    forward(packed(qkv[..].into(), t, c), None, starts[..].into(), 1.0, shape, out_view, lse_view);
-    assert!(out.iter().chain(&lse).all(|x| x.is_finite()));
+    for (t, c) in [(3, 4), (40, 5), (150, 16), (75, 48)] {
+        // Whole numbers, small enough that FP32 holds every score exactly: equal keys have equal scores.
+        let mut qkv: Vec<f32> = numbers(1, t * 3 * c).iter().map(|x| (x * 100.0).round()).collect();
+        // The first and the last key, and the last query, are one long vector: that query finds these two keys largest,
+        // and averages their values.
+        let (first, last) = qkv.split_at_mut((t - 1) * 3 * c);
+        first[c..2 * c].iter_mut().for_each(|x| *x *= 4.0);
+        last[c..2 * c].copy_from_slice(&first[c..2 * c]);
+        last[..c].copy_from_slice(&first[c..2 * c]);
+        let arithmetic = Arithmetic::F32;
+        let shape = Shape { batch: 1, queries: t, past: 0, heads: 1, width: c, prefix: 0, arithmetic };
+        let (mut out, mut lse) = (vec![0f32; t * c], vec![0f32; t]);
+        let (out_view, lse_view) = (out.as_mut_slice().into(), lse.as_mut_slice().into());
+        let starts = vec![0u32; t];
+        forward(packed(qkv[..].into(), t, c), None, starts[..].into(), 1.0, shape, out_view, lse_view);
+
+        let part = |index: usize| columns(&qkv, 3 * c, index * c, c);
+        let (q, k, v) = (part(0), part(1), part(2));
+        let s = reference::Shape { queries: t, past: 0, prefix: 0, width: c };
+        let (expected, probabilities) = reference::forward(&q, &k, &v, &starts, 1.0, s);
+        assert_eq!(probabilities[(t - 1) * t..][..1], [0.5], "two equal keys");
+        assert_close(&out, &expected, 1e-5, "out");
+        let score = |i: usize, j: usize| (0..c).map(|e| q[i * c + e] * k[j * c + e]).sum::<f64>();
+        // ln sum exp(s) = s_j - ln p_j for the likeliest j.
+        let likeliest = |i: usize| {
+            let row = &probabilities[i * t..][..t];
+            let (j, most) = row.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).unwrap();
+            score(i, j) - most.ln()
+        };
+        assert_close(&lse, &(0..t).map(likeliest).collect::<Vec<_>>(), 1e-6, "lse");
+    }
 }

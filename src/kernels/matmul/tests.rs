@@ -8,7 +8,7 @@ use super::{matrix::STRIP, *};
 use crate::{
     device::{DType, Frozen, cpu::bf16},
     kernels::q8,
-    testing::{assert_close, halves, numbers, with_threads},
+    testing::{assert_close, central_differences, halves, numbers, skip, weighted, widened, with_threads},
 };
 
 fn plain(x: &[f32], w: &[f16], (n, k, m): (usize, usize, usize), transposed: bool) -> Vec<f64> {
@@ -58,7 +58,8 @@ fn frozen_products_match_plain_loops() {
 #[test]
 fn products_of_bf16_match_sums_over_rounded_factors() {
     if !bf16() {
-        return; // they are those of FP32
+        // A process of their own runs them where the CPU has the instructions (device/cpu/level.rs).
+        return skip("BF16 products are not in use here, only those of FP32", false);
     }
     let rounded = |x: f32| half::bf16::from_f32(x).to_f64();
     // The last has panels enough to share rounded rows, in several stretches.
@@ -252,7 +253,7 @@ fn a_turned_matrix_gives_the_same_bits() {
         let matrix = FrozenMatrix { data, scales: None, rows, cols, layout, arithmetic };
         let Some(turned) = matrix.turned().unwrap() else {
             assert!(!crate::device::cpu::vectors());
-            return;
+            return skip("no vector kernels at this level, so no transposed head", false);
         };
         assert_eq!((turned.rows, turned.cols), (cols, rows));
         let floats = turned.view().to_floats();
@@ -295,7 +296,7 @@ fn strips_are_read_from_any_column() {
 #[test]
 fn the_number_of_rows_changes_no_bit() {
     if !crate::device::cpu::vectors() {
-        return;
+        return skip("no vector kernels at this level", false);
     }
     let (n, rows, cols) = (40, 1601, 130);
     let (weights, x) = (halves(37, rows * cols), numbers(38, n * rows));
@@ -323,50 +324,36 @@ fn the_number_of_rows_changes_no_bit() {
     }
 }
 
+/// `y (n, outputs) = x (n, inputs) W^T + b` in f64, `w (outputs, inputs)`.
+fn dense_in_f64(x: &[f64], w: &[f64], b: &[f64], inputs: usize) -> Vec<f64> {
+    let product = |x: &[f64], w: &[f64]| x.iter().zip(w).map(|(x, w)| x * w).sum::<f64>();
+    let rows = x.chunks(inputs);
+    rows.flat_map(|x| w.chunks(inputs).zip(b).map(move |(w, b)| product(x, w) + b)).collect()
+}
+
 #[test]
 fn dense_gradients_are_central_differences() {
     let (n, inputs, outputs) = (5, 7, 11);
     let (x, w, b) = (numbers(1, n * inputs), numbers(2, inputs * outputs), numbers(3, outputs));
     let dy = numbers(4, n * outputs);
-    // The map is linear in each argument, so its f64 derivative is exact: d/dw = dy^T x and so on.
+    let [wide_x, wide_w, wide_b, wide_dy] = [&x, &w, &b, &dy].map(|values| widened(values));
+    let shape = (n, inputs, outputs);
     let mut y = vec![0f32; n * outputs];
-    dense_forward(x[..].into(), w[..].into(), b[..].into(), y.as_mut_slice().into(), (n, inputs, outputs));
-    let expected: Vec<f64> = (0..n * outputs)
-        .map(|at| {
-            let (row, j) = (at / outputs, at % outputs);
-            let sum: f64 =
-                (0..inputs).map(|i| f64::from(x[row * inputs + i]) * f64::from(w[j * inputs + i])).sum();
-            sum + f64::from(b[j])
-        })
-        .collect();
-    assert_close(&y, &expected, 1e-5, "y");
+    dense_forward(x[..].into(), w[..].into(), b[..].into(), y.as_mut_slice().into(), shape);
+    assert_close(&y, &dense_in_f64(&wide_x, &wide_w, &wide_b, inputs), 1e-5, "y");
 
+    // Gradients of w and b are added to, that of x is written.
     let (mut dw, mut db, mut dx) = (vec![0.5f32; w.len()], vec![0.25f32; b.len()], vec![f32::NAN; x.len()]);
     let gradients = (dw.as_mut_slice().into(), db.as_mut_slice().into());
-    let shape = (n, inputs, outputs);
-    dense_backward(
-        dy[..].into(),
-        x[..].into(),
-        w[..].into(),
-        gradients,
-        Some(dx.as_mut_slice().into()),
-        shape,
-    );
-    let expected: Vec<f64> = (0..w.len())
-        .map(|at| {
-            let (j, i) = (at / inputs, at % inputs);
-            (0..n).map(|r| f64::from(dy[r * outputs + j]) * f64::from(x[r * inputs + i])).sum::<f64>() + 0.5
-        })
-        .collect();
-    assert_close(&dw, &expected, 1e-5, "dw");
-    let expected: Vec<f64> =
-        (0..outputs).map(|j| (0..n).map(|r| f64::from(dy[r * outputs + j])).sum::<f64>() + 0.25).collect();
-    assert_close(&db, &expected, 1e-5, "db");
-    let expected: Vec<f64> = (0..x.len())
-        .map(|at| {
-            let (row, i) = (at / inputs, at % inputs);
-            (0..outputs).map(|j| f64::from(dy[row * outputs + j]) * f64::from(w[j * inputs + i])).sum()
-        })
-        .collect();
+    let to = Some(dx.as_mut_slice().into());
+    dense_backward(dy[..].into(), x[..].into(), w[..].into(), gradients, to, shape);
+    let loss = |x: &[f64], w: &[f64], b: &[f64]| weighted(&dense_in_f64(x, w, b, inputs), &wide_dy);
+    let above =
+        |before: f64, differences: Vec<f64>| differences.iter().map(|d| before + d).collect::<Vec<_>>();
+    let expected = central_differences(&wide_w, |w| loss(&wide_x, w, &wide_b));
+    assert_close(&dw, &above(0.5, expected), 1e-5, "dw");
+    let expected = central_differences(&wide_b, |b| loss(&wide_x, &wide_w, b));
+    assert_close(&db, &above(0.25, expected), 1e-5, "db");
+    let expected = central_differences(&wide_x, |x| loss(x, &wide_w, &wide_b));
     assert_close(&dx, &expected, 1e-5, "dx");
 }

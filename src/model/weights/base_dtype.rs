@@ -8,6 +8,7 @@ use safetensors::{
 
 use super::{convert::Sink, names::Wanted};
 use crate::{
+    device::DType,
     error::{Error, Result},
     kernels::q8::{self, BLOCK},
 };
@@ -28,6 +29,14 @@ impl BaseDType {
         match self {
             Self::F16 => "f16",
             Self::Q8 => "q8",
+        }
+    }
+
+    /// Type of the elements of its matrices.
+    pub fn element_type(self) -> DType {
+        match self {
+            Self::F16 => DType::F16,
+            Self::Q8 => DType::I8,
         }
     }
 

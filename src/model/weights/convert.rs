@@ -119,7 +119,9 @@ fn pass(
 
 /// A tied model's file may repeat the embedding as a head, but not bring another one.
 fn check_tied_head(source: &Source) -> Result<()> {
-    let (Some(head), Some(wte)) = (source.tensors.get(names::HEAD), source.tensors.get(names::WTE)) else {
+    let (Some(head), Some(wte)) =
+        (source.tensors.get(names::HEAD), source.tensors.get(names::TOKEN_EMBEDDING))
+    else {
         return Ok(());
     };
     let mut hashes = [blake3::Hasher::new(), blake3::Hasher::new()];

@@ -185,7 +185,7 @@ impl Source {
         for (name, stored) in &self.tensors {
             if tied && name == names::HEAD {
                 // A tied model may repeat its embedding; that both are equal is checked with the values.
-                let embedding = wanted.iter().find(|tensor| tensor.name == names::WTE);
+                let embedding = wanted.iter().find(|tensor| tensor.name == names::TOKEN_EMBEDDING);
                 faults.extend(embedding.and_then(|wte| shape_or_type_fault(stored, &wte.shape)));
             } else if !known.contains(name.as_str()) {
                 faults.push(format!("{} is no tensor of this GPT-2", stored.name));

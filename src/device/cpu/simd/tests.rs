@@ -1,7 +1,7 @@
 //! Each operation of the vectors of this CPU, beside what it is on numbers.
 
 use super::*;
-use crate::testing::numbers;
+use crate::testing::{numbers, skip};
 
 fn lanes<S: Simd>(s: S, vector: S::Floats) -> Vec<f32> {
     let mut lanes = vec![0f32; S::LANES];
@@ -15,7 +15,9 @@ macro_rules! vectors {
     ($name:ident, $check:ident) => {
         #[test]
         fn $name() {
-            at_level!(s => s.enter(#[inline(always)] || $check(s)));
+            if at_level!(s => s.enter(#[inline(always)] || $check(s))).is_none() {
+                skip("no vector kernels at this level", false);
+            }
         }
     };
 }

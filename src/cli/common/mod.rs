@@ -1,0 +1,12 @@
+//! What both programs need: options and their values, the environment, signals, opening a base, output.
+
+pub mod args;
+pub mod download;
+pub mod environment;
+pub mod open;
+pub mod options;
+pub mod output;
+pub mod program;
+pub mod sample;
+pub mod signals;
+pub mod values;

@@ -1,0 +1,41 @@
+//! What the programs print: results on standard output, all else on standard error.
+
+use std::io::{self, Write};
+
+use serde_json::Value;
+
+use crate::error::{Error, Result};
+
+/// Writes `text` to standard output as it is.
+pub fn write_out(text: &str) -> Result<()> {
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(|cause| output_error(&cause))
+}
+
+/// One JSON object on a line of standard output.
+pub fn write_json(value: &Value) -> Result<()> {
+    write_out(&format!("{value}\n"))
+}
+
+fn output_error(cause: &io::Error) -> Error {
+    if cause.kind() == io::ErrorKind::BrokenPipe {
+        return Error::ClosedPipe;
+    }
+    Error::failed(format!("standard output cannot be written: {cause}; free space or redirect it elsewhere"))
+}
+
+/// A line beside the results: progress, hints, warnings. Lost when standard error is closed.
+pub fn write_note(text: &str) {
+    let _ = writeln!(io::stderr(), "{text}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_closed_pipe_is_no_failure() {
+        assert_eq!(output_error(&io::Error::from(io::ErrorKind::BrokenPipe)), Error::ClosedPipe);
+        assert_eq!(output_error(&io::Error::from(io::ErrorKind::StorageFull)).exit_code(), 1);
+    }
+}

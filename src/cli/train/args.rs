@@ -1,0 +1,234 @@
+//! The options of `engraft train`, one definition each.
+
+use std::path::PathBuf;
+
+use engraft_adapters::{LoraSpec, PrefixSpec, Targets};
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    cli::common::{
+        args::{BaseArgs, ComputeArgs},
+        options::{
+            BELOW_ONE, Check, FROM_ONE, OnResume, Part, above_zero, from_zero, options, switch, unless, value,
+        },
+        values::{
+            LayerList, MemoryName, Method, Optimizer, Pattern, PrefixInit, RecomputeName, RowsName,
+            ScheduleName, Switch, Warmup,
+        },
+    },
+    optim::AdamWOptions,
+    plan::budget::Limit,
+};
+
+options! {
+    /// Which data, and how rows are made of them.
+    #[derive(Serialize, Deserialize)]
+    #[serde(rename_all = "kebab-case", default)]
+    DataArgs {}
+
+    "Data" {
+        /// .txt or .jsonl file, or folder with train.*, perhaps valid.* and test.*; repeatable
+        data: Vec<PathBuf> =>
+            value("PATH").otherwise("the embedded data").on_resume(OnResume::OwnRule);
+        /// A .txt file is one document per line instead of one document
+        line_by_line: bool => switch();
+        /// Count the loss on prompts too, not only on completions
+        train_on_prompt: bool => switch();
+        /// Longest row in tokens
+        seq_len: usize =>
+            value("N").otherwise("256, or as many positions as the base has left").check(FROM_ONE);
+        /// Put several documents in a row; they do not see each other
+        #[arg(overrides_with = "no_pack")]
+        pack: bool => switch().default(|args: &DataArgs| Some(args.no_pack != Some(true)));
+        /// One record a row
+        #[arg(overrides_with = "pack")]
+        no_pack: bool => switch().excludes("pack");
+    }
+}
+
+impl DataArgs {
+    /// Whether a row holds several documents.
+    pub fn packs(&self) -> bool {
+        self.pack.unwrap_or(self.no_pack != Some(true))
+    }
+}
+
+/// More rows per step than anybody waits for.
+const LARGEST_BATCH: usize = 1_000_000;
+/// Larger ranks are typing errors: no base is that wide.
+const LARGEST_RANK: f64 = 1e6;
+
+/// At least one row, or `auto`.
+const ROWS: Check<RowsName> = Check {
+    refused: |rows| unless(rows.fixed() != Some(0), 0),
+    fault: "is too small",
+    remedy: "give a whole number from 1, or auto",
+};
+
+options! {
+    /// Options of `train` as typed, or as read from a TOML file whose keys are the options' names.
+    #[derive(Serialize, Deserialize)]
+    #[serde(rename_all = "kebab-case", default)]
+    TrainArgs {
+        #[serde(skip)]
+        base: BaseArgs,
+        #[serde(skip)]
+        data: DataArgs,
+        #[serde(skip)]
+        compute: ComputeArgs,
+    }
+
+    "" {
+        /// TOML file with any option as a key of the same name; the command line wins
+        #[serde(skip)]
+        config: PathBuf => value("FILE").on_resume(OnResume::OfTheCall);
+        /// One JSON object per line on stdout, nothing else there
+        json: bool => switch().on_resume(OnResume::OfTheCall);
+        /// Print a step line every N steps where there is no progress bar; 0 prints none
+        log_every: u64 = 10 => value("N").on_resume(OnResume::Free);
+    }
+
+    "Data" {
+        /// Held-out data; repeatable
+        eval_data: Vec<PathBuf> => value("PATH").on_resume(OnResume::Free);
+        /// Hold out this part of the training rows
+        eval_fraction: f64 => value("F").excludes("eval-data").check(Check {
+            refused: |&part| unless(part > 0.0 && part < 1.0, part),
+            fault: "is not between 0 and 1",
+            remedy: "give a number between 0 and 1, such as 0.1",
+        });
+        /// Keep the rows in the order of the files
+        no_shuffle: bool => switch();
+    }
+
+    "Adapter" {
+        /// Method to train
+        method: Method => value("METHOD")
+            .default(|args: &TrainArgs| args.init_adapter.is_none().then_some(Method::Lora))
+            .from_adapter(true);
+        /// Start from this adapter (PEFT files), whose config gives the options below
+        init_adapter: PathBuf => value("DIR");
+        /// Rank of the LoRA
+        rank: usize = LoraSpec::default().rank => value("R").of(Part::Lora).check(FROM_ONE);
+        /// Scale the LoRA's delta by alpha / rank
+        alpha: f64 = LoraSpec::default().alpha =>
+            value("A").of(Part::Lora).check(above_zero("give a number such as 16"));
+        /// c_attn, attn.c_proj, c_fc, mlp.c_proj, q, k, v, all-linear, a list of them, or /regex/
+        targets: Targets = LoraSpec::default().targets => value("LIST").of(Part::Lora);
+        /// Layers with a LoRA, such as 0,2,5-11
+        layers: LayerList => value("LIST").of(Part::Lora)
+            .default(|_| LoraSpec::default().layers.map(LayerList)).otherwise("all");
+        /// Dropout on the LoRA's input
+        lora_dropout: f64 = LoraSpec::default().dropout =>
+            value("P").of(Part::Lora).from_adapter(false).check(BELOW_ONE);
+        /// Scale by alpha / sqrt(rank)
+        rslora: bool = LoraSpec::default().rslora => switch().of(Part::Lora);
+        /// Another rank for sites that match KEY, a regular expression; repeatable
+        rank_pattern: Vec<Pattern> => value("KEY=R").of(Part::Lora).check(Check {
+            refused: |patterns| refused_pattern(patterns, |rank| {
+                rank.fract() == 0.0 && (1.0..=LARGEST_RANK).contains(&rank)
+            }),
+            fault: "has no rank",
+            remedy: "give a whole number from 1, such as h.0.attn.c_attn=4",
+        });
+        /// Another alpha for sites that match KEY, a regular expression; repeatable
+        alpha_pattern: Vec<Pattern> => value("KEY=A").of(Part::Lora).check(Check {
+            refused: |patterns| refused_pattern(patterns, |alpha| alpha.is_finite() && alpha > 0.0),
+            fault: "has no finite alpha above 0",
+            remedy: "give a number such as h.0.attn.c_attn=16",
+        });
+        /// Length of the prefix in virtual tokens
+        prefix_len: usize = PrefixSpec::default().length => value("P").of(Part::Prefix).check(FROM_ONE);
+        /// Initial value of the prefix; with --prefix-projection always random
+        prefix_init: PrefixInit => value("INIT").of(Part::Prefix).default(|args: &TrainArgs| {
+            Some(if args.prefix_projection.is_some() { PrefixInit::Random } else { PrefixInit::Text })
+        });
+        /// Text that --prefix-init text reads
+        prefix_text: String => value("TEXT").of(Part::Prefix).otherwise("the first training row");
+        /// Train the prefix through a tanh layer of this width
+        prefix_projection: usize => value("HIDDEN").of(Part::Prefix).check(FROM_ONE);
+    }
+
+    "Optimization" {
+        /// Rows per optimizer step
+        batch: usize = 8 => value("N").check(Check {
+            refused: |&rows| unless((1..=LARGEST_BATCH).contains(&rows), rows),
+            fault: "is out of range",
+            remedy: "give a whole number from 1 to 1000000",
+        });
+        /// Sequences per forward and backward pass, a divisor of --batch; gradients are accumulated
+        micro_batch: RowsName = RowsName::AUTO => value("N|auto").on_resume(OnResume::OwnRule).check(ROWS);
+        /// Number of optimizer steps
+        steps: u64 => value("N").on_resume(OnResume::OwnRule).check(Check {
+            refused: |&steps| unless(steps > 0, steps),
+            fault: "trains nothing",
+            remedy: "give a whole number from 1",
+        });
+        /// Passes over the training rows, instead of --steps
+        epochs: f64 => value("F").excludes("steps").on_resume(OnResume::OwnRule)
+            .default(|args: &TrainArgs| args.steps.is_none().then_some(1.0))
+            .check(above_zero("give a number such as 1"));
+        /// Highest learning rate
+        lr: f64 = 5e-4 => value("LR").check(above_zero("give a number such as 0.0005"));
+        /// Learning-rate decay after warm-up
+        schedule: ScheduleName = ScheduleName::Linear => value("NAME");
+        /// Warm-up steps, or with a dot a part of all steps
+        warmup: Warmup = Warmup::Steps(0) => value("N|F").check(Check {
+            refused: |warmup| match warmup {
+                Warmup::Steps(_) => None,
+                Warmup::Fraction(part) => unless((0.0..1.0).contains(part), part),
+            },
+            fault: "is no part from 0 to below 1",
+            remedy: "give a number of steps such as 100, or a part such as 0.1",
+        });
+        /// Decoupled weight decay on every trainable
+        weight_decay: f64 = AdamWOptions::default().weight_decay =>
+            value("W").check(from_zero("give a number such as 0.01"));
+        /// Largest global gradient norm; 0 turns clipping off
+        clip: f64 = 1.0 => value("C").check(from_zero("give a number such as 1, or 0 for no clipping"));
+        /// Part of the target probability that is spread over the vocabulary
+        label_smoothing: f64 = 0.0 => value("E").check(BELOW_ONE);
+        /// adamw, adamw8bit (moments in a quarter of the memory), or auto (8 bits only if nothing else fits)
+        optimizer: Optimizer = Optimizer::Adamw => value("NAME").on_resume(OnResume::OwnRule);
+        /// Seed of everything random
+        seed: u64 = 0 => value("N");
+    }
+
+    "Device and memory" {
+        /// Memory for the whole process, such as 4GiB, or auto for nine tenths of the free memory
+        memory: MemoryName = MemoryName(Limit::Auto) => value("SIZE|auto").on_resume(OnResume::Free);
+        /// Activations that the backward pass computes again: none, mlp, linear, every:K, all, or auto
+        recompute: RecomputeName = RecomputeName(None) => value("WHAT").on_resume(OnResume::Free);
+        /// Rows of logits that the head holds at a time
+        head_rows: RowsName = RowsName::AUTO => value("N|auto").on_resume(OnResume::OwnRule).check(ROWS);
+        /// Keep the inputs of blocks outside the memory between forward and backward: in a file of the run
+        /// folder, or with CUDA in pinned host memory
+        #[arg(num_args = 0..=1, default_missing_value = "on")]
+        offload_inputs: Switch = Switch::Auto => value("WHEN").on_resume(OnResume::Free);
+        /// Keep the optimizer's moments outside the memory: in a file of the run folder, or with CUDA in
+        /// pinned host memory
+        #[arg(num_args = 0..=1, default_missing_value = "on")]
+        offload_optimizer: Switch = Switch::Auto => value("WHEN").on_resume(OnResume::Free);
+        /// Record memory over time in this JSON file, with a picture (.svg) next to it
+        memory_trace: PathBuf => value("FILE").on_resume(OnResume::OfTheCall);
+    }
+
+    "Run folder" {
+        /// Run folder; the adapter is written to its subfolder adapter
+        output: PathBuf =>
+            value("DIR").otherwise("runs/BASE-METHOD, then -2, -3 ..").on_resume(OnResume::OfTheCall);
+        /// Save for --resume every N steps; 0 saves at the end only
+        save_every: u64 = 100 => value("N").on_resume(OnResume::Free);
+        /// Keep the newest N saves
+        keep: usize = 2 => value("N").on_resume(OnResume::Free).check(FROM_ONE);
+        /// Evaluate every N steps too, besides before and after; 0 does not
+        eval_every: u64 = 0 => value("N").on_resume(OnResume::Free);
+        /// Continue the run in --output; options not given come from its config.toml
+        resume: bool => switch().on_resume(OnResume::OfTheCall);
+    }
+}
+
+/// The first pattern whose number is not good, as text.
+fn refused_pattern(patterns: &[Pattern], good: fn(f64) -> bool) -> Option<String> {
+    patterns.iter().find(|pattern| !good(pattern.number)).cloned().map(String::from)
+}

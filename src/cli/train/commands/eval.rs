@@ -1,0 +1,99 @@
+//! `engraft eval`: loss and perplexity of a base, with an adapter or alone.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::json;
+
+use crate::{
+    cli::{
+        common::{
+            args::{BaseArgs, ComputeArgs},
+            environment::Environment,
+            open::{self, Compute},
+            options::{FROM_ONE, Options, options, switch, value},
+            output::{write_json, write_out},
+            signals,
+            values::SplitName,
+        },
+        train::args::DataArgs,
+    },
+    data::{DataOptions, Split},
+    engine::Evaluator,
+    error::Result,
+    model::{Limits, Policy},
+    train::{self, DataSource},
+};
+
+options! {
+    /// Options of `eval`.
+    EvalArgs { base: BaseArgs, data: DataArgs, compute: ComputeArgs }
+
+    "" {
+        /// Adapter folder; without it the base alone
+        adapter: PathBuf => value("DIR");
+        /// Which files of a folder
+        split: SplitName = SplitName::Valid => value("SPLIT");
+        /// Sequences per forward pass
+        #[arg(visible_alias = "batch")]
+        micro_batch: usize = 8 => value("N").check(FROM_ONE);
+        /// Rows of logits that the head holds at a time
+        head_rows: usize = Policy::HEAD_ROWS => value("N").check(FROM_ONE);
+        /// One JSON object on stdout
+        json: bool => switch();
+    }
+}
+
+/// Runs `engraft eval`.
+///
+/// # Errors
+/// When anything named cannot be read or does not fit together.
+pub fn run(args: &EvalArgs) -> Result<()> {
+    signals::install()?;
+    args.check()?;
+    open::threads(args.compute.threads)?;
+    let compute = Compute::open(args.compute.device, args.compute.precision)?;
+    let environment = Environment::read()?;
+    let opened = open::base(&args.base, &environment, compute, args.compute.streams())?;
+    let adapter = args
+        .adapter
+        .as_deref()
+        .map(|name| open::adapter(name, &args.base, &environment, &opened.base.description()))
+        .transpose()?;
+    let prefix =
+        adapter.as_ref().and_then(|loaded| loaded.set.prefix.as_ref()).map_or(0, |prefix| prefix.length);
+    let config = &opened.base.config;
+    let options = DataOptions {
+        seq_len: train::row_limit(args.data.seq_len, prefix, config.positions)?,
+        pack: args.data.packs(),
+        line_by_line: args.data.line_by_line == Some(true),
+        train_on_prompt: args.data.train_on_prompt == Some(true),
+        end_of_text: train::end_of_text(config, opened.tokenizer.as_ref())?,
+        vocab: config.vocab,
+        spool: environment.cache().ok().map(Path::to_owned),
+    };
+    let source = args.data.data.clone().map_or(DataSource::Embedded, DataSource::Files);
+    let data = train::load_split(&source, split(args.split()), opened.tokenizer.as_ref(), &options)?;
+    let limits = Limits { rows: args.micro_batch().min(data.rows.len()), tokens: data.longest() };
+    let adapter = adapter.as_ref().map(|loaded| (&loaded.set, loaded.values.as_slice()));
+    let mut evaluator = Evaluator::new(opened.base.clone(), adapter, limits, args.head_rows())?;
+    let found = evaluator.evaluate(&mut data.batches(args.micro_batch()))?;
+    let perplexity = found.perplexity();
+    if args.json == Some(true) {
+        let (loss, tokens, rows) = (found.loss, found.tokens, found.rows);
+        return write_json(
+            &json!({ "loss": loss, "perplexity": perplexity, "tokens": tokens, "rows": rows }),
+        );
+    }
+    write_out(&format!(
+        "loss {:.4}, perplexity {perplexity:.2} over {} tokens in {} rows\n",
+        found.loss, found.tokens, found.rows
+    ))
+}
+
+fn split(name: SplitName) -> Split {
+    match name {
+        SplitName::Train => Split::Train,
+        SplitName::Valid => Split::Valid,
+        SplitName::Test => Split::Test,
+    }
+}

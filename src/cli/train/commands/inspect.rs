@@ -1,0 +1,201 @@
+//! `engraft inspect`: what a folder is, and what is in it.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use clap::Args;
+use engraft_adapters::{peft, peft::Description};
+use serde_json::{Value, json};
+
+use crate::{
+    cli::{
+        common::{
+            environment::Environment,
+            output::{write_json, write_out},
+        },
+        train::config_file,
+    },
+    error::{Error, Result},
+    model::{Base, BaseSource},
+    plan::BaseBytes,
+    train::{folder, save},
+};
+
+/// Options of `inspect`.
+#[derive(Debug, Args)]
+pub struct InspectArgs {
+    /// Folder of an adapter, a base or a run
+    #[arg(value_name = "PATH")]
+    pub path: PathBuf,
+    /// One JSON object on stdout
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Runs `engraft inspect`.
+///
+/// # Errors
+/// When the path cannot be read or is none of the three.
+pub fn run(args: &InspectArgs) -> Result<()> {
+    let found = look(&args.path)?;
+    if args.json { write_json(&found) } else { write_out(&lines(&found, 0)) }
+}
+
+fn look(path: &Path) -> Result<Value> {
+    fs::metadata(path).map_err(|cause| Error::reading(path, &cause))?;
+    let holds = |name: &str| path.join(name).is_file();
+    if folder::config_path(path).is_file() {
+        run_folder(path)
+    } else if holds(peft::CONFIG_FILE) || ["lora", "prefix"].iter().any(|kind| path.join(kind).is_dir()) {
+        Ok(adapter(&peft::describe(path)?))
+    } else if holds("config.json") {
+        base(path)
+    } else {
+        Err(Error::input(format!(
+            "{}: is no adapter, base or run folder; name one with adapter_config.json, config.json or config.toml",
+            path.display()
+        )))
+    }
+}
+
+fn adapter(description: &Description) -> Value {
+    let adapters = description.adapters.iter().map(|adapter| {
+        let kind = match (&adapter.lora, &adapter.prefix) {
+            (Some(_), _) => "lora",
+            (_, Some(_)) => "prefix",
+            _ => "unsupported",
+        };
+        let tensors = adapter
+            .tensors
+            .iter()
+            .map(|tensor| json!({ "name": tensor.name, "dtype": tensor.dtype, "shape": tensor.shape }));
+        json!({
+            "kind": kind,
+            "folder": adapter.folder.display().to_string(),
+            "base": adapter.base,
+            "revision": adapter.revision,
+            "fingerprint": adapter.fingerprint,
+            "lora": adapter.lora,
+            "prefix": adapter.prefix,
+            "ranks": adapter.ranks,
+            "parameters": adapter.parameters,
+            "unsupported": adapter.unsupported,
+            "tensors": tensors.collect::<Vec<_>>(),
+        })
+    });
+    json!({ "kind": "adapter", "adapters": adapters.collect::<Vec<_>>() })
+}
+
+fn base(path: &Path) -> Result<Value> {
+    let source = BaseSource::Folder(path.to_owned());
+    let base = Base::load(&source, &path.display().to_string(), Environment::read()?.cache()?)?;
+    let description = base.description();
+    let sites = description.sites.iter().map(|site| {
+        let parts: Vec<&str> = site.parts.iter().map(|part| part.name.as_str()).collect();
+        json!({ "name": site.name, "inputs": site.inputs, "outputs": site.outputs, "parts": parts })
+    });
+    Ok(json!({
+        "kind": "base",
+        "layers": description.layers,
+        "heads": description.heads,
+        "width": description.width,
+        "positions": description.positions,
+        "vocab": description.vocab,
+        "parameters": BaseBytes::of(&base.config, base.dtype).total() / 2,
+        "fp16_bytes": BaseBytes::of(&base.config, base.dtype).total(),
+        "fingerprint": description.fingerprint,
+        "sites": sites.collect::<Vec<_>>(),
+    }))
+}
+
+fn run_folder(path: &Path) -> Result<Value> {
+    let config_file = folder::config_path(path);
+    let text = fs::read_to_string(&config_file).map_err(|cause| Error::reading(&config_file, &cause))?;
+    let config = config_file::table(&config_file::parse(&text, &config_file.display().to_string())?)?;
+    let newest = save::newest(&path.join("saves"))?;
+    let mut found = json!({ "kind": "run", "config": config });
+    if let Some((save, damaged)) = newest {
+        found["save"] = json!({
+            "step": save.info.step, "steps": save.info.steps, "base_fingerprint": save.info.base,
+            "data_fingerprint": save.info.data, "machine": save.info.machine, "values": save.values(),
+            "optimizer": save.info.optimizer,
+        });
+        found["damaged"] = json!(damaged);
+    }
+    let adapter_folder = path.join("adapter");
+    if adapter_folder.is_dir() {
+        found["adapter"] = adapter(&peft::describe(&adapter_folder)?);
+    }
+    Ok(found)
+}
+
+/// `value` for people: a `name: value` line each, what is inside indented.
+fn lines(value: &Value, depth: usize) -> String {
+    let indent = "  ".repeat(depth);
+    let entries: Vec<(String, &Value)> = match value {
+        Value::Object(fields) => fields.iter().map(|(name, value)| (format!("{name}:"), value)).collect(),
+        Value::Array(items) => items.iter().map(|value| ("-".to_owned(), value)).collect(),
+        single => return format!("{indent}{}\n", plain(single)),
+    };
+    entries
+        .into_iter()
+        .filter(|(_, value)| !is_nothing(value))
+        .map(|(name, value)| match value {
+            Value::Object(fields) if is_flat(value) && name == "-" => {
+                let words = fields.iter().filter(|(_, value)| !is_nothing(value));
+                let words = words.map(|(name, value)| format!("{name} {}", plain(value))).collect::<Vec<_>>();
+                format!("{indent}- {}\n", words.join(", "))
+            }
+            Value::Object(_) => format!("{indent}{name}\n{}", lines(value, depth + 1)),
+            Value::Array(items) if items.iter().any(Value::is_object) => {
+                format!("{indent}{name}\n{}", lines(value, depth + 1))
+            }
+            single => format!("{indent}{name} {}\n", plain(single)),
+        })
+        .collect()
+}
+
+fn is_flat(value: &Value) -> bool {
+    value.as_object().is_some_and(|fields| {
+        fields.values().all(|value| {
+            !value.is_object() && !value.as_array().is_some_and(|items| items.iter().any(Value::is_object))
+        })
+    })
+}
+
+fn is_nothing(value: &Value) -> bool {
+    match value {
+        Value::Null => true,
+        Value::Array(items) => items.is_empty(),
+        Value::Object(fields) => fields.is_empty(),
+        _ => false,
+    }
+}
+
+fn plain(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        Value::Array(items) => format!("[{}]", items.iter().map(plain).collect::<Vec<_>>().join(", ")),
+        other => other.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn people_get_lines() {
+        let value = json!({ "kind": "base", "none": null, "sites": [{ "name": "a", "inputs": 3, "parts": ["q", "k"] }] });
+        assert_eq!(lines(&value, 0), "kind: base\nsites:\n  - inputs 3, name a, parts [q, k]\n");
+    }
+
+    #[test]
+    fn a_folder_of_something_else_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(look(folder.path()).unwrap_err().to_string().contains("no adapter, base or run"));
+        assert!(look(&folder.path().join("x")).unwrap_err().to_string().contains("check the path"));
+    }
+}

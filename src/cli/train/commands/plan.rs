@@ -1,0 +1,170 @@
+//! `engraft plan`: what a training run would take, from sizes alone.
+
+use std::path::Path;
+
+use engraft_adapters::{AdapterSet, peft};
+
+use super::train::joined;
+use crate::{
+    cli::train::table,
+    cli::{
+        common::{
+            args::BaseArgs,
+            environment::Environment,
+            open::{self, Compute},
+            output::{write_json, write_note, write_out},
+            values::{DeviceName, Precision},
+        },
+        train::{args::TrainArgs, layers, resolve},
+    },
+    data::{DataOptions, Dataset, Split, Tokenizer},
+    embedded,
+    error::Result,
+    kernels::matmul::Arithmetic,
+    model::{Config, base::check_weights, builtin, weights},
+    plan::PlannedDevice,
+    train as run,
+    train::{AdapterOptions, DataSource, PlanRequest, RunOptions},
+};
+
+/// Runs `engraft plan`.
+///
+/// # Errors
+/// As `engraft train` before its first step.
+pub fn run(typed: TrainArgs) -> Result<()> {
+    let args = joined(typed)?;
+    let environment = Environment::read()?;
+    let cache = environment.cache().ok().map(Path::to_owned);
+    open::threads(args.compute.threads)?;
+    // A plan needs no device: it is made for the one that was named, or for what is here.
+    let kind = args.compute.device.unwrap_or(DeviceName::Auto).kind();
+    let arithmetic =
+        if args.compute.precision == Some(Precision::Bf16) { Arithmetic::Bf16 } else { Arithmetic::F32 };
+    let device = PlannedDevice::of_kind(kind, arithmetic);
+    let base_dtype = args.base.base_dtype().kept();
+    // Before anything else is said.
+    check_weights(kind, base_dtype)?;
+    let options = resolve::run_options(&args, resolve::machine(Compute::CPU), cache)?;
+    if let Some(precision) = args.compute.precision {
+        open::hint_at_f32(kind, precision.activations());
+    }
+    let base = open_sizes(&args, &environment)?;
+    let set = adapter(&options, &base)?;
+    let prefix = set.prefix.as_ref().map_or(0, |prefix| prefix.length);
+    let limit = run::row_limit(options.seq_len, prefix, base.config.positions)?;
+    let seq_len = match rows(&options, &base, limit, &environment)? {
+        Some(longest) => longest,
+        None => {
+            write_note(&format!("hint: planned for rows of {limit} tokens; the data were not read"));
+            limit
+        }
+    };
+    let plan_request = PlanRequest {
+        config: &base.config,
+        base_dtype,
+        set: &set,
+        seq_len,
+        device,
+        streamable: args.base.base.is_some(),
+    };
+    let selection = run::plan_request(&options, plan_request)?;
+    if args.json == Some(true) {
+        write_json(&table::event(&selection))
+    } else {
+        write_out(&table::whole(&selection))?;
+        let faster = open::faster_in_bf16(kind, args.compute.precision, args.base.base_dtype);
+        if let Some(hint) = faster {
+            write_note(&format!("hint: {hint}"));
+        }
+        Ok(())
+    }
+}
+
+/// Sizes of a base, with its tokenizer where there is one.
+struct BaseSizes {
+    name: String,
+    config: Config,
+    tokenizer: Option<Tokenizer>,
+}
+
+/// The config of a base: built in for the four GPT-2 models, else read as for training, without weights.
+fn open_sizes(args: &TrainArgs, environment: &Environment) -> Result<BaseSizes> {
+    let Some(name) = &args.base.base else {
+        let config = Config::from_json(embedded::CONFIG, Path::new("the embedded config.json"))?;
+        let tokenizer = Some(Tokenizer::from_bytes(embedded::TOKENIZER)?);
+        return Ok(BaseSizes { name: open::EMBEDDED.to_owned(), config, tokenizer });
+    };
+    let folder = Path::new(name);
+    if folder.is_dir() {
+        let (config, tokenizer) = (weights::read_config(folder)?, Tokenizer::from_folder(folder)?);
+        return Ok(BaseSizes { name: layers::base_name(name)?, config, tokenizer });
+    }
+    if let Some(config) = builtin::builtin(name)? {
+        return Ok(BaseSizes { name: name.clone(), config, tokenizer: None });
+    }
+    // Sizes are the same in every type, and no adapter is loaded.
+    let named = BaseArgs { base_dtype: None, allow_base_mismatch: Some(true), ..args.base.clone() };
+    let opened = open::base(&named, environment, Compute::CPU, false)?;
+    Ok(BaseSizes { name: name.clone(), config: opened.base.config.clone(), tokenizer: opened.tokenizer })
+}
+
+fn adapter(options: &RunOptions, base: &BaseSizes) -> Result<AdapterSet> {
+    let description = base.config.describe(&base.name, None);
+    match &options.init_adapter {
+        Some(dir) => Ok(peft::load(dir, &description, true)?.set),
+        None => Ok(AdapterSet::new(&AdapterOptions::spec(&options.adapter), &description)?),
+    }
+}
+
+/// Tokens of the longest row of the data; `None` where they cannot be read without a tokenizer.
+fn rows(
+    options: &RunOptions,
+    base: &BaseSizes,
+    limit: usize,
+    environment: &Environment,
+) -> Result<Option<usize>> {
+    if base.tokenizer.is_none() || (options.data == DataSource::Embedded && base.name != open::EMBEDDED) {
+        return Ok(None);
+    }
+    let tokenizer = base.tokenizer.as_ref();
+    let data_options = DataOptions {
+        seq_len: limit,
+        pack: options.pack,
+        line_by_line: options.line_by_line,
+        train_on_prompt: options.train_on_prompt,
+        end_of_text: run::end_of_text(&base.config, tokenizer)?,
+        vocab: base.config.vocab,
+        spool: environment.cache().ok().filter(|cache| cache.is_dir()).map(Path::to_owned),
+    };
+    let longest = |source: &DataSource, split| {
+        run::load_split(source, split, tokenizer, &data_options).map(|data: Dataset| data.longest())
+    };
+    let mut most = longest(&options.data, Split::Train)?;
+    if !options.eval_data.is_empty() {
+        most = most.max(longest(&DataSource::Files(options.eval_data.clone()), Split::Valid)?);
+    } else if options.eval_fraction.is_none() && run::brings_valid(&options.data)? {
+        most = most.max(longest(&options.data, Split::Valid)?);
+    }
+    Ok(Some(most))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_built_in_size_needs_no_file() {
+        let of = |base| TrainArgs { base, ..TrainArgs::default() };
+        let args = of(BaseArgs { base: Some("gpt2-xl".to_owned()), ..BaseArgs::default() });
+        let environment = Environment::read().unwrap();
+        let base = open_sizes(&args, &environment).unwrap();
+        assert_eq!((base.config.layers, base.tokenizer.is_none()), (48, true));
+        let missing = of(BaseArgs {
+            base: Some("no/such-folder".to_owned()),
+            offline: Some(true),
+            ..BaseArgs::default()
+        });
+        let error = open_sizes(&missing, &environment).err().unwrap();
+        assert_eq!(error.exit_code(), 2);
+    }
+}

@@ -1,0 +1,95 @@
+//! `engraft train`: joins the layers of options, opens the base, runs.
+
+use std::path::Path;
+
+use crate::{
+    cli::{
+        common::{
+            environment::Environment,
+            open::{self, Compute},
+            signals,
+            values::Method,
+        },
+        train::{
+            args::TrainArgs,
+            closing, config_file, layers,
+            report::{HumanReporter, JsonReporter},
+            resolve,
+        },
+    },
+    embedded,
+    error::{Error, Result},
+    train::{self, Reporter, RunFolder, folder},
+};
+
+/// Runs `engraft train`.
+///
+/// # Errors
+/// Those of the run.
+pub fn run(typed: TrainArgs) -> Result<()> {
+    signals::install()?;
+    let mut args = joined(typed)?;
+    args.base.base = args.base.base.as_deref().map(layers::base_name).transpose()?;
+    let output = match &args.output {
+        Some(output) => output.clone(),
+        None => resolve::default_output(&args),
+    };
+    let environment = Environment::read()?;
+    let cache = environment.cache().ok().map(Path::to_owned);
+    let compute = Compute::open(args.compute.device, args.compute.precision)?;
+    let options = resolve::run_options(&args, resolve::machine(compute), cache)?;
+    open::threads(args.compute.threads)?;
+    // Locked before the base is loaded: a second process is told at once.
+    let folder = RunFolder::look(&output, options.resume)?;
+    let opened = open::base(&args.base, &environment, compute, options.constraints.stream == Some(true))?;
+    let json = args.json == Some(true);
+    let mut reporter: Box<dyn Reporter> = if json {
+        Box::new(JsonReporter)
+    } else {
+        // A run that goes on has its precision.
+        let (kind, precision) = (compute.device.kind(), args.compute.precision);
+        let chooses = !options.resume;
+        let faster = chooses.then(|| open::faster_in_bf16(kind, precision, args.base.base_dtype)).flatten();
+        let hints = own_data_on_embedded_base(&args).into_iter().chain(faster).collect();
+        Box::new(HumanReporter::new(args.log_every(), hints))
+    };
+    let (base, tokenizer) = (&opened.base, opened.tokenizer.as_ref());
+    let finished = train::run(&options, base, tokenizer, folder, reporter.as_mut(), signals::watch())?;
+    if json { Ok(()) } else { closing::show(&finished, &opened, args.base.base.as_deref()) }
+}
+
+/// What to tell somebody whose data is no match for the embedded base.
+fn own_data_on_embedded_base(args: &TrainArgs) -> Option<&'static str> {
+    (args.base.base.is_none() && args.data.data.is_some()).then_some(
+        "the embedded base knows little beyond its examples; --base gpt2, or a folder, is for your own data",
+    )
+}
+
+/// Command line over `--config` over the run folder's config over the embedded defaults over the defaults.
+pub(super) fn joined(typed: TrainArgs) -> Result<TrainArgs> {
+    let mut layers = vec![typed];
+    if let Some(path) = layers[0].config.clone() {
+        layers.push(config_file::read(&path)?);
+    }
+    let so_far = layers::join(&layers)?;
+    if so_far.resume.unwrap_or(false) {
+        let output = so_far
+            .output
+            .as_deref()
+            .ok_or_else(|| Error::input("--resume: needs to know the run; name its folder with --output"))?;
+        layers.extend(of_run_folder(output)?);
+    }
+    let so_far = layers::join(&layers)?;
+    if so_far.base.base.is_none() && so_far.data.data.is_none() {
+        let prefix = matches!(so_far.method, Some(Method::Prefix));
+        let defaults = if prefix { embedded::PREFIX_DEFAULTS } else { embedded::DEFAULTS };
+        layers.push(config_file::parse(defaults, "the embedded defaults")?);
+    }
+    Ok(layers::with_defaults(layers::join(&layers)?))
+}
+
+/// The options of the run in `output`, if one has begun there.
+fn of_run_folder(output: &Path) -> Result<Option<TrainArgs>> {
+    let path = folder::config_path(output);
+    if path.exists() { config_file::read(&path).map(Some) } else { Ok(None) }
+}

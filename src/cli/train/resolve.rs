@@ -1,0 +1,201 @@
+//! What the options of `train` mean. Whatever cannot go together is refused here, before anything loads.
+
+use std::{collections::BTreeMap, path::PathBuf};
+
+use super::{args::TrainArgs, config_file, layers};
+use crate::{
+    cli::common::{
+        open::{Compute, EMBEDDED},
+        options::{Facts, OnResume, Options, Part},
+        values::{Method, Optimizer, Pattern, Precision, PrefixInit, ScheduleName, Warmup},
+    },
+    cli::train::table,
+    error::{Error, Result},
+    observe::machine::{self, Machine},
+    optim::{AdamWOptions, OptimizerKind, schedule::Schedule},
+    train::{self, AdapterOptions, Constraints, DataSource, Kinds, Length, PrefixStart, RunOptions},
+};
+
+/// The run that `args`, joined and with defaults, ask for; `cache` keeps what is measured of the machine.
+///
+/// # Errors
+/// The first option with a value that makes no sense, or options that exclude each other.
+pub fn run_options(args: &TrainArgs, machine: Machine, cache: Option<PathBuf>) -> Result<RunOptions> {
+    args.check()?;
+    refuse_combinations(args)?;
+    let absolute = layers::with_absolute_paths(args.clone())?;
+    let data = &args.data;
+    Ok(RunOptions {
+        adapter: adapter_options(args),
+        init_adapter: absolute.init_adapter.clone(),
+        allow_base_mismatch: args.base.allow_base_mismatch == Some(true),
+        prefix_start: match args.prefix_init.unwrap_or(PrefixInit::Text) {
+            PrefixInit::Text => PrefixStart::Text(args.prefix_text.clone()),
+            PrefixInit::Random => PrefixStart::Random,
+            PrefixInit::Zero => PrefixStart::Zero,
+        },
+        data: data.data.clone().map_or(DataSource::Embedded, DataSource::Files),
+        eval_data: args.eval_data.clone().unwrap_or_default(),
+        eval_fraction: args.eval_fraction,
+        seq_len: data.seq_len,
+        pack: data.packs(),
+        line_by_line: data.line_by_line == Some(true),
+        train_on_prompt: data.train_on_prompt == Some(true),
+        shuffle: args.no_shuffle != Some(true),
+        batch: args.batch(),
+        length: match args.steps {
+            Some(steps) => Length::Steps(steps),
+            None => Length::Epochs(args.epochs.unwrap_or(1.0)),
+        },
+        lr: args.lr(),
+        schedule: match args.schedule() {
+            ScheduleName::Constant => Schedule::Constant,
+            ScheduleName::Cosine => Schedule::Cosine,
+            ScheduleName::Linear => Schedule::Linear,
+        },
+        warmup: match args.warmup() {
+            Warmup::Steps(steps) => train::Warmup::Steps(steps),
+            Warmup::Fraction(part) => train::Warmup::Fraction(part),
+        },
+        adamw: AdamWOptions { weight_decay: args.weight_decay(), ..AdamWOptions::default() },
+        clip: args.clip(),
+        label_smoothing: args.label_smoothing(),
+        constraints: constraints(args),
+        memory: args.memory().0,
+        memory_trace: args.memory_trace.clone(),
+        cache,
+        free_memory: machine::available,
+        seed: args.seed(),
+        save_every: args.save_every(),
+        keep: args.keep(),
+        eval_every: args.eval_every(),
+        resume: args.resume == Some(true),
+        identity: identity(&absolute)?,
+        config_text: layers::written(&absolute)?,
+        machine,
+    })
+}
+
+/// What results depend on besides the options.
+pub fn machine(compute: Compute) -> Machine {
+    Machine {
+        device: compute.device.kind().name.to_owned(),
+        precision: table::type_name(compute.activations).to_owned(),
+        dispatch: compute.dispatch(),
+    }
+}
+
+/// What of the memory plan is fixed.
+fn constraints(args: &TrainArgs) -> Constraints {
+    Constraints {
+        micro_batch: args.micro_batch().fixed(),
+        recompute: args.recompute().0,
+        head_rows: args.head_rows().fixed(),
+        stream: args.compute.stream_base().fixed(),
+        inputs: args.offload_inputs().fixed(),
+        moments: args.offload_optimizer().fixed(),
+        optimizer: match args.optimizer() {
+            Optimizer::Adamw8bit => Some(OptimizerKind::AdamW8bit),
+            Optimizer::Adamw => Some(OptimizerKind::AdamW),
+            Optimizer::Auto => None,
+        },
+        activations: args.compute.precision.map(Precision::activations),
+        resumed: false,
+    }
+}
+
+fn refuse_combinations(args: &TrainArgs) -> Result<()> {
+    if let Some(rows) = args.micro_batch().fixed()
+        && !args.batch().is_multiple_of(rows)
+    {
+        let (batch, divisor) = (args.batch(), divisor_up_to(args.batch(), rows));
+        return Err(Error::input(format!(
+            "--micro-batch {rows}: does not divide --batch {batch}; give a divisor such as {divisor}"
+        )));
+    }
+    let meaningless = match args.method {
+        Some(Method::Lora) => Some((Part::Prefix, "lora", "prefix or lora+prefix")),
+        Some(Method::Prefix) => Some((Part::Lora, "prefix", "lora or lora+prefix")),
+        Some(Method::LoraPrefix) | None => None,
+    };
+    if let Some((part, method, other)) = meaningless {
+        let given = config_file::table(args)?;
+        let is_given = |facts: &Facts| facts.part == part && given.contains_key(&facts.name);
+        if let Some(facts) = TrainArgs::facts().iter().find(|facts| is_given(facts)) {
+            return Err(Error::input(format!(
+                "--{}: means nothing with --method {method}; leave it out or give --method {other}",
+                facts.name
+            )));
+        }
+    }
+    let init = args.prefix_init;
+    if args.prefix_text.is_some() && init.is_some_and(|init| init != PrefixInit::Text) {
+        return Err(Error::input("--prefix-text: needs --prefix-init text; leave one of the two out"));
+    }
+    if args.prefix_projection.is_some()
+        && (args.prefix_text.is_some() || init.is_some_and(|init| init != PrefixInit::Random))
+    {
+        return Err(Error::input(
+            "--prefix-projection: starts from random numbers only; give --prefix-init random or leave the projection out",
+        ));
+    }
+    if args.init_adapter.is_some() && (args.prefix_init.is_some() || args.prefix_text.is_some()) {
+        return Err(Error::input(
+            "--prefix-init, --prefix-text: the prefix starts from --init-adapter; leave these options out",
+        ));
+    }
+    if args.base.revision.is_some() && args.base.base.is_none() {
+        return Err(Error::input(
+            "--revision: the embedded base has none; give --base with the name of a base on the hub",
+        ));
+    }
+    Ok(())
+}
+
+fn adapter_options(args: &TrainArgs) -> AdapterOptions {
+    let by_key = |patterns: &[Pattern]| -> BTreeMap<String, f64> {
+        patterns.iter().map(|pattern| (pattern.key.clone(), pattern.number)).collect()
+    };
+    let ranks =
+        |patterns: &[Pattern]| by_key(patterns).into_iter().map(|(key, rank)| (key, rank as usize)).collect();
+    AdapterOptions {
+        kinds: args.method.map(|method| Kinds { lora: method.lora(), prefix: method.prefix() }),
+        rank: args.rank,
+        alpha: args.alpha,
+        targets: args.targets.clone(),
+        layers: args.layers.clone().map(|layers| layers.0),
+        dropout: args.lora_dropout,
+        rslora: args.rslora,
+        rank_pattern: args.rank_pattern.as_deref().map(ranks),
+        alpha_pattern: args.alpha_pattern.as_deref().map(by_key),
+        prefix_length: args.prefix_len,
+        projection: args.prefix_projection,
+    }
+}
+
+/// The options that results depend on, as they are written.
+fn identity(args: &TrainArgs) -> Result<BTreeMap<String, String>> {
+    let table = config_file::table(args)?;
+    let same = TrainArgs::facts().into_iter().filter(|facts| facts.on_resume == OnResume::Same);
+    let given = same.filter_map(|facts| Some((table.get(&facts.name)?.to_string(), facts.name)));
+    Ok(given.filter(|(value, _)| value != "false").map(|(value, name)| (name, value)).collect())
+}
+
+/// The largest divisor of `number` that is not above `limit`.
+fn divisor_up_to(number: usize, limit: usize) -> usize {
+    (1..=limit.min(number)).rev().find(|divisor| number.is_multiple_of(*divisor)).unwrap_or(1)
+}
+
+/// `runs/BASE-METHOD`, with a number after it when that name is taken.
+pub fn default_output(args: &TrainArgs) -> PathBuf {
+    let base = args.base.base.as_deref().unwrap_or(EMBEDDED);
+    let last = base.trim_end_matches('/').rsplit('/').next().unwrap_or(base);
+    let plain: String =
+        last.chars().map(|c| if c.is_alphanumeric() || "._-".contains(c) { c } else { '_' }).collect();
+    let plain = if plain.trim_matches('.').is_empty() { "base".to_owned() } else { plain };
+    let method = args.method.map_or("adapter", Method::in_file_name);
+    train::folder::free_name("runs".as_ref(), &format!("{plain}-{method}"))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,175 @@
+//! A memory plan as a table for people, and as JSON.
+
+use serde_json::{Value, json};
+
+use crate::{
+    device::{DType, arena::Placement},
+    observe::phase::Phase,
+    plan::{Alternative, Plan, Predicted, Row, Selection, size},
+    train::PlanConfig,
+};
+
+/// The whole table: every buffer or group of like buffers, the moments, the choice and its alternatives.
+pub fn whole(selection: &Selection<PlanConfig>) -> String {
+    let plan = &selection.chosen.plan;
+    let mut lines =
+        vec![["role", "what", "shape", "type", "count", "bytes", "place", "needed for"].map(str::to_owned)];
+    lines.extend(plan.rows.iter().map(|row| {
+        [
+            row.role.to_owned(),
+            row.name.clone(),
+            shape(row),
+            row.dtype.map_or("", type_name).to_owned(),
+            row.count.to_string(),
+            size(row.bytes),
+            row.place.name().to_owned(),
+            row.lifetime.to_owned(),
+        ]
+    }));
+    let moments = plan.by_phase().map(|(moment, bytes)| format!("{moment} {}", size(bytes))).join(", ");
+    format!("{}\n\nmoments: {moments}\n{}\n", aligned(&lines, &[4, 5]), summary(selection, usize::MAX))
+}
+
+/// One line for each role, the choice, and the most telling alternatives.
+pub fn short(selection: &Selection<PlanConfig>) -> String {
+    let plan = &selection.chosen.plan;
+    let mut roles: Vec<&str> = plan.rows.iter().map(|row| row.role).collect();
+    roles.dedup();
+    let mut lines = Vec::new();
+    for role in roles {
+        let of_role = || plan.rows.iter().filter(|row| row.role == role);
+        let bytes: u64 = of_role().map(Row::most_resident).sum();
+        let disk: u64 = of_role().filter(|row| row.place == Placement::Disk).map(|row| row.bytes).sum();
+        let beside = if disk > 0 { format!("and {} in a file", size(disk)) } else { String::new() };
+        let buffers: usize = of_role().map(|row| row.count).sum();
+        let what = if buffers == 1 { "1 buffer".to_owned() } else { format!("{buffers} buffers") };
+        lines.push([format!("         {role}"), what, size(bytes), beside]);
+    }
+    format!("{}\n{}", aligned(&lines, &[2]), summary(selection, 4))
+}
+
+/// What was chosen, what it takes, and up to `most` alternatives.
+fn summary(selection: &Selection<PlanConfig>, most: usize) -> String {
+    let plan = &selection.chosen.plan;
+    let (moment, peak) = plan.peak();
+    let of = selection.budget.map_or(String::new(), |budget| format!(" of {}", size(budget)));
+    let mut lines = vec![
+        format!("peak     {}{of} ({moment}){}", size(peak), time(&selection.chosen)),
+        format!("chosen   {}", plan.config),
+    ];
+    lines.extend(telling(&selection.alternatives, most).map(|other| format!("         {}", sentence(other))));
+    lines.join("\n")
+}
+
+/// The alternatives that change most, those that fit and are faster first.
+fn telling(alternatives: &[Alternative], most: usize) -> impl Iterator<Item = &Alternative> {
+    let mut list: Vec<&Alternative> = alternatives.iter().collect();
+    if most < list.len() {
+        let weight =
+            |other: &Alternative| -(other.time.ln().abs() + other.bytes.unsigned_abs() as f64 / 1e10);
+        list.sort_by(|a, b| weight(a).total_cmp(&weight(b)));
+    }
+    list.into_iter().take(most)
+}
+
+/// `recompute none: +1.90GiB, 1.24x faster`.
+fn sentence(other: &Alternative) -> String {
+    let sign = if other.bytes < 0 { '-' } else { '+' };
+    let time = match other.time {
+        time if time > 1.005 => format!("{time:.2}x slower"),
+        time if time < 0.995 => format!("{:.2}x faster", 1.0 / time),
+        _ => "as fast".to_owned(),
+    };
+    let fits = if other.fits { "" } else { ", does not fit" };
+    format!("{}: {sign}{}, {time}{fits}", other.option, size(other.bytes.unsigned_abs()))
+}
+
+/// What a step takes, where the speeds are those of this machine.
+fn time(chosen: &Predicted<PlanConfig>) -> String {
+    if chosen.measured { format!("; about {} a step", duration(chosen.seconds)) } else { String::new() }
+}
+
+/// Seconds for people.
+fn duration(seconds: f64) -> String {
+    match seconds {
+        s if s < 0.1 => format!("{:.0} ms", s * 1e3),
+        s if s < 100.0 => format!("{s:.1} s"),
+        s => format!("{:.0} s", s),
+    }
+}
+
+fn shape(row: &Row) -> String {
+    let sizes: Vec<String> = row.shape.iter().map(ToString::to_string).collect();
+    if sizes.is_empty() { String::new() } else { format!("({})", sizes.join(", ")) }
+}
+
+/// The name of an element type, as in safetensors but in lower case.
+pub fn type_name(dtype: DType) -> &'static str {
+    dtype.name()
+}
+
+/// Columns side by side; those of `right` flush right.
+fn aligned<const N: usize>(lines: &[[String; N]], right: &[usize]) -> String {
+    let width: [usize; N] = std::array::from_fn(|column| {
+        lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0)
+    });
+    let cell = |line: &[String; N], column: usize| match right.contains(&column) {
+        true => format!("{:>width$}", line[column], width = width[column]),
+        false => format!("{:<width$}", line[column], width = width[column]),
+    };
+    let text = |line: &[String; N]| {
+        let cells: Vec<String> = (0..N).map(|column| cell(line, column)).collect();
+        cells.join("  ").trim_end().to_owned()
+    };
+    lines.iter().map(text).collect::<Vec<_>>().join("\n")
+}
+
+/// The event `plan`.
+pub fn event(selection: &Selection<PlanConfig>) -> Value {
+    let plan = &selection.chosen.plan;
+    let (moment, peak) = plan.peak();
+    json!({
+        "event": "plan",
+        "peak_bytes": peak,
+        "peak_moment": moment.name(),
+        "budget_bytes": selection.budget,
+        "seconds_per_step": selection.chosen.measured.then_some(selection.chosen.seconds),
+        "policy": policy(plan),
+        "moments": plan.by_phase().map(|(moment, bytes)| (moment.name(), bytes)).into_iter()
+            .collect::<std::collections::BTreeMap<_, _>>(),
+        "rows": plan.rows.iter().map(row).collect::<Vec<_>>(),
+        "alternatives": selection.alternatives.iter().map(|other| json!({
+            "option": other.option, "bytes": other.bytes, "time": other.time, "fits": other.fits,
+        })).collect::<Vec<_>>(),
+    })
+}
+
+fn policy(plan: &Plan<PlanConfig>) -> Value {
+    let config = plan.config;
+    let policy = config.policy;
+    json!({
+        "micro_batch": config.micro_batch,
+        "recompute": policy.recompute.to_string(),
+        "head_rows": policy.head_rows,
+        "stream_base": policy.stream,
+        "offload_inputs": policy.inputs.is_away(),
+        "offload_optimizer": policy.moments.is_away(),
+        "optimizer": config.optimizer.name(),
+        "activations": type_name(policy.activations),
+    })
+}
+
+fn row(row: &Row) -> Value {
+    let resident = |moment: &Phase| (moment.name(), row.resident(*moment));
+    json!({
+        "role": row.role,
+        "name": row.name,
+        "dtype": row.dtype.map(type_name),
+        "shape": row.shape,
+        "count": row.count,
+        "bytes": row.bytes,
+        "place": row.place.name(),
+        "lifetime": row.lifetime,
+        "resident": Phase::ALL.iter().map(resident).collect::<std::collections::BTreeMap<_, _>>(),
+    })
+}

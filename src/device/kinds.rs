@@ -1,0 +1,175 @@
+//! Properties of each kind of device, readable on machines without one.
+//!
+//! Code outside `device/` and `kernels/` never asks which device it has. It asks for the property that it depends on:
+//! does the host see its memory, where do offloaded buffers go, which types does it compute in. A further kind of device
+//! is one more constant here.
+
+use super::{DType, arena::Placement, cpu};
+
+/// Bytes that the tensors of a base on a CUDA device are aligned to: with 256 cuBLASLt has all of its algorithms.
+pub(crate) const CUDA_ALIGNMENT: usize = 256;
+/// Bytes of cuBLASLt's workspace.
+pub(crate) const CUDA_WORKSPACE: usize = 32 << 20;
+/// Bytes for what the update of the optimizer leaves for the host: norm, factor of clipping, whether it was skipped.
+pub(crate) const CUDA_CONTROL: usize = 256;
+/// Bytes of the codebooks of 8-bit moments: four of 256 FP16-sized entries.
+const CUDA_CODEBOOKS: usize = 4 * 2 * 256;
+
+/// Memory of a device that is not the host's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OwnMemory {
+    /// Every tensor of the base starts at a multiple of this many bytes.
+    pub alignment: usize,
+    /// Bytes of the context, the libraries and their workspace: an estimate, about 300 MiB of context and modules on
+    /// recent CUDA devices and 32 MiB of cuBLAS workspace.
+    pub runtime: u64,
+    /// The line of a memory plan that counts `runtime`.
+    pub runtime_name: &'static str,
+    /// Bytes that kernels share whatever is computed, allocated at first use and kept.
+    pub fixed: usize,
+}
+
+/// A kind of device.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceKind {
+    /// Its name in `--device` and in run folders.
+    pub name: &'static str,
+    /// Its name in messages, with article.
+    pub label: &'static str,
+    /// Its own memory; `None` where buffers take the host's.
+    pub own_memory: Option<OwnMemory>,
+    /// Type of activations where nobody asks for another.
+    pub default_activations: DType,
+    /// Types of activations that can be asked for.
+    activations: &'static [DType],
+    /// Of those, types whose activations are stored as F32; only the factors of products are rounded to them.
+    rounds_factors_to: &'static [DType],
+    /// Element types of matrices that its kernels multiply with.
+    weights: &'static [DType],
+    /// Whether it multiplies BF16 factors faster than F32 ones.
+    fast_bf16: fn() -> bool,
+    /// Whether its speeds are measured before a plan is chosen. Without, a plan shows ratios of nominal speeds.
+    pub is_calibrated: bool,
+    /// Whether copies run beside kernels instead of taking time from them.
+    pub copies_beside_kernels: bool,
+    /// Whether kernels read matrices faster from a copy in large pages than from the mapped file.
+    pub wants_settled_weights: bool,
+    /// Whether decoding reads the two factors of a LoRA faster transposed.
+    pub wants_transposed_factors: bool,
+    /// Whether many small launches can be recorded and started as one ([`Graph`](super::graph::Graph)).
+    pub records_graphs: bool,
+}
+
+impl DeviceKind {
+    /// The cores of the host.
+    pub const CPU: &'static Self = &Self {
+        name: "cpu",
+        label: "a CPU",
+        own_memory: None,
+        default_activations: DType::F32,
+        activations: &[DType::F32, DType::BF16],
+        rounds_factors_to: &[DType::BF16],
+        weights: &[DType::F16, DType::I8],
+        fast_bf16: cpu::bf16,
+        is_calibrated: true,
+        copies_beside_kernels: false,
+        wants_settled_weights: true,
+        wants_transposed_factors: true,
+        records_graphs: false,
+    };
+
+    /// NVIDIA GPUs through CUDA.
+    pub const CUDA: &'static Self = &Self {
+        name: "cuda",
+        label: "a CUDA device",
+        own_memory: Some(OwnMemory {
+            alignment: CUDA_ALIGNMENT,
+            runtime: 352 << 20,
+            runtime_name: "CUDA context, libraries",
+            fixed: CUDA_WORKSPACE + CUDA_CONTROL + CUDA_CODEBOOKS,
+        }),
+        default_activations: DType::F16,
+        activations: &[DType::F32, DType::F16, DType::BF16],
+        rounds_factors_to: &[],
+        weights: &[DType::F16],
+        fast_bf16: || true,
+        is_calibrated: false,
+        copies_beside_kernels: true,
+        wants_settled_weights: false,
+        wants_transposed_factors: false,
+        records_graphs: true,
+    };
+
+    /// All kinds, the one that every machine has first.
+    pub const ALL: [&'static Self; 2] = [Self::CPU, Self::CUDA];
+
+    /// Whether its buffers take the host's memory, so that one budget holds for both.
+    pub fn shares_host_memory(&self) -> bool {
+        self.own_memory.is_none()
+    }
+
+    /// Where buffers go that are moved out of its memory: from a device to its host, from the host to a file.
+    pub fn offload_placement(&self) -> Placement {
+        if self.shares_host_memory() { Placement::Disk } else { Placement::Host }
+    }
+
+    /// Types of activations that can be asked for.
+    pub fn activations(&self) -> &'static [DType] {
+        self.activations
+    }
+
+    /// Whether activations of this type can be asked for.
+    pub fn computes_in(&self, activations: DType) -> bool {
+        self.activations.contains(&activations)
+    }
+
+    /// The type that buffers have where activations of type `asked` were asked for.
+    pub fn stored_activations(&self, asked: DType) -> DType {
+        if self.rounds_factors_to.contains(&asked) { DType::F32 } else { asked }
+    }
+
+    /// Whether its kernels multiply with matrices of this element type.
+    pub fn takes_weights(&self, dtype: DType) -> bool {
+        self.weights.contains(&dtype)
+    }
+
+    /// Whether it multiplies BF16 factors faster than F32 ones. Without, asking for BF16 gains nothing.
+    pub fn has_fast_bf16(&self) -> bool {
+        (self.fast_bf16)()
+    }
+}
+
+impl PartialEq for DeviceKind {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+    }
+}
+
+impl Eq for DeviceKind {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kinds_agree_with_themselves() {
+        for kind in DeviceKind::ALL {
+            assert!(kind.computes_in(kind.default_activations), "{}", kind.name);
+            for &asked in kind.activations() {
+                assert!(kind.computes_in(kind.stored_activations(asked)), "{} {asked:?}", kind.name);
+            }
+            // FP16 is how a base is kept at rest.
+            assert!(kind.takes_weights(DType::F16), "{}", kind.name);
+            assert!(kind.own_memory.is_none_or(|own| own.alignment.is_power_of_two()), "{}", kind.name);
+            assert_eq!(kind.shares_host_memory(), kind.offload_placement() == Placement::Disk);
+        }
+        assert_ne!(DeviceKind::CPU, DeviceKind::CUDA);
+    }
+
+    #[test]
+    fn only_cuda_keeps_half_precision_activations() {
+        assert!(!DeviceKind::CPU.computes_in(DType::F16) && DeviceKind::CUDA.computes_in(DType::F16));
+        assert_eq!(DeviceKind::CPU.stored_activations(DType::BF16), DType::F32);
+        assert_eq!(DeviceKind::CUDA.stored_activations(DType::BF16), DType::BF16);
+    }
+}
