@@ -5,3 +5,6 @@
 mod common;
 pub mod infer;
 pub mod train;
+
+#[cfg(test)]
+mod manual_tests;

@@ -232,6 +232,7 @@ impl Facts {
         let mut arg = arg.value_name(self.value);
         if self.value == "BOOL" {
             arg = arg.num_args(0..=1).require_equals(true).default_missing_value("true");
+            arg = arg.hide_possible_values(true);
         }
         if !self.heading.is_empty() {
             arg = arg.help_heading(self.heading);

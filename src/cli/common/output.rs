@@ -29,9 +29,19 @@ pub fn write_note(text: &str) {
     let _ = writeln!(io::stderr(), "{text}");
 }
 
+/// A number with the word that is counted: `1 step`, `2 steps`.
+pub fn count(number: u64, word: &str) -> String {
+    format!("{number} {word}{}", if number == 1 { "" } else { "s" })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_is_no_plural() {
+        assert_eq!([count(0, "row"), count(1, "row"), count(2, "row")], ["0 rows", "1 row", "2 rows"]);
+    }
 
     #[test]
     fn a_closed_pipe_is_no_failure() {

@@ -36,11 +36,11 @@ options! {
         train_on_prompt: bool => switch();
         /// Longest row in tokens
         seq_len: usize =>
-            value("N").otherwise("256, or as many positions as the base has left").check(FROM_ONE);
+            value("N").otherwise("256, or what the base has left").check(FROM_ONE);
         /// Put several documents in a row; they do not see each other
         #[arg(overrides_with = "no_pack")]
         pack: bool => switch().default(|args: &DataArgs| Some(args.no_pack != Some(true)));
-        /// One record a row
+        /// One window of a record in a row
         #[arg(overrides_with = "pack")]
         no_pack: bool => switch().excludes("pack");
     }
@@ -106,7 +106,7 @@ options! {
         method: Method => value("METHOD")
             .default(|args: &TrainArgs| args.init_adapter.is_none().then_some(Method::Lora))
             .from_adapter(true);
-        /// Start from this adapter (PEFT files), whose config gives the options below
+        /// Start from this adapter (PEFT files), whose config gives the method and the options below
         init_adapter: PathBuf => value("DIR");
         /// Rank of the LoRA
         rank: usize = LoraSpec::default().rank => value("R").of(Part::Lora).check(FROM_ONE);

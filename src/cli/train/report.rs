@@ -9,7 +9,7 @@ use indicatif::{HumanCount, ProgressBar, ProgressStyle};
 use serde_json::json;
 
 use crate::{
-    cli::common::output::{write_json, write_note, write_out},
+    cli::common::output::{count, write_json, write_note, write_out},
     cli::train::table,
     error::Result,
     plan::{Selection, size},
@@ -92,14 +92,14 @@ impl HumanReporter {
         self.note(&format!("base     {}", start.base));
         start.matched.iter().for_each(|line| self.note(&format!("adapter  {line}")));
         self.note(&format!("         {} trainable values", HumanCount(start.trainables as u64)));
-        self.note(&format!("data     {}; {} held-out rows", start.data, start.eval_rows));
+        self.note(&format!("data     {}; {}", start.data, count(start.eval_rows as u64, "held-out row")));
         let resumed = if start.done > 0 { format!(" ({} done)", start.done) } else { String::new() };
         self.note(&format!(
-            "run      {} steps{resumed} of {} rows, {} at a time, up to {} tokens each; {}",
-            start.steps,
-            start.batch,
+            "run      {}{resumed} of {}, {} at a time, up to {} each; {}",
+            count(start.steps, "step"),
+            count(start.batch as u64, "row"),
             start.micro_batch,
-            start.seq_len,
+            count(start.seq_len as u64, "token"),
             start.output.display()
         ));
         self.hints.iter().for_each(|hint| self.note(&format!("hint: {hint}")));
@@ -145,11 +145,11 @@ impl HumanReporter {
 
     fn eval(&self, eval: &Eval) -> Result<()> {
         self.result(&format!(
-            "step {}: evaluation loss {:.4}, perplexity {:.2} over {} tokens\n",
+            "step {}: evaluation loss {:.4}, perplexity {:.2} over {}\n",
             eval.step,
             eval.loss,
             eval.perplexity(),
-            eval.tokens
+            count(eval.tokens as u64, "token")
         ))
     }
 
@@ -166,8 +166,8 @@ impl HumanReporter {
             Some(bytes) => format!(", {} measured", size(bytes)),
         };
         write_out(&format!(
-            "trained {} steps{speed}; peak memory {} planned{measured}\n",
-            done.step,
+            "trained {}{speed}; peak memory {} planned{measured}\n",
+            count(done.step, "step"),
             size(done.peak_bytes)
         ))
     }

@@ -11,7 +11,7 @@ use crate::{
             environment::Environment,
             open::{self, Compute},
             options::{FROM_ONE, Options, options, switch, value},
-            output::{write_json, write_out},
+            output::{count, write_json, write_out},
             signals,
             values::SplitName,
         },
@@ -85,8 +85,10 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         );
     }
     write_out(&format!(
-        "loss {:.4}, perplexity {perplexity:.2} over {} tokens in {} rows\n",
-        found.loss, found.tokens, found.rows
+        "loss {:.4}, perplexity {perplexity:.2} over {} in {}\n",
+        found.loss,
+        count(found.tokens as u64, "token"),
+        count(found.rows as u64, "row")
     ))
 }
 

@@ -174,12 +174,31 @@ fn is_nothing(value: &Value) -> bool {
     }
 }
 
+/// A value on one line: lists are cut to three, fingerprints to twelve digits.
 fn plain(value: &Value) -> String {
     match value {
-        Value::String(text) => text.clone(),
-        Value::Array(items) => format!("[{}]", items.iter().map(plain).collect::<Vec<_>>().join(", ")),
+        Value::String(text) => shortened(text),
+        Value::Array(items) => {
+            let shown = items.iter().take(MOST_SHOWN).map(plain).collect::<Vec<_>>().join(", ");
+            match items.len().saturating_sub(MOST_SHOWN) {
+                0 => format!("[{shown}]"),
+                more => format!("[{shown} and {more} more]"),
+            }
+        }
         other => other.to_string(),
     }
+}
+
+/// Items of a list that people are shown.
+const MOST_SHOWN: usize = 3;
+/// Digits of a fingerprint that people are shown, enough to tell two apart.
+const DIGITS: usize = 12;
+
+/// `text` with the digits of a fingerprint (64 hexadecimal ones after the last colon) cut.
+fn shortened(text: &str) -> String {
+    let (kind, digits) = text.rfind(':').map_or(("", text), |colon| text.split_at(colon + 1));
+    let is_hash = digits.len() == 64 && digits.bytes().all(|byte| byte.is_ascii_hexdigit());
+    if is_hash { format!("{kind}{}", &digits[..DIGITS]) } else { text.to_owned() }
 }
 
 #[cfg(test)]
@@ -190,6 +209,16 @@ mod tests {
     fn people_get_lines() {
         let value = json!({ "kind": "base", "none": null, "sites": [{ "name": "a", "inputs": 3, "parts": ["q", "k"] }] });
         assert_eq!(lines(&value, 0), "kind: base\nsites:\n  - inputs 3, name a, parts [q, k]\n");
+    }
+
+    #[test]
+    fn hashes_and_lists_are_cut_for_people() {
+        let hash = "0123456789abcdef".repeat(4);
+        assert_eq!(plain(&json!(format!("engraft1:blake3:{hash}"))), "engraft1:blake3:0123456789ab");
+        assert_eq!(plain(&json!(hash)), "0123456789ab");
+        assert_eq!(plain(&json!("a:b")), "a:b");
+        assert_eq!(plain(&json!([1, 2, 3])), "[1, 2, 3]");
+        assert_eq!(plain(&json!([1, 2, 3, 4, 5])), "[1, 2, 3 and 2 more]");
     }
 
     #[test]

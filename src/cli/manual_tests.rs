@@ -1,0 +1,47 @@
+//! docs/MANUAL.md tells of every option, with its default.
+
+use super::common::options::Facts;
+
+const MANUAL: &str = include_str!("../../docs/MANUAL.md");
+
+/// The cells of the tables' rows.
+fn rows() -> impl Iterator<Item = Vec<String>> {
+    // A bar inside a cell is written with a backslash.
+    let cells = |line: &str| line.replace("\\|", "/").split('|').map(|cell| cell.trim().to_owned()).collect();
+    MANUAL.lines().filter(|line| line.starts_with("| `--")).map(cells)
+}
+
+/// Whether the first cell names the option.
+fn names(cell: &str, option: &str) -> bool {
+    let quoted = format!("`--{option}");
+    cell.split(&quoted).skip(1).any(|rest| rest.starts_with(['`', ' ', '[']))
+}
+
+#[test]
+fn every_option_is_in_the_manual_with_its_default() {
+    let mut wrong = Vec::new();
+    for command in ["train", "eval", "generate"] {
+        let options: Vec<Facts> = match command {
+            "generate" => super::infer::options(command),
+            _ => super::train::options(command),
+        };
+        assert!(options.len() > 15, "{command}");
+        for option in options {
+            // Commands may have an option of the same name with different defaults: a row for each.
+            let mut rows = rows().filter(|row| names(&row[1], &option.name)).peekable();
+            if rows.peek().is_none() {
+                wrong.push(format!("{command} --{}: has no row", option.name));
+                continue;
+            }
+            let default = option.default.unwrap_or_default();
+            let has = |cell: &str| {
+                let cell = cell.replace('`', "");
+                if default.is_empty() { ["", "off"].contains(&cell.as_str()) } else { cell == default }
+            };
+            if !rows.any(|row| row.get(3).is_some_and(|cell| has(cell))) {
+                wrong.push(format!("{command} --{}: its default is not {default:?}", option.name));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
