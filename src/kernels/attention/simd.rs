@@ -12,7 +12,7 @@ use crate::device::cpu::{
     LINE, Shared,
     simd::{
         Simd, exp, fold, load_or, replace,
-        tile::{Begin, ROWS, Tile, pack_turned},
+        tile::{Begin, ROWS, Tile, pack_transposed},
     },
     tasks::each,
     with_scratch,
@@ -171,7 +171,7 @@ impl<'a> Task<'a> {
     /// Turns the vectors of prefix and tokens into a panel `(width, columns)`.
     #[inline(always)]
     fn turn<S: Simd>(&self, s: S, prefix: Option<Head>, tokens: Head, panel: &mut [f32]) {
-        pack_turned(
+        pack_transposed(
             s,
             panel,
             (self.shape.width, self.columns()),

@@ -66,8 +66,8 @@ pub fn frozen_nt(x: &[f32], w: Matrix, start: InitialValue, y: &mut [f32], n: us
     product(x, (n, cols, rows), start, y, widen_panel, few);
 }
 
-/// `y (n, outer) = start + x (n, inner) V`, a task for each panel of columns of V, and where these are fewer than threads,
-/// for each band of rows in it.
+/// `y (n, outer) = start + x (n, inner) V`, a task for each panel of columns of V, and where these are fewer than
+/// threads, for each band of rows in it.
 ///
 /// `widen_panel((k, kn), (j, jn), panel)` widens `V[k .. k + kn, j .. j + jn]` and returns its strides;
 /// `few(y, j, jn)` adds columns `j .. j + jn` of the product where there are few rows.

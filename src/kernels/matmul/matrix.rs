@@ -146,8 +146,8 @@ impl FrozenMatrix {
         }
     }
 
-    /// Copies matrices and `others` from mapped files into large pages of the process, the matrices in strips where this
-    /// CPU's kernels read them faster. Where there are no large pages nothing is done.
+    /// Copies matrices and `others` from mapped files into large pages of the process, the matrices in strips where
+    /// this CPU's kernels read them faster. Where there are no large pages nothing is done.
     ///
     /// # Errors
     /// [`Error::Memory`](crate::error::Error::Memory) when there is no memory for them; then they are where they were.
@@ -172,16 +172,16 @@ impl FrozenMatrix {
         Ok(())
     }
 
-    /// Its transpose in strips, where this CPU's kernels read that faster for the products `x W^T` of some rows: FP16 in
-    /// vectors. Their bits are those of the matrix in rows.
+    /// Its transpose in strips, where this CPU's kernels read that faster for the products `x W^T` of some rows:
+    /// FP16 in vectors. Their bits are those of the matrix in rows.
     ///
     /// # Errors
     /// [`Error::Memory`](crate::error::Error::Memory) when there is no memory for it.
-    pub fn turned(&self) -> Result<Option<Self>> {
+    pub fn transposed(&self) -> Result<Option<Self>> {
         if self.scales.is_some() || self.layout != Layout::Rows || !vectors() {
             return Ok(None);
         }
-        let data = self.data.turned((self.rows, self.cols), STRIP)?;
+        let data = self.data.transposed((self.rows, self.cols), STRIP)?;
         let (rows, cols) = (self.cols, self.rows);
         Ok(Some(Self { data, scales: None, rows, cols, layout: Layout::Strips, arithmetic: self.arithmetic }))
     }

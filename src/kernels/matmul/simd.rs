@@ -17,7 +17,7 @@ use crate::{
         simd::{
             Simd,
             product::SCRATCH as THIN,
-            tile::{Begin, ROWS, Tile, pack_turned},
+            tile::{Begin, ROWS, Tile, pack_transposed},
         },
         tasks::{bands, each, parts},
         with_scratch,
@@ -147,8 +147,8 @@ fn product<S: Simd>(
                 let place = Place { inner: k, depth: deep.min(inner - k), outer: first, width };
                 pack(place, panel);
                 let start = if k == 0 { start } else { InitialValue::Keep };
-                // SAFETY: these rows of columns first .. first + width of y belong to this task, and the lengths of x, y
-                // and start were checked.
+                // SAFETY: these rows of columns first .. first + width of y belong to this task, and the lengths of
+                // x, y and start were checked.
                 unsafe { tiles(s, x, (rows.clone(), inner, outer), place, panel, start, out) }
             }
         });
@@ -202,8 +202,8 @@ unsafe fn pack_rows<S: Simd, W: Weights>(s: S, weights: W, place: Place, panel: 
     );
 }
 
-/// LANES weights of a row from `outer + column` on, or the `left` ones of its end and zeros; `outer` is where its factors
-/// begin.
+/// LANES weights of a row from `outer + column` on, or the `left` ones of its end and zeros; `outer` is where its
+/// factors begin.
 ///
 /// # Safety
 /// The row has these weights.
@@ -235,7 +235,7 @@ unsafe fn pack_columns<S: Simd, W: Weights>(s: S, weights: W, place: Place, pane
     s.enter(
         #[inline(always)]
         move || {
-            pack_turned(
+            pack_transposed(
                 s,
                 panel,
                 (depth, width),

@@ -53,8 +53,8 @@ fn frozen_products_match_plain_loops() {
     }
 }
 
-/// Against sums in f64 of rounded factors: rounding them, 2^-9 each, would be far beyond the bound. More rows than the few
-/// that stay in FP32; odd depths, widths that are no vectors, several panels.
+/// Against sums in f64 of rounded factors: rounding them, 2^-9 each, would be far beyond the bound. More rows than
+/// the few that stay in FP32; odd depths, widths that are no vectors, several panels.
 #[test]
 fn products_of_bf16_match_sums_over_rounded_factors() {
     if !bf16() {
@@ -251,7 +251,7 @@ fn a_turned_matrix_gives_the_same_bits() {
         let data = Frozen::new(Arc::new(bytes), 0, DType::F16, rows * cols).unwrap();
         let (layout, arithmetic) = (Layout::Rows, Arithmetic::F32);
         let matrix = FrozenMatrix { data, scales: None, rows, cols, layout, arithmetic };
-        let Some(turned) = matrix.turned().unwrap() else {
+        let Some(turned) = matrix.transposed().unwrap() else {
             assert!(!crate::device::cpu::vectors());
             return skip("no vector kernels at this level, so no transposed head", false);
         };

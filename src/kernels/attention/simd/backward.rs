@@ -63,8 +63,8 @@ pub struct Backward<'a> {
     pub(super) to: &'a Gradients<'a>,
 }
 
-/// Weights that a block of queries gives to columns, and the vectors it gives, `row` apart: queries, or gradients of the
-/// output.
+/// Weights that a block of queries gives to columns, and the vectors it gives, `row` apart: queries, or gradients of
+/// the output.
 pub struct Given<'a> {
     pub(super) weights: &'a [f32],
     pub(super) vectors: &'a [f32],
@@ -109,8 +109,8 @@ impl Backward<'_> {
         }
     }
 
-    /// From a group's scores and `dp` to probabilities and `ds = scale p (dp - delta)`; zeros in `columns` that a query
-    /// does not see.
+    /// From a group's scores and `dp` to probabilities and `ds = scale p (dp - delta)`; zeros in `columns` that a
+    /// query does not see.
     #[inline(always)]
     pub(super) fn scores<S: Simd>(
         &self,

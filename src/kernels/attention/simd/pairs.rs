@@ -1,5 +1,5 @@
-//! Attention whose products are made of BF16 pairs, as those of `--precision bf16` with frozen matrices are: scores, their
-//! softmax and all sums are FP32; queries, keys, values, gradients of the output, and, once they are known,
+//! Attention whose products are made of BF16 pairs, as those of `--precision bf16` with frozen matrices are: scores,
+//! their softmax and all sums are FP32; queries, keys, values, gradients of the output, and, once they are known,
 //! probabilities and gradients of scores are rounded.
 //!
 //! A pair has two neighbours along the depth of its product: of a vector for scores, of tokens where weights mix
@@ -17,7 +17,7 @@ use crate::{
         Simd,
         avx512::Avx512,
         pairs::{interleaved, paired, round, round_in_place},
-        tile::{ROWS, Tile, pack_turned},
+        tile::{ROWS, Tile, pack_transposed},
     },
     kernels::attention::Shape,
 };
@@ -79,7 +79,7 @@ impl Task<'_> {
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
     fn turn_pairs(&self, s: Avx512, prefix: Option<Head>, tokens: Head, panel: &mut [f32]) {
         let sizes = (self.shape.width / 2, self.columns());
-        pack_turned(s, panel, sizes, |column, step, _| {
+        pack_transposed(s, panel, sizes, |column, step, _| {
             let vector = self.vector(prefix, tokens, column);
             for line in [0, LANES] {
                 s.fetch(vector.as_ptr().wrapping_add(super::AHEAD * tokens.row + 2 * step + line));

@@ -31,8 +31,8 @@ const COLUMNS: usize = Avx512::COLUMNS;
 /// Floats of scratch a task uses: the panel and rounded rows of x.
 pub const SCRATCH: usize = DEPTH / 2 * (WIDTH + LANES + ROWS);
 /// Panels beside one another from which on x is rounded before them, once for all tasks. Beside fewer each task rounds
-/// what it needs, ROWS rows at a time and fetched before: a pass over x alone waits for memory, and costs what it saves
-/// (MLP 3072 -> 768, four panels: 4% slower).
+/// what it needs, ROWS rows at a time and fetched before: a pass over x alone waits for memory, and costs what it
+/// saves (MLP 3072 -> 768, four panels: 4% slower).
 const SHARING: usize = 8;
 /// Rows of x that a task rounds then.
 const ROUNDED: usize = 64;
@@ -76,8 +76,8 @@ pub unsafe fn product<W: Weights>(
                 let start = if k == 0 { start } else { InitialValue::Keep };
                 with_scratch(SCRATCH, |scratch| {
                     let (own, panel) = scratch.split_at_mut(DEPTH / 2 * ROWS);
-                    // SAFETY: the caller found the instructions; these rows of the columns of y belong to this task, and
-                    // the lengths of x, y and start were checked.
+                    // SAFETY: the caller found the instructions; these rows of the columns of y belong to this task,
+                    // and the lengths of x, y and start were checked.
                     unsafe {
                         if turned {
                             pack_columns(s, weights, place, panel);
@@ -119,8 +119,8 @@ fn round_all(s: Avx512, x: &[f32], (n, inner): (usize, usize), columns: Range<us
     });
 }
 
-/// Rows `row .. row + rows` of y in the columns of a panel. Rows from the first of `next` on, so far apart, are those whose
-/// turn is next.
+/// Rows `row .. row + rows` of y in the columns of a panel. Rows from the first of `next` on, so far apart, are
+/// those whose turn is next.
 ///
 /// # Safety
 /// As [`product`]; `rounded` are these rows of x, and the columns belong to the caller.

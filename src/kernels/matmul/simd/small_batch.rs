@@ -26,12 +26,14 @@ pub const ROWS_TURNED: usize = 24;
 const TALL: usize = 8;
 /// Floats of sums that a task works on at a time: half of a first-level cache.
 const NEAR: usize = 6144;
-/// Rows of weights that a sum takes up before it goes back to memory, where there are registers for so many and where not.
+/// Rows of weights that a sum takes up before it goes back to memory, where there are registers for so many and
+/// where not.
 const DEEP: usize = 8;
 const LESS_DEEP: usize = 4;
 /// Rows of weights whose sums run side by side.
 const SIDE: usize = 4;
-/// Rows of x that meet a row of weights at a time where there are enough, registers too: widening is a fifth of the work then.
+/// Rows of x that meet a row of weights at a time where there are enough, registers too: widening is a fifth of the
+/// work then.
 const HIGH: usize = 8;
 /// Rows of weights that all rows of x meet before the next ones.
 const STRETCH: usize = 96;
@@ -326,8 +328,8 @@ struct Block<'a, W> {
 }
 
 impl<W: Weights> Block<'_, W> {
-    /// Adds the products of each of the first R rows of x with each of the first C rows of weights to C elements, as far
-    /// from each other, from `y(row)` on.
+    /// Adds the products of each of the first R rows of x with each of the first C rows of weights to C elements, as
+    /// far from each other, from `y(row)` on.
     ///
     /// # Safety
     /// The weights have these rows, and the elements of y belong to the caller.

@@ -1,5 +1,5 @@
-//! Products of some rows with a matrix in strips: tiles widen the weights themselves, and the matrix is read once, from
-//! its first byte to its last.
+//! Products of some rows with a matrix in strips: tiles widen the weights themselves, and the matrix is read once,
+//! from its first byte to its last.
 
 use half::f16;
 
@@ -59,7 +59,7 @@ pub fn nn<S: Simd>(
                             scale: 1.0,
                         };
                         // SAFETY: the tile lies inside what was checked; these columns are this task's.
-                        unsafe { tile.rows_of_halves(s, tall.min(n - row)) }
+                        unsafe { tile.rows_of_f16(s, tall.min(n - row)) }
                     }
                 }
             }

@@ -50,8 +50,8 @@ pub trait Weights: Copy + Send + Sync {
     fn address(self, row: usize, column: usize) -> *const i8;
 }
 
-/// FP16: in rows of as many, or with IN_STRIPS in strips of so many rows, see [`Layout`](crate::kernels::matmul::Layout);
-/// LANES columns from a multiple of LANES on lie in one strip.
+/// FP16: in rows of as many, or with IN_STRIPS in strips of so many rows, see
+/// [`Layout`](crate::kernels::matmul::Layout); LANES columns from a multiple of LANES on lie in one strip.
 #[derive(Clone, Copy)]
 pub struct Halves<'a, const IN_STRIPS: bool>(pub &'a [f16], pub usize);
 
