@@ -83,8 +83,8 @@ impl Backward<'_> {
         let kind = Floats(s);
         // SAFETY: the caller's promise; q and dout hold the rows of all groups.
         unsafe {
-            task.turn(s, task.prefix.map(|p| p.0), task.k, keys);
-            task.turn(s, task.prefix.map(|p| p.1), task.v, values);
+            task.pack_panel(s, task.prefix.map(|p| p.0), task.k, keys);
+            task.pack_panel(s, task.prefix.map(|p| p.1), task.v, values);
             for first in (0..task.shape.queries).step_by(BLOCK) {
                 let block = task.group(first, BLOCK.min(task.shape.queries - first));
                 for at in (0..block.rows).step_by(ROWS) {
