@@ -1,4 +1,4 @@
-//! CPU side: one row a token.
+//! CPU side: a task takes some rows of the output.
 
 use half::f16;
 
@@ -7,7 +7,7 @@ use crate::{
     kernels::matmul::Matrix,
 };
 
-/// Rows a task takes.
+/// Rows that a task takes.
 const ROWS: usize = 64;
 
 pub fn forward(ids: &[u32], positions: &[u32], wte: Matrix, wpe: &[f16], x: &mut [f32]) {
