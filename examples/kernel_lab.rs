@@ -112,7 +112,7 @@ fn product(
     let weights: Vec<f16> = numbers(inputs * outputs).into_iter().map(f16::from_f32).collect();
     let x = numbers(n * inputs);
     let (rows, cols) = if transposed { (outputs, inputs) } else { (inputs, outputs) };
-    let halves = Matrix::halves(weights.as_slice().into(), rows, cols);
+    let halves = Matrix::f16(weights.as_slice().into(), rows, cols);
     let (codes, scales) = coded(&weights, cols);
     let codes = Matrix::codes(codes.as_slice().into(), scales.as_slice().into(), rows, cols);
     let call = |(at, matrix): (Level, Matrix), y: &mut [f32]| {

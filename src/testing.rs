@@ -18,7 +18,7 @@ pub fn numbers(seed: u64, len: usize) -> Vec<f32> {
 }
 
 /// As [`numbers`], rounded to FP16.
-pub fn halves(seed: u64, len: usize) -> Vec<f16> {
+pub fn f16_numbers(seed: u64, len: usize) -> Vec<f16> {
     numbers(seed, len).into_iter().map(f16::from_f32).collect()
 }
 

@@ -66,4 +66,4 @@ done
 
 precision=f16
 if SHIM_MEMORY=20000 cuda "${eval[@]}" 2>refused; then echo "a base fits that cannot" >&2; exit 1; fi
-grep 'bytes for the base cannot be had of CUDA device 0 (free: .*): out of memory; .*--stream-base on' refused
+grep 'bytes for the base cannot be allocated on CUDA device 0 (free: .*): out of memory; .*--stream-base on' refused

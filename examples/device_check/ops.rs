@@ -133,7 +133,7 @@ fn embeddings(on: On) -> Result<Outputs> {
     let (ids, places) = (Buffer::on(on.device, &ids)?, Buffer::on(on.device, &places)?);
     let (wte, wpe) = (on.frozen(1, vocab as usize * c)?, on.frozen(2, positions as usize * c)?);
     let mut x = on.room(n as usize * c)?;
-    let table = Matrix::halves(wte.view(), vocab as usize, c);
+    let table = Matrix::f16(wte.view(), vocab as usize, c);
     embed::forward(ids.view(), places.view(), table, wpe.view(), x.view_mut());
     Ok(vec![("x", x.view().to_floats())])
 }
@@ -172,7 +172,7 @@ fn activations(on: On) -> Result<Outputs> {
 fn products(on: On, n: usize) -> Result<Outputs> {
     let (rows, cols) = (200, 136);
     let (w, bias) = (on.frozen(1, rows * cols)?, on.frozen(2, cols)?);
-    let w = Matrix::halves(w.view(), rows, cols);
+    let w = Matrix::f16(w.view(), rows, cols);
     let (x, dy, residual) =
         (on.activations(3, n * rows)?, on.activations(4, n * cols)?, on.activations(5, n * cols)?);
     let (mut biased, mut added, mut dx) = (on.room(n * cols)?, on.room(n * cols)?, on.room(n * rows)?);
@@ -211,7 +211,7 @@ fn dense(on: On) -> Result<Outputs> {
 fn linears(on: On, n: usize) -> Result<Outputs> {
     let (inputs, outputs) = (96, 120);
     let (w, bias) = (on.frozen(1, inputs * outputs)?, on.frozen(2, outputs)?);
-    let layer = Layer { weight: Matrix::halves(w.view(), inputs, outputs), bias: bias.view() };
+    let layer = Layer { weight: Matrix::f16(w.view(), inputs, outputs), bias: bias.view() };
     // A at 1, B after it; then a second delta on some columns.
     let first = Delta { a: 1, b: 1 + 3 * inputs, rank: 3, columns: 0..outputs, scale: 1.7, turned: false };
     let at = first.b + 3 * outputs;
@@ -354,7 +354,7 @@ fn heads(on: On) -> Result<Outputs> {
         targets: targets.view(),
         smoothing: 0.1,
     };
-    let head = Matrix::halves(table.view(), v, c);
+    let head = Matrix::f16(table.view(), v, c);
     let work = head_loss::HeadScratch { gathered: gathered.view_mut(), logits: logits.view_mut() };
     head_loss::forward_backward(input, head, work, losses.view_mut(), Some((d_hidden.view_mut(), 3.0)));
     Ok(vec![("losses", losses.view().to_vec()), ("d hidden", d_hidden.view().to_floats())])

@@ -107,7 +107,7 @@ fn products(device: Device, dtype: DType, scale: &Scale) -> Result<Vec<Speed>> {
     let (n, (rows, cols)) = (scale.rows, scale.matrix);
     let (x, weights) = (numbers(device, dtype, n * rows)?, numbers(device, F16, rows * cols)?);
     let mut y = zeros(device, dtype, n * cols)?;
-    let matrix = Matrix::halves(weights.view(), rows, cols);
+    let matrix = Matrix::f16(weights.view(), rows, cols);
     let time = seconds(device, scale.repeats, || {
         matmul::frozen_nn(x.view(), matrix, InitialValue::Zero, y.view_mut(), n);
     })?;

@@ -1,64 +1,64 @@
-//! Buffers that leave the memory of a device for that of its host and come back, while kernels work on others.
+//! Copies of buffers between a device and pinned memory of its host, while kernels work on other buffers.
 //!
-//! A place is a buffer of the device that copies go from or to. For each place kernels and copies take turns: a copy
-//! waits for the kernels that were started before it, and kernels are told to wait for it by [`AsyncCopier::wait`]. On a host
-//! a copy is done when [`AsyncCopier::copy`] returns.
+//! A slot is a buffer of the device that copies read or write. A copy waits for the kernels that were started before
+//! it, and [`AsyncCopier::wait`] makes kernels wait for the copy. On a host a copy is done when
+//! [`AsyncCopier::copy`] returns.
 
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::{Device, View, ViewMut};
 use crate::error::Result;
 
-/// What copies.
+/// Copies between a device and its host, slot by slot.
 pub enum AsyncCopier {
-    /// A host by itself.
+    /// The host, which copies at once.
     Host,
-    /// A device, beside its kernels.
+    /// A device, which copies beside its kernels.
     #[cfg(feature = "cuda")]
     Cuda(cuda::async_copy::AsyncCopier),
 }
 
 impl AsyncCopier {
-    /// For `places` places of `device`.
+    /// A copier of `slots` slots of `device`.
     ///
     /// # Errors
     /// [`Error::Failed`](crate::error::Error::Failed) when a device has no stream for it.
-    pub fn new(device: Device, places: usize) -> Result<Self> {
+    pub fn new(device: Device, slots: usize) -> Result<Self> {
         match device {
             Device::Cpu => {
-                let _ = places;
+                let _ = slots;
                 Ok(Self::Host)
             }
             #[cfg(feature = "cuda")]
-            Device::Cuda(gpu) => Ok(Self::Cuda(cuda::async_copy::AsyncCopier::new(gpu, places)?)),
+            Device::Cuda(gpu) => Ok(Self::Cuda(cuda::async_copy::AsyncCopier::new(gpu, slots)?)),
         }
     }
 
-    /// Copies `from`, of which one is `place` and the other waits beside the device, to `to`: behind all kernels started
-    /// so far. Neither is written or freed before the place was waited for or the device was.
+    /// Copies `from` to `to` after all kernels started so far. One of the two is the buffer of `slot`, the other is on
+    /// the other side. Write or free neither before a wait for the slot or the device.
     ///
     /// # Panics
     /// When they are not of one size.
-    pub fn copy(&mut self, place: usize, from: View, to: ViewMut) {
+    pub fn copy(&mut self, slot: usize, from: View, to: ViewMut) {
         assert!((from.dtype(), from.len()) == (to.dtype(), to.len()), "offloading sizes");
         match self {
             Self::Host => {
-                let _ = place;
+                let _ = slot;
                 to.upload_bytes(from.bytes());
             }
             #[cfg(feature = "cuda")]
-            Self::Cuda(mover) => mover.copy(place, from, to),
+            Self::Cuda(copier) => copier.copy(slot, from, to),
         }
     }
 
-    /// Lets kernels that are started from now on wait for the last copy from or to `place`.
-    pub fn wait(&mut self, place: usize) {
+    /// Makes kernels that are started from now on wait for the last copy of `slot`.
+    pub fn wait(&mut self, slot: usize) {
         match self {
             Self::Host => {
-                let _ = place;
+                let _ = slot;
             }
             #[cfg(feature = "cuda")]
-            Self::Cuda(mover) => mover.wait(place),
+            Self::Cuda(copier) => copier.wait(slot),
         }
     }
 }

@@ -11,13 +11,13 @@ pub enum DType {
     F16,
     /// The upper half of an F32: activations on CUDA devices where they are asked for.
     BF16,
-    /// Token ids, positions.
+    /// Token ids, positions, rows to gather.
     U32,
     /// Targets, with -100 for "no loss".
     I32,
-    /// Codes of 8-bit moments.
+    /// Unsigned codes of 8-bit moments.
     U8,
-    /// Codes of 8-bit weights.
+    /// Signed codes of 8-bit weights.
     I8,
 }
 
@@ -35,7 +35,7 @@ impl DType {
         }
     }
 
-    /// Bytes of one element.
+    /// Bytes of one element, 1 to 4.
     pub fn size(self) -> usize {
         match self {
             Self::F32 | Self::U32 | Self::I32 => 4,

@@ -53,7 +53,7 @@ impl Bytes for &'static [u8] {
     }
 }
 
-/// Memory of the process that nobody writes any more. No mapping of a file: pages that were given back would be lost.
+/// Memory of the process that nobody writes any more. It is not a mapping of a file, so its pages are never released.
 struct Settled(memmap2::MmapMut);
 
 impl Bytes for Settled {
@@ -62,16 +62,16 @@ impl Bytes for Settled {
     }
 }
 
-/// How the bytes of a tensor are ordered in a copy.
+/// Order of the bytes of a tensor in a copy.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Order {
-    /// As they are.
+    /// The order of the original.
     AsItIs,
-    /// A tensor of `rows` rows in strips of so many bytes of a row, which has a whole number of them.
+    /// A tensor of `rows` rows in strips of `bytes` bytes of every row; a row is a multiple of `bytes`.
     Strips {
-        /// Its rows.
+        /// Rows of the tensor.
         rows: usize,
-        /// Of a row of a strip.
+        /// Bytes that a strip takes of each row.
         bytes: usize,
     },
 }
@@ -93,7 +93,7 @@ enum Source {
 }
 
 impl Frozen {
-    /// The `len` elements of `dtype` that begin `start` bytes into `source`.
+    /// The `len` elements of `dtype` from byte `start` of `source`.
     ///
     /// # Errors
     /// When the range leaves the source or is not aligned for `dtype`.
@@ -113,7 +113,7 @@ impl Frozen {
         Ok(Self { source: Source::Host(source), start, dtype, len })
     }
 
-    /// Brings tensors of the host to `device`, into one stretch of its memory; nothing to do for the host.
+    /// Copies tensors of the host into one allocation of `device`; does nothing where that is the host.
     ///
     /// # Errors
     /// [`Error::Memory`] when the device has too little, [`Error::Failed`] when it fails.
@@ -141,13 +141,13 @@ impl Frozen {
         }
     }
 
-    /// Copies tensors of mapped files into one stretch of large pages, as far as the system has them, and gives back
-    /// the pages of the files. Panels are widened from rows that lie in a page each: with 4 KiB pages their addresses
-    /// alone cost more than a hundredth of a training step. Says whether it did; it does not where there are no large
-    /// pages or a tensor is in no file.
+    /// Copies tensors of mapped files into one allocation of large pages, as far as the system has them, and releases
+    /// the pages of the files. Panels are widened from rows with a page each: with 4 KiB pages, translating their
+    /// addresses costs more than 1% of a training step. Returns whether it copied: not where there are no large pages,
+    /// nor where a tensor is not in a file.
     ///
     /// # Errors
-    /// [`Error::Memory`] when there is no memory for them; then they are where they were.
+    /// [`Error::Memory`] when there is too little memory; the tensors are then unchanged.
     pub(crate) fn settle(tensors: &mut [(&mut Self, Order)]) -> Result<bool> {
         if !large_pages() || !tensors.iter().all(|(tensor, _)| tensor.is_mapped()) {
             return Ok(false);
@@ -162,7 +162,7 @@ impl Frozen {
             copies.push((&**tensor, *order, to));
             room = rest;
         }
-        // Most of the time goes into pages that the system clears.
+        // Most of the time is spent by the system on clearing pages.
         copies.into_par_iter().with_max_len(1).for_each(|(tensor, order, to)| tensor.copy(order, to));
         let memory: Arc<dyn Bytes> = Arc::new(Settled(memory));
         let mut start = 0;
@@ -174,8 +174,7 @@ impl Frozen {
         Ok(true)
     }
 
-    /// Copies a tensor of a file, whose pages are given back piece by piece: file and copy are never both in memory as
-    /// a whole.
+    /// Copies a tensor of a file and releases its pages piece by piece: file and copy are never both whole in memory.
     fn copy(&self, order: Order, to: &mut [u8]) {
         let from = self.view().bytes();
         let row = match order {
@@ -198,14 +197,14 @@ impl Frozen {
         }
     }
 
-    /// The tensor of this type and size that begins `start` bytes into the memory of a device.
+    /// The tensor of this type and size from byte `start` of a device's memory.
     #[cfg(feature = "cuda")]
     pub(crate) fn on_device(&self, memory: Arc<Memory>, start: usize) -> Self {
         debug_assert!(start + self.bytes() <= memory.len());
         Self { source: Source::Cuda(memory), start, ..*self }
     }
 
-    /// Where it lies.
+    /// The device whose memory holds it.
     pub fn device(&self) -> Device {
         match &self.source {
             Source::Host(_) => Device::Cpu,
@@ -214,12 +213,12 @@ impl Frozen {
         }
     }
 
-    /// The transpose of a matrix of FP16 `(rows, cols)` in strips of `width` of its columns, the last one filled up with
-    /// zeros; the pages of its file are given back behind it.
+    /// The transpose of an FP16 matrix `(rows, cols)` in strips of `width` of its columns, the last one padded with
+    /// zeros. Releases the pages of its file.
     ///
     /// # Errors
     /// [`Error::Memory`] when there is no memory for it.
-    pub(crate) fn turned(&self, (rows, cols): (usize, usize), width: usize) -> Result<Self> {
+    pub(crate) fn transposed(&self, (rows, cols): (usize, usize), width: usize) -> Result<Self> {
         let from: &[f16] = self.view().host();
         let (strip, len) = (cols * width, rows.next_multiple_of(width) * cols);
         let mut memory = in_memory("the head", (len * size_of::<f16>()).max(1))?;
@@ -236,7 +235,7 @@ impl Frozen {
         Ok(Self { source: Source::Host(source), start: 0, dtype: DType::F16, len })
     }
 
-    /// Whether it lies in a mapped file.
+    /// Whether it is in a mapped file.
     fn is_mapped(&self) -> bool {
         match &self.source {
             Source::Host(source) => source.mapping().is_some(),
@@ -255,23 +254,23 @@ impl Frozen {
         self.len == 0
     }
 
-    /// Read access.
+    /// Read access to all elements.
     pub fn view(&self) -> View<'_> {
         let head = match &self.source {
             Source::Host(source) => source.bytes()[self.start..].as_ptr(),
             #[cfg(feature = "cuda")]
             Source::Cuda(memory) => std::ptr::without_provenance(memory.address() as usize + self.start),
         };
-        // SAFETY: the range was checked to lie inside the source, which lives as long and is never written.
+        // SAFETY: the range was checked to be inside the source, which lives as long as the view and is never written.
         unsafe { View::raw(head, self.dtype, self.len, self.device()) }
     }
 
-    /// Bytes of the tensor.
+    /// Bytes of the tensor, without padding.
     pub fn bytes(&self) -> usize {
         self.len * self.dtype.size()
     }
 
-    /// Its pages; none of a tensor on a device.
+    /// Its pages; an empty region where the host does not see it.
     pub fn region(&self) -> Region {
         match &self.source {
             Source::Host(source) => Region::of_file(Arc::clone(source), self.start, self.bytes()),
@@ -306,7 +305,7 @@ mod tests {
         assert_eq!(small.view().bytes(), &numbers[2..68]);
         assert_eq!(large.view().bytes(), &numbers[100..PIECE + 800]);
         assert_eq!(large.is_mapped(), !large_pages());
-        // Pages that are no file's stay.
+        // Pages that belong to no file stay.
         large.region().release();
         assert_eq!(large.view().bytes(), &numbers[100..PIECE + 800]);
         let mut fixed = Frozen::new(Arc::new(vec![7u8; 8]), 0, DType::U8, 8).unwrap();

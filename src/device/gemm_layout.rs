@@ -1,4 +1,4 @@
-//! Matrix products as cuBLASLt takes them, from matrices as this program stores them.
+//! Descriptions of row-major matrix products for cuBLASLt, which is column-major.
 //!
 //! cuBLASLt computes `D (m, n) = op(A) (m, k) op(B) (k, n) + beta C` on column-major matrices; ours are
 //! row-major. The same bytes, read the other way, are the transpose: a row-major `M (r, c)` with `ld` elements
@@ -18,22 +18,22 @@
 //! | `y (n, rows) = x W^T` | x as it is | the buffer holds the transpose |
 //! | `dW (out, in) = dy^T x` | the buffer holds the transpose | x as it is |
 
-/// How the buffer of a row-major factor holds it.
+/// A row-major factor in its buffer, as it is or transposed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct FactorLayout {
-    /// Whether it holds the transpose.
+    /// Whether the buffer holds the transpose.
     pub transposed: bool,
-    /// Elements between the rows of the buffer.
+    /// Elements from a row of the buffer to the next.
     pub ld: usize,
 }
 
 impl FactorLayout {
-    /// The factor itself.
+    /// The buffer holds the factor as it is.
     pub fn plain(ld: usize) -> Self {
         Self { transposed: false, ld }
     }
 
-    /// Its transpose.
+    /// The buffer holds its transpose.
     pub fn transposed(ld: usize) -> Self {
         Self { transposed: true, ld }
     }
@@ -42,35 +42,35 @@ impl FactorLayout {
 /// A column-major matrix in memory, and whether its transpose is meant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Operand {
-    /// Whether op is T.
+    /// Whether its transpose is multiplied: op is T.
     pub transposed: bool,
-    /// Rows in memory.
+    /// Rows in memory, before op.
     pub rows: usize,
-    /// Columns in memory.
+    /// Columns in memory, before op.
     pub cols: usize,
-    /// Elements between columns.
+    /// Elements from a column to the next.
     pub ld: usize,
 }
 
-/// Sizes and layouts of `D (m, n) = op(A) op(B) + beta C`, column-major; C is laid out as D.
+/// Sizes and layouts of `D (m, n) = op(A) op(B) + beta C`, column-major; C has the layout of D.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GemmLayout {
     /// Columns of the row-major result.
     pub m: usize,
     /// Rows of the row-major result.
     pub n: usize,
-    /// Inner size.
+    /// Terms of each sum: the inner size.
     pub k: usize,
-    /// The right factor's buffer.
+    /// A: the buffer of the right factor.
     pub a: Operand,
-    /// The left factor's buffer.
+    /// B: the buffer of the left factor.
     pub b: Operand,
-    /// The result's buffer.
+    /// D: the buffer of the result.
     pub d: Operand,
 }
 
 impl GemmLayout {
-    /// Row-major `Y (rows, cols) = L (rows, inner) R (inner, cols)`, whose rows stand `ld` apart.
+    /// Row-major `Y (rows, cols) = L (rows, inner) R (inner, cols)`, whose rows are `ld` elements apart.
     pub fn of(
         (rows, cols, inner): (usize, usize, usize),
         left: FactorLayout,
@@ -107,8 +107,8 @@ mod tests {
     use super::*;
     use crate::testing::doubles;
 
-    /// What cuBLASLt's manual says of the descriptor, in plain loops; memory that no matrix covers must not
-    /// be touched.
+    /// The product that cuBLASLt's manual defines for the descriptor, in plain loops; memory that no matrix covers
+    /// must not be touched.
     fn interpret(
         p: GemmLayout,
         a: &[f64],

@@ -1,8 +1,8 @@
-//! Work of a device that is recorded once and then started as a whole: what takes the host longer to start, launch by
-//! launch, than the device to do.
+//! Graphs: work of a device that is recorded once and then started as a whole, where starting it launch by launch
+//! takes the host longer than the device needs to do it.
 //!
-//! A recording holds the launches with all their arguments. It stays right for as long as the buffers stay where they
-//! are, and whatever changes from one time to the next is read from them.
+//! A graph holds the launches with all their arguments. It stays valid while the buffers stay at their addresses;
+//! values that change between replays are read from buffers.
 
 #[cfg(not(feature = "cuda"))]
 use std::convert::Infallible;
@@ -11,7 +11,7 @@ use super::Device;
 #[cfg(feature = "cuda")]
 use super::cuda;
 
-/// Recorded work.
+/// Recorded launches of a device.
 pub struct Graph {
     #[cfg(feature = "cuda")]
     inner: cuda::graph::Graph,
@@ -20,11 +20,11 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// Records what `work` starts on `device` instead of doing it. `None` where nothing can be recorded: on a host, and
-    /// where the device refuses; `work` has done nothing then, or has not been called.
+    /// Records the launches of `work` on `device` instead of running them. `None` on a host, and where the device
+    /// refuses; then `work` has computed nothing.
     ///
-    /// The work allocates nothing and waits for nothing, and it has been done before by itself, with buffers as large:
-    /// kernels are loaded and scratch is there.
+    /// `work` must allocate nothing and wait for nothing. Run it once before with buffers of the same sizes, so that
+    /// kernels are loaded and scratch is allocated.
     pub fn new(device: Device, work: impl FnOnce()) -> Option<Self> {
         match device {
             Device::Cpu => {
@@ -36,7 +36,7 @@ impl Graph {
         }
     }
 
-    /// Starts the work; false where scratch has moved since it was recorded, and nothing is done.
+    /// Starts the recorded work; false, with nothing started, where scratch has moved since.
     pub fn replay(&self) -> bool {
         #[cfg(feature = "cuda")]
         return self.inner.replay();

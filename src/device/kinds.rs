@@ -1,8 +1,8 @@
 //! Properties of each kind of device, readable on machines without one.
 //!
 //! Code outside `device/` and `kernels/` never asks which device it has. It asks for the property that it depends on:
-//! does the host see its memory, where do offloaded buffers go, which types does it compute in. A further kind of device
-//! is one more constant here.
+//! does the host see its memory, where do offloaded buffers go, which types does it compute in. A further kind of
+//! device is one more constant here.
 
 use super::{DType, arena::Placement, cpu};
 

@@ -1,8 +1,9 @@
-//! Devices, and the memory that kernels work on: frozen weights, arenas, buffers and views.
+//! Devices and the memory that kernels work on: frozen weights, arenas, buffers and views.
 //!
 //! A [`Frozen`] is read-only by type: nothing in the program can write a base weight. A [`Buffer`] is
 //! the unique owner of a range of an [`Arena`](arena::Arena), so a `View` and a `ViewMut` of the
-//! same range cannot coexist. [`cpu`] and [`cuda`](mod@cuda) hold what the kernels of a vendor share.
+//! same range cannot coexist. [`cpu`] and `cuda` hold the code that all kernels of a vendor share. [`DeviceKind`]
+//! answers every question that other rooms have about a device.
 
 pub mod arena;
 pub mod async_copy;
@@ -37,7 +38,7 @@ pub use self::{
 /// Where buffers live and kernels run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Device {
-    /// The host's cores, through the global rayon pool.
+    /// The cores of the host, through the global rayon pool.
     #[default]
     Cpu,
     /// An opened CUDA device.
@@ -119,7 +120,7 @@ impl Device {
         self.kind().own_memory.as_ref()
     }
 
-    /// Free bytes of a device that has memory of its own.
+    /// Free bytes of a device that has memory of its own; `None` of one that has not, or that does not answer.
     pub fn free(self) -> Option<u64> {
         match self {
             Self::Cpu => None,
@@ -128,10 +129,10 @@ impl Device {
         }
     }
 
-    /// Waits until all that was asked of the device is done.
+    /// Waits until the device has done all work that it was given.
     ///
     /// # Errors
-    /// [`Error::Failed`] when something failed since the last time.
+    /// [`Error::Failed`](crate::error::Error::Failed) with the first failure since the last call.
     pub fn check(self) -> Result<()> {
         match self {
             Self::Cpu => Ok(()),
@@ -140,10 +141,10 @@ impl Device {
         }
     }
 
-    /// Makes sure of `bytes` of scratch, so that no kernel has to ask for more; nothing on a CPU.
+    /// Allocates `bytes` of scratch now, so that no kernel has to; does nothing on a CPU.
     ///
     /// # Errors
-    /// [`Error::Memory`] when the device has not as many.
+    /// [`Error::Memory`](crate::error::Error::Memory) when the device has too little.
     pub fn reserve(self, bytes: usize) -> Result<()> {
         match self {
             Self::Cpu => {

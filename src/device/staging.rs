@@ -1,5 +1,5 @@
-//! Frozen weights that take turns in the memory of a device: of many parts of one shape two are there at a time, and
-//! the next one is copied while kernels work with the present one.
+//! Staging of frozen weights through slots in the memory of a device: of many parts of one shape two are there at a
+//! time, and the next one is copied while kernels work with the present one.
 
 #[cfg(not(feature = "cuda"))]
 use std::convert::Infallible;
@@ -12,7 +12,7 @@ use crate::error::Result;
 /// How many parts are on the device at a time: the one in use and the one after it.
 pub const SLOTS: usize = 2;
 
-/// The places, and what moves parts into them.
+/// The slots of a device, and the copier that fills them.
 pub struct StagingSlots {
     #[cfg(feature = "cuda")]
     inner: cuda::staging::StagingSlots,
@@ -20,13 +20,13 @@ pub struct StagingSlots {
     inner: Infallible,
 }
 
-/// Bytes of a place for a part of these tensors.
+/// Bytes of a slot for a part made of these tensors, each aligned.
 pub fn bytes(part: &[&Frozen]) -> usize {
     part.iter().map(|tensor| tensor.bytes().next_multiple_of(CUDA_ALIGNMENT)).sum()
 }
 
 impl StagingSlots {
-    /// Places for parts like `part`; none on a host, which works with weights where they lie.
+    /// Slots for parts with the sizes of `part`; `None` on a host, whose kernels read weights in place.
     ///
     /// # Errors
     /// [`Error::Memory`](crate::error::Error::Memory) when device or host have too little memory.
@@ -41,28 +41,27 @@ impl StagingSlots {
         }
     }
 
-    /// The tensors of a part as they lie in `place`.
-    pub fn tensors(&self, place: usize, part: &[&Frozen]) -> Vec<Frozen> {
+    /// The tensors of `part` in the memory of `slot`.
+    pub fn tensors(&self, slot: usize, part: &[&Frozen]) -> Vec<Frozen> {
         #[cfg(feature = "cuda")]
-        return self.inner.tensors(place, part);
+        return self.inner.tensors(slot, part);
         #[cfg(not(feature = "cuda"))]
-        match (self.inner, place, part) {}
+        match (self.inner, slot, part) {}
     }
 
-    /// Begins to copy `part` into `place`, behind all kernels that were started so far. They may still read what is
-    /// there.
-    pub fn bring(&mut self, place: usize, part: Vec<Frozen>) {
+    /// Starts copying `part` into `slot`, after all kernels started so far, which may still read its old content.
+    pub fn bring(&mut self, slot: usize, part: Vec<Frozen>) {
         #[cfg(feature = "cuda")]
-        self.inner.bring(place, part);
+        self.inner.bring(slot, part);
         #[cfg(not(feature = "cuda"))]
-        match (self.inner, place, part) {}
+        match (self.inner, slot, part) {}
     }
 
-    /// Lets kernels that are started from now on wait until `place` holds what was brought last.
-    pub fn wait(&mut self, place: usize) {
+    /// Makes kernels that are started from now on wait until `slot` holds the part brought last.
+    pub fn wait(&mut self, slot: usize) {
         #[cfg(feature = "cuda")]
-        self.inner.wait(place);
+        self.inner.wait(slot);
         #[cfg(not(feature = "cuda"))]
-        match (self.inner, place) {}
+        match (self.inner, slot) {}
     }
 }

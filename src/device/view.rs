@@ -22,30 +22,30 @@ unsafe impl Send for View<'_> {}
 unsafe impl Sync for View<'_> {}
 
 impl<'a> View<'a> {
-    /// The `len` elements of `dtype` that begin at `head` in the memory of `device`.
+    /// The `len` elements of `dtype` from `head` in the memory of `device`.
     ///
     /// # Safety
-    /// They are there, aligned for `dtype`, and nobody writes or frees them during `'a`.
+    /// They are valid, aligned for `dtype`, and nobody writes or frees them during `'a`.
     pub(crate) unsafe fn raw(head: *const u8, dtype: DType, len: usize, device: Device) -> Self {
         Self { head, dtype, len, device, life: PhantomData }
     }
 
-    /// Number of elements.
+    /// Number of elements in the view.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there is no element.
+    /// Whether the view has no element.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Where the elements live.
+    /// The device whose memory holds the elements.
     pub fn device(&self) -> Device {
         self.device
     }
 
-    /// The `len` elements from `start` on.
+    /// The `len` elements from index `start`.
     ///
     /// # Panics
     /// When the range leaves the view.
@@ -58,7 +58,7 @@ impl<'a> View<'a> {
     /// The elements as a host slice.
     ///
     /// # Panics
-    /// When the view is of a device, or `T` is not its type: a mistake of the caller that no input can bring about.
+    /// When the view is of a device, or `T` is not its type: a mistake of the caller, which no input causes.
     pub fn host<T: Element>(self) -> &'a [T] {
         assert!(self.device.is_host_visible(), "memory of a device was taken for memory of the host");
         assert_eq!(self.dtype, T::DTYPE, "a kernel was handed a buffer of another type");
@@ -66,32 +66,32 @@ impl<'a> View<'a> {
         unsafe { std::slice::from_raw_parts(self.head.cast::<T>(), self.len) }
     }
 
-    /// Type of the elements.
+    /// Type of the elements in the view.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// The same bytes as elements of another type, as many as fit.
+    /// The same bytes as elements of another type, without a remainder that fills none.
     ///
     /// # Panics
-    /// When they do not begin where such an element may.
+    /// When the first byte is not aligned for the type.
     pub fn typed(self, dtype: DType) -> View<'a> {
         assert!(self.head.addr().is_multiple_of(dtype.size()), "elements of another type begin elsewhere");
         View { dtype, len: self.size() / dtype.size(), ..self }
     }
 
-    /// Bytes of the elements.
+    /// Number of bytes.
     pub fn size(&self) -> usize {
         self.len * self.dtype.size()
     }
 
-    /// Where the elements begin in the memory of a device.
+    /// Address of the first element in the memory of a device.
     #[cfg(feature = "cuda")]
     pub(crate) fn address(&self) -> u64 {
         self.head.addr() as u64
     }
 
-    /// The elements' bytes on the host, as the host orders them.
+    /// The elements' bytes on the host, in the host's byte order.
     ///
     /// # Panics
     /// When the view is of a device.
@@ -101,7 +101,7 @@ impl<'a> View<'a> {
         unsafe { std::slice::from_raw_parts(self.head, self.size()) }
     }
 
-    /// The elements' bytes, as the host orders them: themselves on the host, a copy of a device's.
+    /// The elements' bytes in the host's byte order: borrowed on the host, copied from a device.
     pub fn to_bytes(self) -> Cow<'a, [u8]> {
         match self.device {
             Device::Cpu => Cow::Borrowed(self.bytes()),
@@ -122,8 +122,8 @@ impl<'a> View<'a> {
         }
     }
 
-    /// Copies FP32 elements to the host, in the place of what `to` holds; with a device's memory of pinned pages, and
-    /// waiting for the device.
+    /// Replaces the content of `to` by the FP32 elements; from a device through pinned memory, and after waiting for
+    /// the device.
     ///
     /// # Panics
     /// When they are of another type.
@@ -137,7 +137,7 @@ impl<'a> View<'a> {
         }
     }
 
-    /// Copies the elements to the host.
+    /// Copies the elements to a new vector on the host.
     ///
     /// # Panics
     /// When `T` is not the view's type.
@@ -180,35 +180,35 @@ pub struct ViewMut<'a> {
 unsafe impl Send for ViewMut<'_> {}
 
 impl<'a> ViewMut<'a> {
-    /// The `len` elements of `dtype` that begin at `head` in the memory of `device`.
+    /// The `len` elements of `dtype` from `head` in the memory of `device`.
     ///
     /// # Safety
-    /// They are there, aligned for `dtype`, and nobody else uses or frees them during `'a`.
+    /// They are valid, aligned for `dtype`, and nobody else uses or frees them during `'a`.
     pub(crate) unsafe fn raw(head: *mut u8, dtype: DType, len: usize, device: Device) -> Self {
         Self { head, dtype, len, device, life: PhantomData }
     }
 
-    /// Number of elements.
+    /// Number of elements in the view.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there is no element.
+    /// Whether the view has no element.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Where the elements live.
+    /// The device whose memory holds the elements.
     pub fn device(&self) -> Device {
         self.device
     }
 
-    /// Type of the elements.
+    /// Type of the elements in the view.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Where the elements begin in the memory of a device.
+    /// Address of the first element in the memory of a device.
     #[cfg(feature = "cuda")]
     pub(crate) fn address(&self) -> u64 {
         self.head.addr() as u64
@@ -224,22 +224,23 @@ impl<'a> ViewMut<'a> {
         View { head: self.head, dtype: self.dtype, len: self.len, device: self.device, life: PhantomData }
     }
 
-    /// Read access in its place.
+    /// Read access, for the whole lifetime.
     pub fn into_view(self) -> View<'a> {
         View { head: self.head, dtype: self.dtype, len: self.len, device: self.device, life: PhantomData }
     }
 
-    /// The same bytes as elements of another type, as many as fit; any bits are a number of every type.
+    /// The same bytes as elements of another type, without a remainder that fills none; any bits are a number of
+    /// every type.
     ///
     /// # Panics
-    /// When they do not begin where such an element may.
+    /// When the first byte is not aligned for the type.
     pub fn typed(self, dtype: DType) -> ViewMut<'a> {
         assert!(self.head.addr().is_multiple_of(dtype.size()), "elements of another type begin elsewhere");
         let len = self.len * self.dtype.size() / dtype.size();
         ViewMut { head: self.head, dtype, len, device: self.device, life: PhantomData }
     }
 
-    /// The `len` elements from `start` on.
+    /// The `len` elements from index `start`.
     ///
     /// # Panics
     /// When the range leaves the view.
@@ -249,10 +250,10 @@ impl<'a> ViewMut<'a> {
         ViewMut { head, dtype: self.dtype, len, device: self.device, life: PhantomData }
     }
 
-    /// The elements before `at`, and the others.
+    /// The elements before index `at`, and those from it on.
     ///
     /// # Panics
-    /// When `at` lies behind the end.
+    /// When `at` is past the end.
     pub fn split_at(self, at: usize) -> (ViewMut<'a>, ViewMut<'a>) {
         assert!(at <= self.len, "split leaves the view");
         let (dtype, device, life) = (self.dtype, self.device, PhantomData);
@@ -270,7 +271,7 @@ impl<'a> ViewMut<'a> {
         }
     }
 
-    /// Copies `values`, as many as there are, to the first elements.
+    /// Copies `values` to the first elements.
     ///
     /// # Panics
     /// When there are more values than elements.
@@ -285,10 +286,10 @@ impl<'a> ViewMut<'a> {
         }
     }
 
-    /// Copies `bytes`, as the host orders them and of any alignment, to all elements.
+    /// Copies `bytes`, in the host's byte order and of any alignment, to all elements.
     ///
     /// # Panics
-    /// When there are not as many bytes as the elements have.
+    /// When `bytes` is not as long as the elements.
     pub fn upload_bytes(self, bytes: &[u8]) {
         assert_eq!(bytes.len(), self.len * self.dtype.size(), "bytes do not fit the view");
         match self.device {
@@ -303,7 +304,7 @@ impl<'a> ViewMut<'a> {
     /// The elements as a host slice.
     ///
     /// # Panics
-    /// When the view is of a device, or `T` is not its type: a mistake of the caller that no input can bring about.
+    /// When the view is of a device, or `T` is not its type: a mistake of the caller, which no input causes.
     pub fn host<T: Element>(self) -> &'a mut [T] {
         assert!(self.device.is_host_visible(), "memory of a device was taken for memory of the host");
         assert_eq!(self.dtype, T::DTYPE, "a kernel was handed a buffer of another type");

@@ -60,7 +60,7 @@ fn head_and_loss_agree_with_candles_cross_entropy() {
         targets: targets[..].into(),
         smoothing: 0.0,
     };
-    let matrix = Matrix::halves(head[..].into(), v, c);
+    let matrix = Matrix::f16(head[..].into(), v, c);
     let work = HeadScratch { gathered: gathered.as_mut_slice().into(), logits: logits.as_mut_slice().into() };
     let to = Some((gradient.as_mut_slice().into(), 1.0 / m as f32));
     head_loss::forward_backward(input, matrix, work, losses.as_mut_slice().into(), to);

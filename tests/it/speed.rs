@@ -43,7 +43,7 @@ fn ratios() {
         |count: usize| -> Vec<f32> { (0..count as u64).map(|at| rng::uniform(1, at) - 0.5).collect() };
     let (n, width, inner) = (192, 384, 768);
     let weights: Vec<f16> = numbers(width * inner).into_iter().map(f16::from_f32).collect();
-    let matrix = Matrix::halves(weights.as_slice().into(), width, inner);
+    let matrix = Matrix::f16(weights.as_slice().into(), width, inner);
     let (x, wide) = (numbers(n * width), numbers(n * inner));
     let mut y = vec![0f32; n * inner];
 

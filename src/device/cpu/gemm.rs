@@ -13,8 +13,7 @@ use super::{
 /// and rows of `dst` are in one piece.
 ///
 /// # Safety
-/// The three matrices lie in valid memory for their strides, and nothing else writes `dst` or reads it
-/// meanwhile.
+/// The three matrices are valid for their strides, and nothing else writes or reads `dst` meanwhile.
 #[allow(clippy::too_many_arguments, reason = "a matrix product has three matrices, three sizes, two factors")]
 #[inline]
 pub unsafe fn gemm(
@@ -61,17 +60,18 @@ pub unsafe fn gemm(
     }
 }
 
-/// Floats that [`gemm`](fn@gemm) may pack its operands into for a product of these sizes. The crate of that name packs
-/// the right one whole and of the left one what fits its second-level cache; freed when the product is done.
+/// Most floats that [`gemm`](fn@gemm) packs its operands into for a product of these sizes. The crate of that name
+/// packs the whole right operand, and the part of the left one that fits the second-level cache. Freed after the
+/// product.
 pub fn packing(m: usize, n: usize, k: usize) -> usize {
     if vectors() {
         return scratch(n, k);
     }
-    // As read in gemm-common 0.19: at most 512 of k at a time on caches of today, 768 of m packed ahead.
+    // From the source of gemm-common 0.19: at most 512 of k at a time on today's caches, 768 of m packed ahead.
     k.min(512) * (n.next_multiple_of(16) + m.min(768).next_multiple_of(48))
 }
 
-/// Bytes that the crate `gemm` keeps for each thread: as large as the second-level cache.
+/// Bytes that the crate `gemm` keeps for each thread: the size of the second-level cache.
 pub fn slab() -> usize {
     if vectors() {
         return 0;

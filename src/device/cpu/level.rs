@@ -9,11 +9,11 @@ pub fn vectorised<R>(body: impl FnOnce() -> R) -> R {
     pulp::Arch::new().dispatch(body)
 }
 
-/// Which instructions hand-written kernels use; of two that a CPU has, the later one is faster.
+/// Instructions that hand-written kernels use; of two that a CPU has, the later one is faster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Level {
-    /// Whatever the compiler and `gemm` make of plain loops.
+    /// Plain loops, vectorised by the compiler and `gemm`.
     Plain = 1,
     /// NEON, which all 64-bit ARM CPUs have.
     Neon = 2,
@@ -24,10 +24,10 @@ pub enum Level {
 }
 
 impl Level {
-    /// From the lowest to the best.
+    /// All levels, the lowest first.
     pub const ALL: [Self; 4] = [Self::Plain, Self::Neon, Self::Avx2, Self::Avx512];
 
-    /// Whether there are such kernels in this program and this CPU has the instructions.
+    /// Whether this program has such kernels and this CPU the instructions.
     pub fn is_there(self) -> bool {
         match self {
             Self::Plain => true,
@@ -74,9 +74,9 @@ pub fn vectors() -> bool {
 
 static BF16: AtomicU8 = AtomicU8::new(0);
 
-/// Whether products of BF16 pairs are there and worth while: AVX-512 BF16 on CPUs of AMD, which make a vector of 16
-/// pairs about as fast as an FMA. Those of Intel make one in the time of four FMAs (measured on a fifth-generation
-/// Xeon: 1.35 against 5.4 G/s), half as many operations as in F32.
+/// Whether products of BF16 pairs exist and are faster than FP32: AVX-512 BF16 on AMD CPUs, which multiply a vector of
+/// 16 pairs in about the time of one FMA. Intel CPUs take the time of four FMAs (measured on a fifth-generation Xeon:
+/// 1.35 against 5.4 G/s), which is half the operations a second of F32.
 pub fn bf16() -> bool {
     let known = match BF16.load(Relaxed) {
         0 => {
@@ -117,7 +117,7 @@ fn insisted() -> bool {
 #[cfg(test)]
 use tests::insisted;
 
-/// Has [`bf16`] say yes on any CPU with AVX-512, whatever it tells of itself. For tests and measurements.
+/// Makes [`bf16`] true on any CPU with AVX-512, whatever the CPU reports. For tests and measurements.
 ///
 /// # Safety
 /// The CPU executes the instructions of AVX-512 BF16; one that does not ends the process.
@@ -125,8 +125,8 @@ pub unsafe fn force_bf16() {
     BF16.store(2, Relaxed);
 }
 
-/// Uses no level above `most` from now on, and tells which one that is. For tests and measurements: results
-/// depend on it.
+/// Limits the level to `most` from now on and returns the one in use. For tests and measurements: results depend on
+/// it.
 pub fn limit_level(most: Level) -> Level {
     let level = Level::ALL.into_iter().filter(|&level| level <= most && level.is_there()).max();
     let level = level.unwrap_or(Level::Plain);
@@ -170,13 +170,13 @@ mod tests {
 
     const PAIRS: &str = "Bf16";
 
-    /// Whether this run of the tests uses BF16 products, whatever the CPU tells of itself.
+    /// Whether this run of the tests uses BF16 products, whatever the CPU reports.
     pub(super) fn insisted() -> bool {
         env::var(LEVEL).is_ok_and(|wanted| wanted == PAIRS)
     }
 
-    /// CPUs may execute the instructions without telling of them, or be slow at them; that is no reason not to test
-    /// kernels. One that lacks them ends the process.
+    /// CPUs may execute the instructions without reporting them, or slowly; their kernels are tested all the same. A
+    /// CPU that lacks them ends the process.
     #[test]
     #[cfg(all(unix, target_arch = "x86_64"))]
     fn kernels_of_bf16_are_right_where_they_are_not_used() {

@@ -28,7 +28,7 @@ pub fn exp(x: f32) -> f32 {
     const LOG2_E: f32 = std::f32::consts::LOG2_E;
     const LN2_HI: f32 = 0.693_359_4;
     const LN2_LO: f32 = -2.121_944_4e-4;
-    // Adding and taking away 1.5 * 2^23 rounds to the nearest whole number without a library call.
+    // Adding and subtracting 1.5 * 2^23 rounds to the nearest whole number without a library call.
     const ROUND: f32 = 12_582_912.0;
     let inside = x.clamp(-87.3, 88.3);
     let n = (inside * LOG2_E + ROUND) - ROUND;

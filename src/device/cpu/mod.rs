@@ -1,4 +1,4 @@
-//! The host's CPU: what the CPU sides of all ops share.
+//! The host's CPU: code that the CPU sides of all ops share.
 
 mod gemm;
 mod level;
@@ -16,8 +16,8 @@ pub use self::{
     strides::Strides,
 };
 
-/// Runs `pass` on a thread of the global pool: its ops then wake no thread from outside, and tiles, which stay
-/// with the thread that used them, are those of the pool's threads alone.
+/// Runs `pass` on a thread of the global pool: its ops then wake no thread from outside, and only threads of the pool
+/// keep scratch.
 pub fn on_pool<R: Send>(pass: impl FnOnce() -> R + Send) -> R {
     rayon::scope(|_| pass())
 }

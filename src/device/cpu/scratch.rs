@@ -1,11 +1,11 @@
-//! Memory that the tasks of CPU kernels work in, and the pointer through which they share a result.
+//! Scratch memory of the tasks of CPU kernels, and the pointer through which tasks share a result.
 
 use std::{
     cell::RefCell,
     sync::{Mutex, PoisonError},
 };
 
-/// A pointer that tasks writing disjoint elements share.
+/// A pointer shared by tasks that write disjoint elements.
 #[derive(Clone, Copy)]
 pub struct Shared(*mut f32, usize);
 
@@ -34,12 +34,12 @@ impl Shared {
     /// Pointer to element `at`, for kernels that write a strided block from there.
     pub fn at(&self, at: usize) -> *mut f32 {
         assert!(at <= self.1, "range leaves the buffer");
-        // SAFETY: at lies inside the buffer or one past its end.
+        // SAFETY: at is inside the buffer or one past its end.
         unsafe { self.0.add(at) }
     }
 }
 
-/// A cache line. No vector of a panel or of scores may lie in two of them.
+/// A cache line. No vector of a panel or of scores may cross into a second one.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 struct Line(#[expect(dead_code, reason = "scratch is lent as floats")] [f32; LINE]);
@@ -69,30 +69,30 @@ pub fn with_shared_scratch<R>(len: usize, body: impl FnOnce(&mut [f32]) -> R) ->
     if len == 0 {
         return body(&mut []);
     }
-    // Not held meanwhile: a thread that waits for its tasks may take up another op.
+    // Not locked meanwhile: a thread that waits for its tasks may take up another op.
     let mut memory = SHARED.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default();
     let result = body(grown(&mut memory, len));
     SHARED.lock().unwrap_or_else(PoisonError::into_inner).push(memory);
     result
 }
 
-/// Frees what [`with_shared_scratch`] keeps.
+/// Frees the memory that [`with_shared_scratch`] keeps.
 pub fn release_shared_scratch() {
     SHARED.lock().unwrap_or_else(PoisonError::into_inner).clear();
 }
 
-/// `len` floats of memory that is made anew where it is smaller.
+/// `len` floats of memory, which is allocated anew where it is shorter.
 fn grown(memory: &mut Vec<Line>, len: usize) -> &mut [f32] {
     let lines = len.div_ceil(LINE);
     if memory.len() < lines {
-        // Exactly as much as planned, and never the old and the new memory together.
+        // Exactly the planned length, and never the old and the new memory together.
         *memory = Vec::new();
         memory.reserve_exact(lines);
         memory.resize(lines, Line([0.0; LINE]));
     }
     // SAFETY: lines are LINE floats each, without anything between them.
     let floats = unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast::<f32>(), len) };
-    // Whoever reads what it did not write is to be found out.
+    // A kernel that reads scratch before it writes it shall be found.
     #[cfg(test)]
     floats.fill(f32::NAN);
     floats

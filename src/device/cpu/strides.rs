@@ -1,11 +1,11 @@
-//! How a matrix lies in memory.
+//! Strides of a matrix in memory.
 
-/// A strided matrix in memory: element (i, j) stands at `start + i * row + j * column`.
+/// Distances in elements: element (i, j) of a matrix is at `start + i * row + j * column`.
 #[derive(Clone, Copy)]
 pub struct Strides {
-    /// Distance between rows.
+    /// Elements from a row to the next.
     pub row: usize,
-    /// Distance between columns.
+    /// Elements from a column to the next.
     pub column: usize,
 }
 

@@ -1,8 +1,8 @@
 //! Work of the CPU sides cut into tasks.
 //!
-//! No two tasks add to the same element, and an element is summed in an order in which cuts have no part: either they follow
-//! from shapes alone, or where a row or column stands in a task changes no bit of it. So results do not depend on the
-//! number of threads.
+//! No two tasks add to the same element, and the order of an element's sum does not depend on the cuts: either the
+//! cuts follow from shapes alone, or the position of a row or column in a task changes no bit of it. So results do
+//! not depend on the number of threads.
 
 use rayon::prelude::*;
 
@@ -33,19 +33,19 @@ pub fn cut(count: usize, unit: usize) -> (usize, usize) {
     (count.div_ceil(length), length)
 }
 
-/// As [`parts`], and one for every thread where these are more, in multiples of `unit`. Only for work whose results do not
-/// depend on where the cuts are.
+/// As [`parts`], and one for every thread where these are more, in multiples of `unit`. Only for work whose results
+/// do not depend on where the cuts are.
 pub fn shares(count: usize, most: usize, unit: usize) -> (usize, usize) {
     let (tasks, length) = parts(count, most);
     if tasks >= rayon::current_num_threads() { (tasks, length) } else { cut(count, unit) }
 }
 
-/// Rows of a product that take as long as widening its panel: 2% of 2048 rows, by `perf record`.
+/// Rows of a product that take the time of widening its panel: 2% of 2048 rows, by `perf record`.
 const WIDENING: usize = 40;
 
-/// `n` rows of each of `tasks` panels cut for all threads: (bands, rows of a band), the latter a multiple of `unit`. Each band
-/// widens its panel again, so there are as many as end soonest. Only for work whose results do not depend on where the
-/// cuts are.
+/// `n` rows of each of `tasks` panels cut for all threads: (bands, rows of a band), the latter a multiple of `unit`.
+/// Each band widens its panel again; the number of bands with the shortest predicted time is taken. Only for work
+/// whose results do not depend on where the cuts are.
 pub fn bands(tasks: usize, n: usize, unit: usize) -> (usize, usize) {
     let threads = rayon::current_num_threads();
     let time = |bands: usize| (tasks * bands).div_ceil(threads) * (n.div_ceil(bands) + WIDENING);

@@ -10,66 +10,66 @@ use crate::{
     error::{Error, Result},
 };
 
-/// Two moments of a place that copies go from or to.
+/// Two events of a slot that copies read or write.
 struct Slot {
-    /// The kernels that were started before the last copy was asked for.
+    /// After the kernels that were started before the last copy.
     used: Event,
-    /// That copy.
+    /// After that copy.
     moved: Event,
-    /// Whether a copy was asked for that no kernel waits for yet.
+    /// Whether a copy was started that no kernel waits for yet.
     open: bool,
 }
 
-/// As [`mover::AsyncCopier`](crate::device::async_copy::AsyncCopier).
+/// As [`async_copy::AsyncCopier`](crate::device::async_copy::AsyncCopier).
 pub struct AsyncCopier {
     gpu: &'static Gpu,
     stream: Arc<CudaStream>,
-    places: Vec<Slot>,
+    slots: Vec<Slot>,
 }
 
 impl AsyncCopier {
-    /// As [`mover::AsyncCopier::new`](crate::device::async_copy::AsyncCopier::new).
-    pub fn new(gpu: &'static Gpu, places: usize) -> Result<Self> {
+    /// As [`async_copy::AsyncCopier::new`](crate::device::async_copy::AsyncCopier::new).
+    pub fn new(gpu: &'static Gpu, slots: usize) -> Result<Self> {
         let made = || -> Result<_, DriverError> {
             gpu.bind()?;
-            let place = |_| {
+            let slot = |_| {
                 Ok::<_, DriverError>(Slot { used: Event::new(gpu)?, moved: Event::new(gpu)?, open: false })
             };
-            Ok((gpu.context.new_stream()?, (0..places).map(place).collect::<Result<_, _>>()?))
+            Ok((gpu.context.new_stream()?, (0..slots).map(slot).collect::<Result<_, _>>()?))
         };
-        let (stream, places) = made().map_err(|cause| {
+        let (stream, slots) = made().map_err(|cause| {
             Error::failed(format!(
-                "CUDA device {}: a stream for offloading cannot be had: {cause}; use --offload-inputs off",
+                "CUDA device {}: a stream for offloading cannot be opened: {cause}; use --offload-inputs off",
                 gpu.ordinal()
             ))
         })?;
-        Ok(Self { gpu, stream, places })
+        Ok(Self { gpu, stream, slots })
     }
 
-    /// As [`mover::AsyncCopier::copy`](crate::device::async_copy::AsyncCopier::copy).
-    pub fn copy(&mut self, place: usize, from: View, to: ViewMut) {
-        let done = self.start(place, from, to);
+    /// As [`async_copy::AsyncCopier::copy`](crate::device::async_copy::AsyncCopier::copy).
+    pub fn copy(&mut self, slot: usize, from: View, to: ViewMut) {
+        let done = self.start(slot, from, to);
         self.gpu.attempt("offloading", done);
     }
 
-    fn start(&mut self, place: usize, from: View, to: ViewMut) -> Result<(), DriverError> {
-        let (stream, place) = (self.stream.cu_stream(), &mut self.places[place]);
+    fn start(&mut self, slot: usize, from: View, to: ViewMut) -> Result<(), DriverError> {
+        let (stream, slot) = (self.stream.cu_stream(), &mut self.slots[slot]);
         self.gpu.bind()?;
-        place.used.record(self.gpu.stream())?;
-        place.used.hold(stream)?;
-        // SAFETY: both views are as long and stay where they are until the stream is done with them: whoever frees or
-        // writes them waits for the device, or for the place.
+        slot.used.record(self.gpu.stream())?;
+        slot.used.hold(stream)?;
+        // SAFETY: both views have one length and stay valid until the copy is done: whoever frees or writes them waits
+        // for the device, or for the slot.
         unsafe { sys::cuMemcpyAsync(to.address(), from.address(), from.size(), stream).result()? };
-        place.moved.record(stream)?;
-        place.open = true;
+        slot.moved.record(stream)?;
+        slot.open = true;
         Ok(())
     }
 
-    /// As [`mover::AsyncCopier::wait`](crate::device::async_copy::AsyncCopier::wait).
-    pub fn wait(&mut self, place: usize) {
-        let place = &mut self.places[place];
-        if std::mem::take(&mut place.open) {
-            let held = self.gpu.bind().and_then(|()| place.moved.hold(self.gpu.stream()));
+    /// As [`async_copy::AsyncCopier::wait`](crate::device::async_copy::AsyncCopier::wait).
+    pub fn wait(&mut self, slot: usize) {
+        let slot = &mut self.slots[slot];
+        if std::mem::take(&mut slot.open) {
+            let held = self.gpu.bind().and_then(|()| slot.moved.hold(self.gpu.stream()));
             self.gpu.attempt("offloading", held);
         }
     }
@@ -77,7 +77,7 @@ impl AsyncCopier {
 
 impl Drop for AsyncCopier {
     fn drop(&mut self) {
-        // What copies read and write outlives them.
+        // The buffers outlive the copies.
         let _ = self.gpu.bind().and_then(|()| self.stream.synchronize());
     }
 }

@@ -1,4 +1,4 @@
-//! cuBLASLt: a product is described, an algorithm is chosen once for each description, and run.
+//! cuBLASLt: matrix products by description. For each description an algorithm is chosen once.
 
 use std::{collections::HashMap, ffi::c_void, mem::size_of, ptr::from_ref, sync::Mutex};
 
@@ -18,8 +18,8 @@ use crate::device::{
     kinds::CUDA_WORKSPACE,
 };
 
-/// A product to be computed: `D = op(A) op(B) + beta C`, and a bias where there is one. Sums are FP32, and of
-/// FP32 factors full FP32 too, never TF32.
+/// A product `D = op(A) op(B) + beta C`, perhaps with a bias. Sums are FP32; FP32 factors are multiplied in full FP32,
+/// never TF32.
 #[derive(Debug, Clone, Copy)]
 pub struct Call {
     /// Sizes and layouts.
@@ -42,7 +42,7 @@ pub struct Call {
     pub bias: Option<u64>,
 }
 
-/// What an algorithm is chosen by.
+/// The properties of a product that decide its algorithm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
     product: GemmLayout,
@@ -50,11 +50,11 @@ struct Key {
     result: DType,
     bias: bool,
     kept: bool,
-    /// Bytes that the addresses of A, B, C and D are multiples of.
+    /// Alignment of the addresses of A, B, C and D in bytes.
     aligned: [u32; 4],
 }
 
-/// The library, its workspace, and the algorithms chosen so far.
+/// The library, its workspace, and the chosen algorithms.
 pub struct Products {
     handle: sys::cublasLtHandle_t,
     chosen: Mutex<HashMap<Key, sys::cublasLtMatmulAlgo_t>>,
@@ -73,7 +73,7 @@ impl Products {
 }
 
 impl Gpu {
-    /// Computes a product.
+    /// Starts a product.
     pub fn product(&'static self, call: Call) {
         let GemmLayout { m, n, k, .. } = call.product;
         if m == 0 || n == 0 || k == 0 || self.attempt("a product", self.bind()).is_none() {
@@ -98,8 +98,8 @@ impl Gpu {
             }
         };
         let alpha = 1f32;
-        // SAFETY: the descriptors are alive; the addresses are those of buffers that the layouts describe, as
-        // the ops promise; the workspace is as large as was said when the algorithm was chosen.
+        // SAFETY: the descriptors are alive; the ops promise that the addresses are those of buffers that the layouts
+        // describe; the workspace has the size that the algorithm was chosen for.
         unsafe {
             result::matmul(
                 self.products.handle,
@@ -125,7 +125,7 @@ impl Gpu {
 
 impl Key {
     fn of(call: &Call) -> Self {
-        // More than 256 makes no difference to anything.
+        // No algorithm asks for more than 256.
         let aligned = |address: u64| 1u32 << address.trailing_zeros().min(8);
         Self {
             product: call.product,
@@ -146,7 +146,7 @@ fn data_type(dtype: DType) -> sys::cudaDataType {
     }
 }
 
-/// The library's descriptors of a call.
+/// The library's descriptors of one call.
 struct Description {
     product: sys::cublasLtMatmulDesc_t,
     a: sys::cublasLtMatrixLayout_t,
@@ -158,7 +158,7 @@ impl Description {
     fn of(call: &Call) -> Result<Self, CublasError> {
         let none = std::ptr::null_mut();
         let product = result::create_matmul_desc(CUBLAS_COMPUTE_32F, data_type(DType::F32))?;
-        // From here on dropped, and with it whatever was made.
+        // From here on an early return destroys the descriptors made so far.
         let mut made = Self { product, a: none, b: none, d: none };
         let GemmLayout { a, b, d, .. } = call.product;
         made.a = layout(a, call.factors)?;
@@ -185,7 +185,7 @@ impl Description {
         }
     }
 
-    /// What the library thinks fastest within the workspace, among algorithms that sum in FP32.
+    /// The algorithm that the library ranks fastest within the workspace, of those that sum in FP32.
     fn choose(
         &self,
         handle: sys::cublasLtHandle_t,
@@ -215,7 +215,7 @@ impl Description {
     }
 }
 
-/// Parts of a sum over k are kept in the type of the sum, in a fixed order: the results of two runs are alike.
+/// Parts of a sum over k are added in FP32 in a fixed order, so that two runs have the same results.
 const REDUCED_IN_COMPUTE_TYPE: u32 = 2;
 
 fn layout(operand: Operand, dtype: DType) -> Result<sys::cublasLtMatrixLayout_t, CublasError> {

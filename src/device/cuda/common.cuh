@@ -1,8 +1,8 @@
-// What all kernels share: element types, 16-byte loads and stores, reductions in a fixed order, and how a
+// Shared by all kernels: element types, 16-byte loads and stores, reductions in a fixed order, and how a
 // template becomes one exported kernel for each type of activations.
 //
 // The same sources are compiled as C++ for tests without a GPU (CPU_SHIM, see cuda-shim/); everything that
-// differs stands behind the macros here and in the shim's header. Do not compile with fast maths:
+// differs is in the macros here and in the shim's header. Do not compile with fast maths:
 // dropout masks must be the host's bit for bit, and divisions those of IEEE.
 #pragma once
 
@@ -22,15 +22,15 @@ typedef __nv_bfloat16 bf16_t;
 #endif
 
 typedef long long i64;
-/// Lets an array type be written in front of a name.
+/// Writes an array type before a name.
 template <class T> using Same = T;
 
-/// `extern "C"` kernels `name_f32`, `name_f16` and `name_bf16` of the template `name<T>`. Both lists stand in
-/// parentheses; T names the type of activations in the first.
+/// `extern "C"` kernels `name_f32`, `name_f16` and `name_bf16` of the template `name<T>`. Both lists are in
+/// parentheses; T is the type of activations in the first.
 #define EXPORT(name, parameters, arguments)                                                                      \
   EXPORT_AS(name, f32, float, , parameters, arguments)                                                           \
   EXPORT_16(name, , parameters, arguments)
-/// Those for types of 16 bits alone, with launch bounds.
+/// Only the kernels for 16-bit types, with launch bounds.
 #define EXPORT_16(name, bounds, parameters, arguments)                                                           \
   EXPORT_AS(name, f16, half_t, bounds, parameters, arguments)                                                    \
   EXPORT_AS(name, bf16, bf16_t, bounds, parameters, arguments)
@@ -45,14 +45,14 @@ template <class T> using Same = T;
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ float widen(half_t x) { return __half2float(x); }
 __device__ __forceinline__ float widen(bf16_t x) { return __bfloat162float(x); }
-/// To nearest, ties to even.
+/// Rounds to nearest, ties to even.
 template <class T> __device__ __forceinline__ T narrow(float x);
 template <> __device__ __forceinline__ float narrow(float x) { return x; }
 template <> __device__ __forceinline__ half_t narrow(float x) { return __float2half_rn(x); }
 template <> __device__ __forceinline__ bf16_t narrow(float x) { return __float2bfloat16_rn(x); }
 #endif
 
-/// Elements that a thread takes at once.
+/// Elements that a thread loads or stores by one instruction.
 constexpr int WIDE = 8;
 
 /// 16 bytes, moved by one instruction.

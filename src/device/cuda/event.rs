@@ -1,4 +1,4 @@
-//! Events: moments in the work of a stream that another stream, or the host, can wait for.
+//! Events: points in the work of a stream that another stream, or the host, can wait for.
 
 use cudarc::driver::{
     DriverError, result,
@@ -19,28 +19,28 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// One that stands for nothing yet.
+    /// An event that is not recorded yet.
     ///
     /// # Errors
-    /// The driver's.
+    /// Those of the driver.
     pub fn new(gpu: &'static Gpu) -> Result<Self, DriverError> {
         gpu.bind()?;
         Ok(Self { gpu, event: result::event::create(CU_EVENT_DISABLE_TIMING)? })
     }
 
-    /// Stands for everything that `stream` was given so far.
+    /// Marks the end of all work that `stream` was given so far.
     pub fn record(&self, stream: sys::CUstream) -> Result<(), DriverError> {
         // SAFETY: both are alive.
         unsafe { result::event::record(self.event, stream) }
     }
 
-    /// What `stream` is given from now on waits for it.
+    /// Makes work that `stream` is given from now on wait for the event.
     pub fn hold(&self, stream: sys::CUstream) -> Result<(), DriverError> {
         // SAFETY: both are alive.
         unsafe { result::stream::wait_event(stream, self.event, CU_EVENT_WAIT_DEFAULT) }
     }
 
-    /// Returns when it has come, at once if it was never recorded.
+    /// Waits until the event has happened; returns at once if it was never recorded.
     pub fn synchronize(&self) -> Result<(), DriverError> {
         // SAFETY: it is alive.
         unsafe { result::event::synchronize(self.event) }
@@ -50,7 +50,7 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if self.gpu.bind().is_ok() {
-            // SAFETY: it was made once and is dropped once.
+            // SAFETY: created once, destroyed once.
             let _ = unsafe { result::event::destroy(self.event) };
         }
     }

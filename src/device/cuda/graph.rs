@@ -1,5 +1,5 @@
-//! Recorded work: a CUDA graph, captured from a stream of its own that the recording thread's launches go to meanwhile.
-//! Other threads go on with the device's stream, and what fails in one is not told to the other.
+//! CUDA graphs: captured from a separate stream, to which the launches of the capturing thread go meanwhile. Other
+//! threads keep using the device's stream, and a failure in one thread is not reported to another.
 
 use std::{cell::RefCell, sync::Arc};
 
@@ -11,18 +11,18 @@ use cudarc::driver::{
 
 use super::{Gpu, lock, memory::Memory};
 
-/// As [`recording::Graph`](crate::device::graph::Graph).
+/// As [`graph::Graph`](crate::device::graph::Graph).
 pub struct Graph {
     gpu: &'static Gpu,
     whole: sys::CUgraphExec,
-    /// Where scratch was.
+    /// Address of scratch when the graph was captured.
     scratch: Option<u64>,
 }
 
 // SAFETY: the driver takes graphs from any thread, one at a time.
 unsafe impl Send for Graph {}
 
-/// Where a thread's launches go while it records, and whether one of them failed.
+/// The stream of a thread that captures, and whether one of its launches failed.
 struct Capture {
     stream: Arc<CudaStream>,
     failed: bool,
@@ -32,12 +32,12 @@ thread_local! {
     static RECORDER: RefCell<Option<Capture>> = const { RefCell::new(None) };
 }
 
-/// The stream that this thread records from, if it does.
+/// The stream that this thread captures from, if it does.
 pub(super) fn stream_of_recorder() -> Option<sys::CUstream> {
     RECORDER.with_borrow(|recorder| recorder.as_ref().map(|recorder| recorder.stream.cu_stream()))
 }
 
-/// Notes a failure of a thread that records; false where this one does not.
+/// Notes a failure of a thread that captures; false where this one does not.
 pub(super) fn failed_in_recorder() -> bool {
     RECORDER.with_borrow_mut(|recorder| match recorder {
         Some(recorder) => {
@@ -48,7 +48,7 @@ pub(super) fn failed_in_recorder() -> bool {
     })
 }
 
-/// The thread's launches go to the device's stream again, whatever happens.
+/// Ends the capture on drop: the thread's launches go to the device's stream again.
 struct Ended;
 
 impl Drop for Ended {
@@ -58,18 +58,19 @@ impl Drop for Ended {
 }
 
 impl Graph {
-    /// As [`recording::Graph::new`](crate::device::graph::Graph::new).
+    /// As [`graph::Graph::new`](crate::device::graph::Graph::new).
     pub fn new(gpu: &'static Gpu, work: impl FnOnce()) -> Option<Self> {
         Self::capture(gpu, work).ok().flatten()
     }
 
-    /// `None` where something failed on the way: a launch that cannot be recorded fails by itself, too, and is then told.
+    /// `None` where a launch or the driver failed; a launch that cannot be captured fails again without capture, and
+    /// is reported then.
     fn capture(gpu: &'static Gpu, work: impl FnOnce()) -> Result<Option<Self>, DriverError> {
         gpu.bind()?;
         let (scratch, own) = (gpu.scratch_address(), gpu.context.new_stream()?);
         RECORDER.set(Some(Capture { stream: Arc::clone(&own), failed: false }));
         let ended = Ended;
-        // SAFETY: the stream is alive and nobody else's; a thread ends what it began.
+        // SAFETY: the stream is alive and used by this thread alone, which ends the capture that it began.
         let captured = unsafe {
             stream::begin_capture(own.cu_stream(), CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
             work();
@@ -83,18 +84,18 @@ impl Graph {
             graph::destroy(captured)?;
             whole?
         };
-        let recording = Self { gpu, whole, scratch };
-        Ok((!failed).then_some(recording))
+        let graph = Self { gpu, whole, scratch };
+        Ok((!failed).then_some(graph))
     }
 
-    /// As [`recording::Graph::replay`](crate::device::graph::Graph::replay).
+    /// As [`graph::Graph::replay`](crate::device::graph::Graph::replay).
     pub fn replay(&self) -> bool {
-        // Held until the work is started: nobody moves scratch in between.
+        // Locked until the work is started, so that nobody moves scratch in between.
         let scratch = lock(&self.gpu.scratch);
         if scratch.as_ref().map(Memory::address) != self.scratch {
             return false;
         }
-        // SAFETY: the instance is alive, and its buffers are where they were.
+        // SAFETY: the instance is alive, and its buffers have the addresses of the capture.
         let started = self.gpu.bind().and_then(|()| unsafe { graph::launch(self.whole, self.gpu.stream()) });
         self.gpu.attempt("recorded work", started);
         true
@@ -104,7 +105,7 @@ impl Graph {
 impl Drop for Graph {
     fn drop(&mut self) {
         if self.gpu.bind().is_ok() {
-            // SAFETY: it was made once and is dropped once; the driver lets it finish.
+            // SAFETY: created once, destroyed once; the driver lets it finish.
             let _ = unsafe { graph::exec_destroy(self.whole) };
         }
     }

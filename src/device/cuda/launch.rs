@@ -1,4 +1,4 @@
-//! What a launch is made of: the code of kernels, how many threads run them, and their arguments.
+//! The parts of a launch: the code of kernels, the number of threads, and the arguments.
 
 use std::ffi::c_void;
 
@@ -8,11 +8,11 @@ use crate::device::{View, ViewMut};
 pub struct Image {
     /// Folder of the op.
     pub op: &'static str,
-    /// What the CUDA compiler wrote.
+    /// The fat binary that the CUDA compiler wrote.
     pub code: &'static Code<[u8]>,
 }
 
-/// Bytes at an address that the driver can read them from.
+/// Bytes aligned for the driver.
 #[repr(C, align(16))]
 pub struct Code<B: ?Sized>(pub B);
 
@@ -27,24 +27,24 @@ macro_rules! image {
 }
 pub(crate) use image;
 
-/// How many threads run a kernel.
+/// The blocks and threads that run a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Grid {
     /// Blocks in x, y and z; nothing is launched where one is 0.
     pub blocks: (usize, usize, usize),
-    /// Threads of a block.
+    /// Threads in a block.
     pub threads: usize,
     /// Bytes of shared memory of a block beyond what the kernel declares.
     pub shared: usize,
 }
 
 impl Grid {
-    /// `blocks` blocks.
+    /// A grid of `blocks` blocks in x, y and z.
     pub fn of(blocks: (usize, usize, usize), threads: usize) -> Self {
         Self { blocks, threads, shared: 0 }
     }
 
-    /// `blocks` blocks in a row.
+    /// A grid of `blocks` blocks in x.
     pub fn row(blocks: usize, threads: usize) -> Self {
         Self::of((blocks, 1, 1), threads)
     }
@@ -54,7 +54,7 @@ impl Grid {
         Self::row(elements.div_ceil(2048), 256)
     }
 
-    /// With `shared` bytes of shared memory.
+    /// The same grid with `shared` bytes of shared memory for each block.
     pub fn with_shared(self, shared: usize) -> Self {
         Self { shared, ..self }
     }
@@ -65,11 +65,11 @@ impl Grid {
 pub struct Argument([u64; 4]);
 
 impl Argument {
-    /// A pointer to nothing, for an operand that is left out.
+    /// A null pointer, for an operand that is left out.
     pub const NULL: Self = Self([0; 4]);
 
-    /// Where its bytes are.
-    pub(super) fn place(&self) -> *mut c_void {
+    /// The address of its bytes, for the driver.
+    pub(super) fn address(&self) -> *mut c_void {
         self.0.as_ptr().cast_mut().cast()
     }
 
@@ -77,7 +77,7 @@ impl Argument {
         Self([word, 0, 0, 0])
     }
 
-    /// A structure of plain numbers, laid out as in C.
+    /// A structure of plain numbers in C layout.
     pub fn structure<S: Copy>(value: S) -> Self {
         const { assert!(size_of::<S>() <= 32 && align_of::<S>() <= 8) };
         let mut words = [0u64; 4];
@@ -92,8 +92,7 @@ impl Argument {
         Self(words)
     }
 
-    /// A size, which every kernel takes as a 32-bit number; one that is larger cannot be computed and gives a
-    /// launch that fails.
+    /// A size, which every kernel takes as a 32-bit number; a larger one makes the launch fail.
     pub fn int(size: usize) -> Self {
         Self::word(u64::from(i32::try_from(size).unwrap_or(-1) as u32))
     }

@@ -1,4 +1,4 @@
-//! Memory of a device, and how frozen weights get there.
+//! Memory of a device, pinned memory of its host, and the loader of frozen weights.
 
 use cudarc::driver::{DriverError, result};
 
@@ -8,7 +8,7 @@ use crate::{
     error::{Error, Result},
 };
 
-/// A stretch of a device's memory.
+/// An allocation in a device's memory.
 pub struct Memory {
     gpu: &'static Gpu,
     address: u64,
@@ -16,12 +16,12 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// `bytes` bytes of zeros for `what`; none take no memory.
+    /// `bytes` bytes of zeros for `what`; zero bytes allocate nothing.
     ///
     /// # Errors
-    /// [`Error::Memory`] when the device has not as many.
+    /// [`Error::Memory`] when the device has too little.
     pub fn zeroed(gpu: &'static Gpu, bytes: usize, what: &str) -> Result<Self> {
-        Self::had(gpu, bytes, what, "use fewer or shorter rows at a time, or a smaller adapter")
+        Self::allocated(gpu, bytes, what, "use fewer or shorter rows at a time, or a smaller adapter")
     }
 
     /// `bytes` bytes for the weights of a base.
@@ -29,10 +29,10 @@ impl Memory {
     /// # Errors
     /// As [`Memory::zeroed`].
     pub fn for_base(gpu: &'static Gpu, bytes: usize) -> Result<Self> {
-        Self::had(gpu, bytes, "the base", "give --stream-base on, a smaller base, or --device cpu")
+        Self::allocated(gpu, bytes, "the base", "give --stream-base on, a smaller base, or --device cpu")
     }
 
-    fn had(gpu: &'static Gpu, bytes: usize, what: &str, remedy: &str) -> Result<Self> {
+    fn allocated(gpu: &'static Gpu, bytes: usize, what: &str, remedy: &str) -> Result<Self> {
         if bytes == 0 {
             return Ok(Self { gpu, address: 0, len: 0 });
         }
@@ -42,7 +42,7 @@ impl Memory {
                 .error_string()
                 .map_or_else(|_| cause.to_string(), |text| text.to_string_lossy().into_owned());
             Error::memory(format!(
-                "{bytes} bytes for {what} cannot be had of CUDA device {}{free}: {cause}; {remedy}",
+                "{bytes} bytes for {what} cannot be allocated on CUDA device {}{free}: {cause}; {remedy}",
                 gpu.ordinal
             ))
         };
@@ -61,17 +61,17 @@ impl Memory {
         self.gpu
     }
 
-    /// Where it begins.
+    /// Address of the first byte.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// Bytes.
+    /// Its size in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether it has no byte.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -84,14 +84,14 @@ impl Drop for Memory {
         }
         self.gpu.held.fetch_sub(self.len, Relaxed);
         if self.gpu.bind().is_ok() {
-            // SAFETY: it was had from malloc_sync and nobody has a view on it any more; the driver waits for work
-            // that still uses it.
+            // SAFETY: malloc_sync returned it and nobody has a view on it any more; the driver waits for work that
+            // still uses it.
             let _ = unsafe { result::free_sync(self.address) };
         }
     }
 }
 
-/// Pages of the host that the device reads and writes by itself.
+/// Pinned pages of the host, which the device reads and writes by itself.
 pub struct Pinned {
     gpu: &'static Gpu,
     head: *mut u8,
@@ -107,10 +107,12 @@ impl Pinned {
     /// `len` bytes with arbitrary content.
     ///
     /// # Errors
-    /// [`Error::Memory`] when the host has no such pages.
+    /// [`Error::Memory`] when the host cannot pin so many.
     pub fn new(gpu: &'static Gpu, len: usize) -> Result<Self> {
         let refused = |cause| {
-            Error::memory(format!("{len} bytes of pinned memory cannot be had: {cause}; free some memory"))
+            Error::memory(format!(
+                "{len} bytes of pinned memory cannot be allocated: {cause}; free some memory"
+            ))
         };
         gpu.bind().map_err(refused)?;
         // SAFETY: written before it is read, as its users promise.
@@ -118,18 +120,19 @@ impl Pinned {
         Ok(Self { gpu, head: head.cast(), len })
     }
 
-    /// `len` zeros for `what`, which kernels may use where they lie: a device that shares the host's addresses has
-    /// such pages at the same ones (CUDA C++ programming guide, unified virtual addressing).
+    /// `len` zeros for `what`, which kernels may use in place: with unified virtual addressing a device sees such
+    /// pages at the host's addresses (CUDA C++ programming guide).
     ///
     /// # Errors
-    /// [`Error::Failed`] when the host has no such pages: a plan that takes less of the device would take more of them.
+    /// [`Error::Failed`] when the host cannot pin so many. It is not [`Error::Memory`]: a plan that takes less of the
+    /// device would pin more.
     pub fn zeroed(gpu: &'static Gpu, len: usize, what: &str) -> Result<Self> {
         let pinned = Self::new(gpu, len).map_err(|error| {
             Error::failed(format!(
                 "{what}: {error}; --offload-inputs off and --offload-optimizer off keep all on the device"
             ))
         })?;
-        // SAFETY: the pages are ours and that many.
+        // SAFETY: the pages belong to us and are `len` bytes.
         unsafe { pinned.head.write_bytes(0, len) };
         Ok(pinned)
     }
@@ -139,17 +142,17 @@ impl Pinned {
         self.gpu
     }
 
-    /// Where it begins.
+    /// Address of the first byte.
     pub fn head(&self) -> *mut u8 {
         self.head
     }
 
-    /// Bytes.
+    /// Its size in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether it has no byte.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -160,20 +163,20 @@ impl Drop for Pinned {
         if self.gpu.bind().is_ok() {
             // Kernels may still use it; copies of other streams were waited for by those who started them.
             let _ = self.gpu.stream.synchronize();
-            // SAFETY: it was had from malloc_host.
+            // SAFETY: malloc_host returned it.
             let _ = unsafe { result::free_host(self.head.cast()) };
         }
     }
 }
 
-/// Bytes of the host that are copied to a device at a time.
+/// Bytes that the loader copies at a time.
 const PIECE: usize = 8 << 20;
 
-/// Brings frozen weights to a device.
+/// Copies frozen weights to a device through pinned memory.
 pub struct Loader(Pinned);
 
 impl Loader {
-    /// Prepares to load.
+    /// Allocates the pinned memory.
     ///
     /// # Errors
     /// As [`Pinned::new`].
@@ -181,8 +184,8 @@ impl Loader {
         Ok(Self(Pinned::new(gpu, PIECE)?))
     }
 
-    /// Copies a view of the host to `address`, a piece at a time: pages of a mapped file are read once and in
-    /// order, and no second copy of a tensor is ever on the host.
+    /// Copies a view of the host to `address`, piece by piece: pages of a mapped file are read once and in order,
+    /// and the host never holds a second copy of a tensor.
     ///
     /// # Errors
     /// [`Error::Failed`] when the device fails.
@@ -190,7 +193,7 @@ impl Loader {
         let Self(pinned) = self;
         let mut done = 0;
         for piece in from.bytes().chunks(PIECE) {
-            // SAFETY: a piece is at most as long as the pinned memory, which nothing reads any more.
+            // SAFETY: a piece fits the pinned memory, which nothing reads any more.
             let sent = unsafe {
                 std::ptr::copy_nonoverlapping(piece.as_ptr(), pinned.head, piece.len());
                 std::slice::from_raw_parts(pinned.head, piece.len())

@@ -1,9 +1,8 @@
 //! A CUDA device: its context, its one stream, and how kernels are found and launched.
 //!
-//! All work of a device goes through one stream in the order of the program, so that an op needs no
-//! synchronisation. Ops return nothing: what fails is noted, and told by [`Gpu::check`], which also waits
-//! for the device. The driver and cuBLASLt are loaded when a device is first asked for, so that one
-//! program starts with and without them.
+//! All work of a device goes through one stream in program order, so that ops need no synchronisation. Ops return
+//! nothing: the first failure is kept, and [`Gpu::check`] waits for the device and returns it. The driver and cuBLASLt
+//! are loaded when a device is first opened, so that one program starts with and without them.
 
 use std::{
     collections::HashMap,
@@ -51,15 +50,15 @@ pub struct Gpu {
     /// Addresses of loaded images, by op.
     images: Mutex<HashMap<&'static str, usize>>,
     products: blas::Products,
-    /// What failed first and nobody was told yet.
+    /// First unreported failure.
     failure: Mutex<Option<String>>,
     held: AtomicUsize,
     most: AtomicUsize,
     scratch: Mutex<Option<Memory>>,
     control: Mutex<Option<Memory>>,
-    /// Tables that kernels read, by name.
+    /// Constant tables of kernels, by name.
     tables: Mutex<HashMap<&'static str, Memory>>,
-    /// Pinned memory of the host that nobody uses now.
+    /// Pinned memory of the host for reuse, unused now.
     spare: Mutex<Vec<Pinned>>,
 }
 
@@ -127,7 +126,7 @@ impl Gpu {
         // SAFETY: looks for the library, no more.
         if !unsafe { cublaslt::sys::is_culib_present() } {
             return Err(refuse(
-                "the library cublasLt is not found; put the folder it lies in into LD_LIBRARY_PATH, or give --device cpu"
+                "the library cublasLt is not found; add its folder to LD_LIBRARY_PATH, or give --device cpu"
                     .into(),
             ));
         }
@@ -158,12 +157,12 @@ impl Gpu {
         })
     }
 
-    /// Its number.
+    /// Its number, from 0.
     pub fn ordinal(&self) -> usize {
         self.ordinal
     }
 
-    /// What the maker calls it.
+    /// Its product name, as the driver tells it.
     pub fn name(&self) -> String {
         self.context.name().unwrap_or_else(|_| "CUDA device".to_owned())
     }
@@ -185,17 +184,17 @@ impl Gpu {
         (self.held.load(Relaxed), self.most.load(Relaxed))
     }
 
-    /// Bytes of them that are scratch: as much as the largest op so far wanted.
+    /// Bytes of them that are scratch, the most that an op has taken so far.
     pub fn scratch_held(&self) -> usize {
         lock(&self.scratch).as_ref().map_or(0, Memory::len)
     }
 
-    /// Where scratch is; `None` before an op wanted some.
+    /// Address of scratch; `None` before the first op that takes some.
     fn scratch_address(&self) -> Option<u64> {
         lock(&self.scratch).as_ref().map(Memory::address)
     }
 
-    /// Waits for the device, and tells what failed since the last time.
+    /// Waits for the device and reports the first failure since the last call.
     ///
     /// # Errors
     /// [`Error::Failed`] with the first failure.
@@ -220,7 +219,7 @@ impl Gpu {
         graph::stream_of_recorder().unwrap_or_else(|| self.stream.cu_stream())
     }
 
-    /// Notes the first failure.
+    /// Keeps a failure for [`Gpu::check`], unless an earlier one is kept.
     fn attempt<T>(&self, what: &str, result: Result<T, impl std::fmt::Display>) -> Option<T> {
         match result {
             Ok(value) => Some(value),
@@ -234,17 +233,17 @@ impl Gpu {
 
     /// Starts `kernel` of `image` on `grid`.
     ///
-    /// The arguments are those of the kernel in number, order and size, and point at device memory that is
-    /// large enough for what the kernel reads and writes; no test of the compiler's can check that.
+    /// The arguments must match the kernel's in number, order and size, and point at device memory large enough for
+    /// its reads and writes. The compiler cannot check that.
     pub fn launch(&self, image: &'static Image, kernel: &str, grid: Grid, arguments: &[Argument]) {
         let (x, y, z) = grid.blocks;
         if x == 0 || y == 0 || z == 0 {
             return;
         }
         let Some(function) = self.kernel(image, kernel) else { return };
-        let mut places: Vec<*mut c_void> = arguments.iter().map(Argument::place).collect();
+        let mut addresses: Vec<*mut c_void> = arguments.iter().map(Argument::address).collect();
         let blocks = (x as u32, y as u32, z as u32);
-        // SAFETY: the function is loaded for good; the arguments are what it takes, as the ops promise.
+        // SAFETY: the function stays loaded; the ops promise that the arguments are those of the kernel.
         let started = unsafe {
             result::launch_kernel(
                 function as sys::CUfunction,
@@ -252,13 +251,13 @@ impl Gpu {
                 (grid.threads as u32, 1, 1),
                 grid.shared as u32,
                 self.stream(),
-                &mut places,
+                &mut addresses,
             )
         };
         self.attempt(kernel, started);
     }
 
-    /// The address of a kernel, which is loaded when it is first asked for; binds the device to this thread.
+    /// The address of a kernel, loaded at first use; binds the device to this thread.
     fn kernel(&self, image: &'static Image, name: &str) -> Option<usize> {
         self.attempt(name, self.bind())?;
         if let Some(function) = lock(&self.kernels).get(name) {
@@ -278,7 +277,7 @@ impl Gpu {
         if let Some(module) = images.get(image.op) {
             return Some(*module);
         }
-        // SAFETY: the code is what the CUDA compiler wrote, whole and for good.
+        // SAFETY: the code is the CUDA compiler's whole output, in static memory.
         let module = unsafe { result::module::load_data(image.code.0.as_ptr().cast()) };
         let module = self.attempt(image.op, module)? as usize;
         images.insert(image.op, module);
@@ -288,17 +287,17 @@ impl Gpu {
     /// Sets bytes to zero.
     pub(crate) fn clear(&self, address: u64, bytes: usize) {
         if bytes > 0 && self.attempt("clearing", self.bind()).is_some() {
-            // SAFETY: views lie inside memory of the device.
+            // SAFETY: views are inside memory of the device.
             let done = unsafe { result::memset_d8_async(address, 0, bytes, self.stream()) };
             self.attempt("clearing", done);
         }
     }
 
-    /// Copies bytes of the host to the device. They may be reused at once: the driver keeps a copy of what is
-    /// still to be sent.
+    /// Copies bytes of the host to the device. They may be reused at once: the driver keeps a copy of those still to
+    /// be sent.
     pub(crate) fn upload(&self, address: u64, bytes: &[u8]) {
         if !bytes.is_empty() && self.attempt("uploading", self.bind()).is_some() {
-            // SAFETY: views lie inside memory of the device.
+            // SAFETY: views are inside memory of the device.
             let done = unsafe { result::memcpy_htod_async(address, bytes, self.stream()) };
             self.attempt("uploading", done);
         }
@@ -308,7 +307,7 @@ impl Gpu {
     pub(crate) fn download(&self, address: u64, bytes: usize) -> Vec<u8> {
         let mut host = vec![0u8; bytes];
         if bytes > 0 && self.attempt("downloading", self.bind()).is_some() {
-            // SAFETY: views lie inside memory of the device; the host's bytes live until it is done.
+            // SAFETY: views are inside memory of the device; the host's bytes live until it is done.
             let done = unsafe { result::memcpy_dtoh_async(&mut host, address, self.stream()) };
             self.attempt("downloading", done);
             self.attempt("downloading", self.stream.synchronize());
@@ -329,7 +328,7 @@ impl Gpu {
             None => self.attempt("downloading", Pinned::new(self, bytes))?,
         };
         self.attempt("downloading", self.bind())?;
-        // SAFETY: views lie inside memory of the device; whoever holds the pinned memory reads it after a check.
+        // SAFETY: views are inside memory of the device; whoever holds the pinned memory reads it after a check.
         let done = unsafe {
             let host = std::slice::from_raw_parts_mut(pinned.head(), bytes);
             result::memcpy_dtoh_async(host, from.address(), self.stream())
@@ -347,13 +346,13 @@ impl Gpu {
         self.spare(pinned);
     }
 
-    /// Takes pinned memory back for the next one who needs some.
+    /// Keeps pinned memory for reuse.
     pub(crate) fn spare(&self, pinned: Pinned) {
         lock(&self.spare).push(pinned);
     }
 
-    /// Lends at least `bytes` of scratch, with arbitrary content, to launches that nothing outlives. One stretch
-    /// serves all ops: the stream puts them in order.
+    /// Lends at least `bytes` of scratch with arbitrary content to launches, whose use of it ends with them. One
+    /// allocation serves all ops: the stream runs them one after another.
     pub(crate) fn scratch(&'static self, bytes: usize, work: impl FnOnce(u64)) {
         if self.attempt("scratch", self.grow(bytes)).is_some()
             && let Some(memory) = lock(&self.scratch).as_ref()
@@ -362,17 +361,17 @@ impl Gpu {
         }
     }
 
-    /// Makes sure of `bytes` of scratch, and of what is held whatever is computed.
+    /// Allocates `bytes` of scratch, and the memory that every run needs.
     ///
     /// # Errors
-    /// [`Error::Memory`] when the device has not as many.
+    /// [`Error::Memory`] when the device has too little.
     pub fn reserve(&'static self, bytes: usize) -> Result<()> {
         self.lent(&self.products.workspace, CUDA_WORKSPACE, "products")?;
         self.lent(&self.control, CUDA_CONTROL, "control")?;
         self.grow(bytes)
     }
 
-    /// Makes sure of scratch alone.
+    /// Allocates scratch alone.
     fn grow(&'static self, bytes: usize) -> Result<()> {
         let mut scratch = lock(&self.scratch);
         if scratch.as_ref().is_none_or(|memory| memory.len() < bytes) {
@@ -383,12 +382,12 @@ impl Gpu {
         Ok(())
     }
 
-    /// Lends the memory of what an update leaves for the host.
+    /// Lends the memory of the results that an update leaves for the host.
     pub(crate) fn control(&'static self, work: impl FnOnce(u64)) {
         self.lend(&self.control, CUDA_CONTROL, "control", |memory| work(memory.address()));
     }
 
-    /// Lends a table that kernels read, made when first asked for.
+    /// Lends a constant table of kernels, uploaded at first use.
     pub(crate) fn table(
         &'static self,
         name: &'static str,
@@ -422,7 +421,7 @@ impl Gpu {
         }
     }
 
-    /// Makes sure that `place` holds memory.
+    /// Allocates the memory of `place` if it has none.
     fn lent(&'static self, place: &Mutex<Option<Memory>>, bytes: usize, what: &'static str) -> Result<()> {
         let mut place = lock(place);
         if place.is_none() {

@@ -1,9 +1,9 @@
-//! CPU side: vector loops for the functions that GPT-2 uses, the plain formula for the rest.
+//! CPU side: vector loops for GPT-2's functions, the plain formula for the others.
 
 use super::{Activation, reference, simd};
 use crate::device::cpu::{Shared, exp, simd::at_level, tasks::each, vectorised};
 
-/// Elements a task takes.
+/// Elements that a task takes.
 const PIECE: usize = 1 << 14;
 const K: f32 = reference::SQRT_2_OVER_PI as f32;
 const CUBE: f32 = reference::CUBE as f32;
@@ -45,7 +45,7 @@ fn gate(x: f32) -> f32 {
     1.0 / (1.0 + exp(-2.0 * K * (x + CUBE * x * x * x)))
 }
 
-/// `y = f(x, y)`, each kind of function compiled into a vector loop of its own.
+/// `y = f(x, y)`, compiled into a vector loop for each function.
 fn map(x: &[f32], y: &mut [f32], f: impl Fn(f32, f32) -> f32 + Sync) {
     pieces(x, y, |x, y| {
         vectorised(

@@ -1,4 +1,4 @@
-//! CUDA side: one thread for a few neighbouring elements.
+//! CUDA side: a thread takes 8 neighbouring elements.
 
 use super::Activation;
 use crate::device::{
@@ -8,7 +8,7 @@ use crate::device::{
 
 static IMAGE: Image = image!("activation");
 
-/// The number that the kernels know a function by.
+/// The number of a function in `kernel.cu`.
 fn number(kind: Activation) -> i32 {
     match kind {
         Activation::GeluTanh => 0,

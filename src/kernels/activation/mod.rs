@@ -18,18 +18,18 @@ mod simd;
 #[cfg(test)]
 mod tests;
 
-/// Which pointwise function.
+/// A pointwise function, by the names of `activation_function` in configs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
     /// GELU with the tanh approximation: `gelu_new`, `gelu_pytorch_tanh`, `gelu_fast`.
     GeluTanh,
     /// GELU with the error function: `gelu`.
     Gelu,
-    /// `relu`.
+    /// `max(x, 0)`: `relu`.
     Relu,
     /// `silu`, also named `swish`.
     Silu,
-    /// Hyperbolic tangent.
+    /// Hyperbolic tangent, of a prefix's network.
     Tanh,
 }
 

@@ -3,7 +3,7 @@
 use super::Activation;
 use engraft_util::real::Real;
 
-/// `f(x)`.
+/// `f(x)` of one number.
 pub fn forward<T: Real>(kind: Activation, x: T) -> T {
     let one = T::one();
     match kind {
@@ -15,7 +15,7 @@ pub fn forward<T: Real>(kind: Activation, x: T) -> T {
     }
 }
 
-/// `f'(x)`.
+/// `f'(x)` of one number.
 pub fn derivative<T: Real>(kind: Activation, x: T) -> T {
     let (one, half) = (T::one(), T::of(0.5));
     match kind {
@@ -38,7 +38,7 @@ pub fn derivative<T: Real>(kind: Activation, x: T) -> T {
     }
 }
 
-/// sqrt(2 / pi).
+/// sqrt(2 / pi), the inner factor of the tanh approximation.
 pub const SQRT_2_OVER_PI: f64 = 0.797_884_560_802_865_4;
 /// The factor of x^3 in the tanh approximation.
 pub const CUBE: f64 = 0.044_715;

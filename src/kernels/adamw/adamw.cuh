@@ -4,7 +4,7 @@
 
 constexpr int RUN = 4; // elements that a thread of the FP32 update takes
 
-/// What the gradient decides about an update; lies in device memory.
+/// Results of the gradient's norm that the update reads, in device memory.
 struct Control {
   double square_sum; // of the unscaled gradient
   float norm;
@@ -13,7 +13,7 @@ struct Control {
   unsigned pad;
 };
 
-/// What all elements of an update share; the fields of the CPU side's `Factors`.
+/// Numbers that all elements of an update share: the fields of the CPU side's `Factors`.
 struct Factors {
   float b1, b2, c1, c2, step_size, root, keep, epsilon;
 

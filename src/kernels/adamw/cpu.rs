@@ -3,7 +3,7 @@
 use super::Update;
 use crate::device::cpu::{Shared, tasks::each, vectorised};
 
-/// Elements a task takes.
+/// Elements that a task takes.
 const PIECE: usize = 1 << 15;
 
 pub fn square_sum(gradient: &[f32]) -> f64 {
@@ -17,7 +17,7 @@ pub fn square_sum(gradient: &[f32]) -> f64 {
     parts.iter().sum()
 }
 
-/// What all elements of an update share, in FP32.
+/// Numbers that all elements of an update share, in FP32.
 #[derive(Clone, Copy)]
 pub struct Factors {
     betas: (f32, f32),
@@ -44,14 +44,14 @@ impl Factors {
         }
     }
 
-    /// Without the factor, which a device finds by itself, in the order of its kernels.
+    /// The fields in the order of `Factors` in adamw.cuh, without the factor, which the device computes.
     #[cfg(feature = "cuda")]
     pub fn on_device(self) -> [f32; 8] {
         let Self { betas: (b1, b2), complements: (c1, c2), step_size, root, keep, epsilon, .. } = self;
         [b1, b2, c1, c2, step_size, root, keep, epsilon]
     }
 
-    /// Updates slices of one length; to be called inside [`vectorised`].
+    /// Updates slices of one length; call it inside [`vectorised`].
     #[inline(always)]
     pub fn apply(self, w: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32]) {
         let Self { betas: (b1, b2), complements: (c1, c2), .. } = self;

@@ -10,10 +10,10 @@ use crate::device::{
 
 static IMAGE: Image = image!("adamw");
 
-/// Elements whose squares a block sums up.
+/// Elements whose squares one block adds.
 const PART: usize = 1 << 15;
 
-/// Bytes of what [`clipping`] leaves: sum of squares (f64), norm and factor (f32), whether to skip (u32), nothing.
+/// Bytes of the results of [`clipping`]: sum of squares (f64), norm and factor (f32), whether to skip (u32), padding.
 const CONTROL: usize = 24;
 
 pub fn clipping(gpu: &'static Gpu, gradient: View, clip: f64, loss_scale: f64) {
@@ -35,7 +35,7 @@ pub fn control(gpu: &'static Gpu) -> (f64, f64) {
     gpu.control(|control| bytes = gpu.download(control, CONTROL));
     let word = |at: usize| bytes.get(at..).and_then(|rest| rest.first_chunk::<4>()).copied();
     let (Some(sum), Some(norm), Some(skip)) = (bytes.first_chunk::<8>(), word(8), word(16)) else {
-        // The failure was noted, and is told by the next check.
+        // The download failed, which the next check reports.
         return (f64::NAN, f64::NAN);
     };
     let unscaled = if skip == [0; 4] { f64::from(f32::from_ne_bytes(norm)) } else { f64::NAN };

@@ -1,9 +1,9 @@
 // Norm and finite check of the gradient, and AdamW over the flat FP32 store, in one launch each.
 #include "adamw.cuh"
 
-constexpr int PIECE = 1 << 15; // elements a block sums
+constexpr int PIECE = 1 << 15; // elements that a block adds
 
-/// parts (ceil(count / 32768)): sums of squares of pieces of g (count), in f64. A block of 256 a piece.
+/// parts (ceil(count / 32768)): sums of squares of pieces of g (count), in f64. Grid: a block of 256 for each piece.
 extern "C" __global__ void square_sum_parts(const float *g, i64 count, double *parts) {
   i64 first = i64(blockIdx.x) * PIECE;
   double sum = 0;
@@ -18,10 +18,10 @@ extern "C" __global__ void square_sum_parts(const float *g, i64 count, double *p
 }
 LAUNCHER(square_sum_parts)
 
-/// What an update needs of the gradient of a scaled loss: from parts (count). One block of 256.
+/// The norm and the factor of a scaled loss's gradient from parts (count). Grid: one block of 256.
 ///
 /// The sum is finite exactly when every element is: squares of floats cannot overflow f64. A gradient that is
-/// not finite sets `skip`, and the kernels of the update then leave everything as it is.
+/// not finite sets `skip`, and the update's kernels then change nothing.
 extern "C" __global__ void square_sum_finish(const double *parts, int count, float loss_scale, double clip,
                                              Control *control) {
   double sum = 0;

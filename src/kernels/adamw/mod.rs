@@ -23,15 +23,15 @@ mod tests;
 pub struct Update {
     /// Number of this update, from 1.
     pub step: u64,
-    /// Learning rate.
+    /// Learning rate of this step.
     pub lr: f64,
     /// Decay of the first and second moment.
     pub betas: (f64, f64),
     /// Added to the root of the second moment.
     pub epsilon: f64,
-    /// Decoupled weight decay.
+    /// Decoupled weight decay, times the learning rate.
     pub weight_decay: f64,
-    /// What the gradient is multiplied with first: unscaling and clipping.
+    /// Factor of the gradient: unscaling times clipping.
     pub factor: f64,
 }
 
@@ -116,7 +116,7 @@ pub fn update(values: ViewMut, gradient: View, first: ViewMut, second: ViewMut, 
     }
 }
 
-/// `to += from`.
+/// `to += from`, FP32 of one length.
 pub fn add(from: View, to: ViewMut) {
     match from.device() {
         Device::Cpu => to.host::<f32>().iter_mut().zip(from.host::<f32>()).for_each(|(to, from)| *to += from),

@@ -1,9 +1,9 @@
-//! The two books of 256 values, and how the nearest one is found from the bits of a float.
+//! The two books of 256 values, and the search for the nearest value by the bits of a float.
 //!
 //! The dynamic map with 7 exponent bits (Dettmers 2016, "8-Bit Approximations for Parallelism in Deep
 //! Learning"; bitsandbytes' `create_dynamic_map`): decade i of 0 .. 7 spans 10^(i-7) to 10^(i-6) and is cut
-//! into equal parts, of which the middles are in the book: 2^i parts with both signs, 2^(i+1) parts with
-//! none. 0 and 1 complete it; -1 is in no book, the signed one begins at -0.993.
+//! into equal parts whose middles are in the book: 2^i parts for each sign, or 2^(i+1) parts without sign. 0 and 1
+//! complete it; -1 is in no book, the signed one begins at -0.993.
 
 use std::sync::LazyLock;
 
@@ -12,26 +12,26 @@ use std::sync::LazyLock;
 const LOWEST: u32 = ((127 - 23) << 7) - 1;
 const HIGHEST: u32 = 127 << 7;
 const BUCKETS: usize = (HIGHEST - LOWEST + 1) as usize;
-/// Index of zero in the signed book, and how many values stand on its left.
+/// Index of zero in the signed book, which is the number of its negative values.
 const ZERO: u32 = 127;
 
 /// Values in order, and the search for the nearest.
 pub struct Codebook {
-    /// By code, rising.
+    /// The value of each code, ascending.
     pub values: [f32; 256],
     /// Entry of a bucket: the steps from zero up to it, times 2^16, plus what is missing at the border of
     /// the next step to 2^16. A bucket holds one border at most, so adding the low 16 bits of a float
-    /// carries into the upper half exactly when the float lies above the border.
+    /// carries into the upper half exactly when the float is above the border.
     buckets: Box<[u32; BUCKETS]>,
 }
 
-/// For first moments.
+/// The signed book, of first moments.
 pub static SIGNED: LazyLock<Codebook> = LazyLock::new(|| {
     let positive = positive(|decade| 1 << decade);
     let mut values = [0f32; 256];
     for (at, &value) in positive.iter().enumerate() {
         values[ZERO as usize + at] = value;
-        // 1 has no counterpart.
+        // There is no -1.
         if at < ZERO as usize + 1 {
             values[ZERO as usize - at] = -value;
         }
@@ -39,7 +39,7 @@ pub static SIGNED: LazyLock<Codebook> = LazyLock::new(|| {
     Codebook { values, buckets: buckets(&positive) }
 });
 
-/// For second moments.
+/// The unsigned book, of second moments.
 pub static UNSIGNED: LazyLock<Codebook> = LazyLock::new(|| {
     let positive = positive(|decade| 2 << decade);
     let mut values = [0f32; 256];
@@ -71,7 +71,7 @@ fn border(low: f32, high: f32) -> f32 {
 fn buckets(positive: &[f32]) -> Box<[u32; BUCKETS]> {
     let borders: Vec<u32> = positive.windows(2).map(|pair| border(pair[0], pair[1]).to_bits()).collect();
     let mut buckets = Box::new([0u32; BUCKETS]);
-    // The first bucket stands for everything below it: zero.
+    // The first bucket serves all smaller values too: zero.
     for (bucket, key) in buckets.iter_mut().zip(LOWEST..).skip(1) {
         let below = borders.partition_point(|&border| border >> 16 < key);
         let inside = borders.get(below).filter(|&&border| border >> 16 == key);

@@ -1,4 +1,4 @@
-//! CPU side: a piece is a task; a block is decoded, updated and encoded while it is in the cache.
+//! CPU side: a task takes a piece; each block is decoded, updated and encoded while it is in the cache.
 
 use rayon::prelude::*;
 
@@ -11,13 +11,13 @@ use crate::{
     kernels::adamw::{Update, cpu::Factors},
 };
 
-/// One 8-bit moment of a piece: codes, and a scale a block.
+/// One 8-bit moment of a piece: codes, and one scale for each block.
 struct Coded<'a> {
     codes: &'a mut [u8],
     scales: &'a mut [f32],
 }
 
-/// What a piece owns of the moments.
+/// The part of both moments that belongs to a piece.
 enum Own<'a> {
     Wide { first: &'a mut [f32], second: &'a mut [f32] },
     Coded { first: Coded<'a>, second: Coded<'a> },
@@ -46,7 +46,7 @@ pub fn update(values: &mut [f32], gradient: &[f32], moments: Moments, pieces: &[
     });
 }
 
-/// The pieces with their shares, cut off from front to back.
+/// The pieces with their parts of the moments, in order.
 fn tasks<'a>(
     mut values: &'a mut [f32],
     mut gradient: &'a [f32],
@@ -80,7 +80,7 @@ fn tasks<'a>(
     tasks
 }
 
-/// Takes the first `len` elements off `rest`.
+/// Splits the first `len` elements off `rest`.
 fn cut<'a, T>(rest: &mut &'a mut [T], len: usize) -> &'a mut [T] {
     let (own, others) = std::mem::take(rest).split_at_mut(len);
     *rest = others;
@@ -108,16 +108,16 @@ fn piece(
         factors.apply(values, gradient, m, v);
         (*m_scale, *v_scale) = (scale(m), scale(v));
         encode(*m_scale, m, m_codes, |x| signed.signed_code(x));
-        // Above zero is never zero: see the module.
+        // A value above zero never gets the code of zero: see the module.
         encode(*v_scale, v, v_codes, |x| unsigned.unsigned_code(x).max(u32::from(x > 0.0)));
     }
 }
 
-/// Codes take 32 bits on this thread's stack first: written straight to `codes` they might change the book
-/// for all the compiler knows, and nothing would become vector code.
+/// Codes are 32-bit numbers on this thread's stack first: the compiler cannot know that writing to `codes` leaves the
+/// book alone, and would make no vector code.
 #[inline(always)]
 fn encode(scale: f32, moment: &[f32], codes: &mut [u8], code: impl Fn(f32) -> u32) {
-    // A block of zeros is divided by one.
+    // A block of zeros is divided by 1.
     let divisor = if scale == 0.0 { 1.0 } else { scale };
     let mut wide = [0u32; BLOCK];
     for (wide, &x) in wide.iter_mut().zip(moment) {

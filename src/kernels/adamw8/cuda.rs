@@ -1,4 +1,4 @@
-//! CUDA side: a block of threads a block of elements.
+//! CUDA side: a block of threads for each block of elements.
 
 use super::{
     BLOCK, Moments, Piece,
@@ -14,7 +14,7 @@ use crate::{
 
 static IMAGE: Image = image!("adamw8");
 
-/// Consecutive pieces of one kind that one launch takes: within it every block but the last is whole.
+/// Consecutive pieces of one kind for one launch: every block but the last is whole.
 fn runs(pieces: &[Piece]) -> Vec<Piece> {
     let mut runs: Vec<Piece> = Vec::new();
     for piece in pieces {

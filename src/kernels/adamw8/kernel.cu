@@ -1,10 +1,10 @@
-// AdamW with 8-bit moments: a CUDA block of 256 threads a block of 256 elements that share a scale.
+// AdamW with 8-bit moments: a CUDA block of 256 threads for each block of 256 elements that share a scale.
 #include "../adamw/adamw.cuh"
 
 constexpr int BLOCK = 256;
 constexpr int ZERO = 127; // code of zero in the signed book
 
-/// Index of the value nearest to x >= 0 in `size` rising values from 0 on, of two equally near ones the lower.
+/// Index of the value nearest to x >= 0 in `size` ascending values from 0, of two equally near ones the lower.
 __device__ int nearest(const float *values, int size, float x) {
   int low = 0, high = size; // values[low] <= x < values[high]
   while (high - low > 1) {
@@ -29,8 +29,8 @@ __device__ float scale_of(float x) {
   return fminf(most, 3.402823466e38f);
 }
 
-/// Updates values (count), whole blocks of one tensor and its shorter last one, and both moments: codes (count),
-/// scales (ceil(count / 256)). books (512): the values of the signed and of the unsigned book, rising.
+/// Updates values (count), blocks of one tensor of which the last may be shorter, and both moments: codes (count),
+/// scales (ceil(count / 256)). books (512): the values of the signed and of the unsigned book, ascending.
 /// Grid: ceil(count / 256) blocks of 256.
 extern "C" __global__ void adamw8(float *values, const float *gradient, uint8_t *first_codes, float *first_scales,
                                   uint8_t *second_codes, float *second_scales, i64 count, Factors factors,
@@ -48,7 +48,7 @@ extern "C" __global__ void adamw8(float *values, const float *gradient, uint8_t 
     v = book[1][second_codes[at]] * second_scales[blockIdx.x];
     factors.apply(values[at], gradient[at] * control->factor, m, v);
   }
-  // Behind these calls every thread has read the old scales.
+  // After these calls every thread has read the old scales.
   float m_scale = scale_of(m), v_scale = scale_of(v);
   if (threadIdx.x == 0) first_scales[blockIdx.x] = m_scale, second_scales[blockIdx.x] = v_scale;
   if (!exists) return;

@@ -12,7 +12,7 @@
 //! whose gradients are small beside its neighbours' would grow by up to `1 / sqrt(1 - b2)`, 32 times.
 //!
 //! Blocks begin anew with every tensor, whose last block may be shorter. A tensor below [`SMALLEST`]
-//! elements keeps FP32 moments. The 8 bytes of an element's two moments become 2 + 8/256.
+//! elements keeps FP32 moments. An element's two moments take 2 + 8/256 bytes instead of 8.
 
 use super::adamw::Update;
 use crate::device::{Device, View, ViewMut};
@@ -27,22 +27,22 @@ mod tests;
 
 /// Elements that share a scale.
 pub const BLOCK: usize = 256;
-/// Elements from which on a tensor has 8-bit moments.
+/// Fewest elements of a tensor with 8-bit moments.
 pub const SMALLEST: usize = 4096;
-/// Elements of a piece at most: 128 blocks, what a task takes.
+/// Most elements of a piece, which a task takes: 128 blocks.
 const PIECE: usize = 1 << 15;
 
-/// Consecutive elements of one tensor, whole blocks unless the tensor ends with them.
+/// Consecutive elements of one tensor: whole blocks, except at the end of the tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece {
-    /// Elements.
+    /// Number of elements.
     pub len: usize,
     /// Whether the moments are 8-bit.
     pub coded: bool,
 }
 
 impl Piece {
-    /// Scales of each moment.
+    /// Number of scales of each moment: blocks of an 8-bit piece, else 0.
     pub fn blocks(self) -> usize {
         if self.coded { self.len.div_ceil(BLOCK) } else { 0 }
     }
@@ -53,7 +53,7 @@ pub fn pieces(len: usize, coded: bool) -> impl Iterator<Item = Piece> {
     (0..len).step_by(PIECE).map(move |start| Piece { len: PIECE.min(len - start), coded })
 }
 
-/// Both moments of consecutive pieces: each list holds what its pieces need of it, back to back.
+/// Both moments of consecutive pieces; each list holds the parts of its pieces one after another.
 pub struct Moments<'a> {
     /// First moments of FP32 pieces, F32.
     pub first: ViewMut<'a>,
@@ -61,15 +61,15 @@ pub struct Moments<'a> {
     pub second: ViewMut<'a>,
     /// First moments of 8-bit pieces: codes, U8.
     pub first_codes: ViewMut<'a>,
-    /// A scale a block, F32.
+    /// One scale for each of these blocks, F32.
     pub first_scales: ViewMut<'a>,
     /// Second moments of 8-bit pieces: codes, U8.
     pub second_codes: ViewMut<'a>,
-    /// A scale a block, F32.
+    /// One scale for each of these blocks, F32.
     pub second_scales: ViewMut<'a>,
 }
 
-/// Updates `values` and both moments in place, all of them of `pieces`, in order.
+/// Updates `values` and both moments of `pieces` in place.
 pub fn update(values: ViewMut, gradient: View, moments: Moments, pieces: &[Piece], update: Update) {
     match gradient.device() {
         Device::Cpu => cpu::update(values.host(), gradient.host(), moments, pieces, update),

@@ -1,4 +1,4 @@
-//! REFERENCE twin of the update, in any precision: books and search as they are defined.
+//! REFERENCE twin of the update, in any precision: books and search by their definition.
 
 use super::BLOCK;
 use crate::kernels::adamw::{self, Update};
@@ -7,7 +7,7 @@ use engraft_util::real::Real;
 /// A moment of one tensor: codes, and a scale for every [`BLOCK`] of them.
 pub type Coded<'a, T> = (&'a mut [u8], &'a mut [T]);
 
-/// The book of the first (`signed`) or second moment, rising.
+/// The book of the first (`signed`) or second moment, ascending.
 pub fn book<T: Real>(signed: bool) -> Vec<T> {
     let mut values = vec![0.0, 1.0];
     for decade in 0..7 {
@@ -38,7 +38,7 @@ pub fn nearest<T: Real>(book: &[T], x: T) -> u8 {
     best as u8
 }
 
-/// The FP32 (or f64) moment that codes and scales stand for.
+/// The moment of codes and scales: `book[code] * scale`.
 pub fn decode<T: Real>(book: &[T], codes: &[u8], scales: &[T]) -> Vec<T> {
     codes.iter().enumerate().map(|(at, &code)| book[code as usize] * scales[at / BLOCK]).collect()
 }

@@ -225,8 +225,8 @@ EXPORT(lora_low_few, (const T *x, const float *a, Dropout dropout, float *low, i
 template <class T>
 __device__ void lora_few(const T *x, const half_t *w, float *parts, int n, int rows, int cols, const float *a,
                          Dropout dropout, float *low, int rank) {
-  int blocks = (cols + few::COLUMNS - 1) / few::COLUMNS, at = (int(blockIdx.x) - blocks) * few::WARPS + warp();
-  if (int(blockIdx.x) < blocks) return few::shares(x, w, parts, n, rows, cols);
+  int blocks = (cols + small_batch::COLUMNS - 1) / small_batch::COLUMNS, at = (int(blockIdx.x) - blocks) * small_batch::WARPS + warp();
+  if (int(blockIdx.x) < blocks) return small_batch::shares(x, w, parts, n, rows, cols);
   if (blockIdx.y == 0 && at < n * rank) low_element(x, a, dropout, low, at / rank, at % rank, rows, rank);
 }
 EXPORT(lora_few,
@@ -242,7 +242,7 @@ __device__ void lora_few_finish(const float *parts, int splits, const T *residua
                                 int rank) {
   int at = blockIdx.x * blockDim.x + threadIdx.x;
   if (at >= n * cols) return;
-  float sum = few::total(parts, splits, residual, bias, at, n, cols);
+  float sum = small_batch::total(parts, splits, residual, bias, at, n, cols);
   int column = at % cols - first;
   if (column >= 0 && column < columns) {
     float delta = 0, v[WIDE], w[WIDE];

@@ -32,9 +32,8 @@ fn cpu_matches_reference() {
         let dropout = Dropout { key: 99, p, first_row: 2, seq_len: 15, stride: 16 };
         let values = numbers(1, 1000);
         let (x, dy, residual) = (numbers(2, n * inputs), numbers(3, n * outputs), numbers(4, n * outputs));
-        let (weight, bias) = (halves(5, inputs * outputs), halves(6, outputs));
-        let layer =
-            Layer { weight: Matrix::halves(weight[..].into(), inputs, outputs), bias: bias[..].into() };
+        let (weight, bias) = (f16_numbers(5, inputs * outputs), f16_numbers(6, outputs));
+        let layer = Layer { weight: Matrix::f16(weight[..].into(), inputs, outputs), bias: bias[..].into() };
         let (mut low, mut y) = (vec![0f32; n * 8], vec![0f32; n * outputs]);
         let residual_view = Some(View::from(&residual[..]));
         let (low_out, y_out) = (low.as_mut_slice().into(), y.as_mut_slice().into());
@@ -107,10 +106,9 @@ fn turned_factors_give_the_same() {
         let values = numbers(1, 5 + rank * (inputs + columns));
         let mut delta =
             Delta { a: 5, b: 5 + rank * inputs, rank, columns: 40..40 + columns, scale: 1.7, turned: false };
-        let (x, bias) = (numbers(2, n * inputs), halves(6, outputs));
-        let weight = halves(5, inputs * outputs);
-        let layer =
-            Layer { weight: Matrix::halves(weight[..].into(), inputs, outputs), bias: bias[..].into() };
+        let (x, bias) = (numbers(2, n * inputs), f16_numbers(6, outputs));
+        let weight = f16_numbers(5, inputs * outputs);
+        let layer = Layer { weight: Matrix::f16(weight[..].into(), inputs, outputs), bias: bias[..].into() };
         let of = |values: &[f32], delta: &Delta| {
             let (mut low, mut y) = (vec![0f32; n * rank], vec![0f32; n * outputs]);
             let (low_out, y_out) = (low.as_mut_slice().into(), y.as_mut_slice().into());
@@ -138,8 +136,8 @@ fn the_number_of_threads_changes_no_bit() {
     let (n, inputs, outputs, rank) = (150, 700, 900, 5);
     let values = numbers(1, rank * (inputs + outputs));
     let (x, dy) = (numbers(2, n * inputs), numbers(3, n * outputs));
-    let (weight, bias) = (halves(5, inputs * outputs), halves(6, outputs));
-    let layer = Layer { weight: Matrix::halves(weight[..].into(), inputs, outputs), bias: bias[..].into() };
+    let (weight, bias) = (f16_numbers(5, inputs * outputs), f16_numbers(6, outputs));
+    let layer = Layer { weight: Matrix::f16(weight[..].into(), inputs, outputs), bias: bias[..].into() };
     let delta = Delta { a: 0, b: rank * inputs, rank, columns: 100..900, scale: 1.7, turned: false };
     for p in [0.0, 0.3] {
         let dropout = Dropout { key: 99, p, first_row: 2, seq_len: 15, stride: 16 };

@@ -127,8 +127,8 @@ pub fn decode(
     shares(gpu, &all, operands.dtype, (shape, Some(count)), scale, &out, &lse);
 }
 
-/// One query a row: its keys are shared out, and the shares joined. A count says how many of the tokens that may precede
-/// it do.
+/// One query a row: its keys are shared out, and the shares joined. A count says how many of the tokens that may
+/// precede it do.
 fn shares(
     gpu: &'static Gpu,
     operands: &[Argument],

@@ -1,5 +1,5 @@
-//! How much scratch of a CUDA device this op takes beside its buffers, from sizes alone: plans count it
-//! on machines without a device.
+//! Bytes of device scratch that this op takes beside its buffers, from sizes alone: plans count them on machines
+//! without a device.
 
 /// Keys that a block takes of a single query.
 pub const KEYS: usize = 128;

@@ -12,7 +12,7 @@ use crate::device::cpu::{
     LINE, Shared,
     simd::{
         Simd, exp, fold, load_or, replace,
-        tile::{Begin, ROWS, Tile, pack_turned},
+        tile::{Begin, ROWS, Tile, pack_transposed},
     },
     tasks::each,
     with_scratch,
@@ -170,8 +170,8 @@ impl<'a> Task<'a> {
 
     /// Turns the vectors of prefix and tokens into a panel `(width, columns)`.
     #[inline(always)]
-    fn turn<S: Simd>(&self, s: S, prefix: Option<Head>, tokens: Head, panel: &mut [f32]) {
-        pack_turned(
+    fn pack_panel<S: Simd>(&self, s: S, prefix: Option<Head>, tokens: Head, panel: &mut [f32]) {
+        pack_transposed(
             s,
             panel,
             (self.shape.width, self.columns()),
@@ -332,7 +332,7 @@ unsafe fn forward_head<S: Simd>(
     let p = task.shape.prefix;
     // SAFETY: the caller's promise.
     unsafe {
-        task.turn(s, task.prefix.map(|p| p.0), task.k, panel);
+        task.pack_panel(s, task.prefix.map(|p| p.0), task.k, panel);
         for first in (0..task.shape.queries).step_by(ROWS) {
             let group = task.group(first, ROWS.min(task.shape.queries - first));
             let mut factors = [0.0; ROWS];

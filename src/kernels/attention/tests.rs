@@ -134,8 +134,8 @@ fn differs() -> bool {
     run(Arithmetic::F32) != run(Arithmetic::Bf16)
 }
 
-/// Groups and blocks that are not full, odd numbers of queries and keys; pairs of both prefix and tokens, and of hidden and
-/// visible ones.
+/// Groups and blocks that are not full, odd numbers of queries and keys; pairs of both prefix and tokens, and of
+/// hidden and visible ones.
 #[test]
 fn products_of_bf16_match_reference() {
     let all = |t: usize| vec![0; t];
@@ -195,8 +195,8 @@ fn large_scores_do_not_overflow() {
     for (t, c) in [(3, 4), (40, 5), (150, 16), (75, 48)] {
         // Whole numbers, small enough that FP32 holds every score exactly: equal keys have equal scores.
         let mut qkv: Vec<f32> = numbers(1, t * 3 * c).iter().map(|x| (x * 100.0).round()).collect();
-        // The first and the last key, and the last query, are one long vector: that query finds these two keys largest,
-        // and averages their values.
+        // The first and the last key, and the last query, are one long vector: that query finds these two keys
+        // largest, and averages their values.
         let (first, last) = qkv.split_at_mut((t - 1) * 3 * c);
         first[c..2 * c].iter_mut().for_each(|x| *x *= 4.0);
         last[c..2 * c].copy_from_slice(&first[c..2 * c]);

@@ -1,4 +1,4 @@
-//! CUDA side: one thread for a few neighbouring elements.
+//! CUDA side: a thread takes 8 neighbouring elements.
 
 use crate::device::{
     DType, View, ViewMut,

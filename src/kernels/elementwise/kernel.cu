@@ -3,7 +3,7 @@
 // Grid: ceil(count / 2048) blocks of 256 threads; a thread takes 8 elements.
 #include "common.cuh"
 
-/// y (count) = x (count), to nearest even; what FP16 cannot hold becomes infinite.
+/// y (count) = x (count), to nearest even; values beyond FP16's largest become infinite.
 template <class From, class To> __device__ void cast(const From *x, To *y, i64 count) {
   i64 at = own();
   float values[WIDE];

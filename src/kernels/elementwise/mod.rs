@@ -37,15 +37,15 @@ mod tests {
     #[test]
     fn rounds_to_nearest_even() {
         let values = [1.0f32, 1.0 + 1.0 / 2048.0, 1.0 + 3.0 / 2048.0, 1e6, -0.1];
-        let mut halves = [f16::ZERO; 5];
-        cast(values[..].into(), halves[..].as_mut().into());
+        let mut rounded = [f16::ZERO; 5];
+        cast(values[..].into(), rounded[..].as_mut().into());
         assert_eq!(
-            halves[..3].iter().map(|half| half.to_f32()).collect::<Vec<_>>(),
+            rounded[..3].iter().map(|value| value.to_f32()).collect::<Vec<_>>(),
             [1.0, 1.0, 1.0 + 1.0 / 512.0]
         );
-        assert!(halves[3].is_infinite());
+        assert!(rounded[3].is_infinite());
         let mut back = [0f32; 5];
-        cast(halves[..].into(), back[..].as_mut().into());
+        cast(rounded[..].into(), back[..].as_mut().into());
         assert_eq!(back[4], f16::from_f32(-0.1).to_f32());
     }
 }

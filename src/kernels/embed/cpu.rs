@@ -1,4 +1,4 @@
-//! CPU side: one row a token.
+//! CPU side: a task takes some rows of the output.
 
 use half::f16;
 
@@ -7,7 +7,7 @@ use crate::{
     kernels::matmul::Matrix,
 };
 
-/// Rows a task takes.
+/// Rows that a task takes.
 const ROWS: usize = 64;
 
 pub fn forward(ids: &[u32], positions: &[u32], wte: Matrix, wpe: &[f16], x: &mut [f32]) {
@@ -28,14 +28,14 @@ pub fn forward(ids: &[u32], positions: &[u32], wte: Matrix, wpe: &[f16], x: &mut
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{kernels::q8, testing::halves};
+    use crate::{kernels::q8, testing::f16_numbers};
 
     #[test]
     fn adds_the_rows_of_both_tables() {
-        let (wte, wpe) = (halves(1, 7 * 3), halves(2, 5 * 3));
+        let (wte, wpe) = (f16_numbers(1, 7 * 3), f16_numbers(2, 5 * 3));
         let (ids, positions) = ([6u32, 0, 2], [0u32, 4, 4]);
         let mut x = [0f32; 9];
-        forward(&ids, &positions, Matrix::halves(wte[..].into(), 7, 3), &wpe, &mut x);
+        forward(&ids, &positions, Matrix::f16(wte[..].into(), 7, 3), &wpe, &mut x);
         for row in 0..3 {
             for i in 0..3 {
                 let expected =
@@ -50,7 +50,7 @@ mod tests {
         let c = q8::BLOCK + 3;
         let codes: Vec<i8> = (0..2 * c).map(|i| (i * 53 % 255) as u8 as i8).collect();
         let scales = [0.5, 3.0, 0.125, 1.0].map(f16::from_f32);
-        let wpe = halves(2, c);
+        let wpe = f16_numbers(2, c);
         let mut x = vec![0f32; c];
         forward(&[1], &[0], Matrix::codes(codes[..].into(), scales[..].into(), 2, c), &wpe, &mut x);
         for i in 0..c {

@@ -1,4 +1,4 @@
-//! CUDA side: one block a token.
+//! CUDA side: one block for each token.
 
 use crate::device::{
     View, ViewMut,

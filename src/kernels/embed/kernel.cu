@@ -1,4 +1,4 @@
-// Token plus position embedding; a block a row.
+// Token plus position embedding. Grid: a block for each row.
 #include "common.cuh"
 
 /// x (n, c) = wte[ids (n)] + wpe[positions (n)].

@@ -7,7 +7,7 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 
-/// `x (n, c)` from `ids (n)` and `positions (n)`; every id and position must lie inside its table, `wte (v, c)` and
+/// `x (n, c)` from `ids (n)` and `positions (n)`; every id and position must be inside its table, `wte (v, c)` and
 /// `wpe (positions, c)` in FP16.
 pub fn forward(ids: View, positions: View, wte: Matrix, wpe: View, x: ViewMut) {
     match x.device() {

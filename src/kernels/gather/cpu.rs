@@ -1,4 +1,4 @@
-//! CPU side: a task copies a few rows.
+//! CPU side: a task copies some rows.
 
 use crate::device::cpu::{Shared, tasks::each};
 
@@ -9,7 +9,7 @@ pub fn gather(from: &[f32], rows: &[u32], to: &mut [f32], c: usize) {
     let to = Shared::new(&mut to[..rows.len() * c]);
     each(rows.len().div_ceil(TASK), |task| {
         let rows = &rows[task * TASK..rows.len().min((task + 1) * TASK)];
-        // SAFETY: the rows of this task are its own.
+        // SAFETY: these rows belong to this task.
         let to = unsafe { to.range(task * TASK * c, rows.len() * c) };
         for (to, &row) in to.chunks_exact_mut(c).zip(rows) {
             to.copy_from_slice(&from[row as usize * c..][..c]);
@@ -22,7 +22,7 @@ pub fn scatter(from: &[f32], rows: &[u32], to: &mut [f32], c: usize) {
     let to = Shared::new(to);
     each(rows.len().div_ceil(TASK), |task| {
         for at in task * TASK..rows.len().min((task + 1) * TASK) {
-            // SAFETY: no row is named twice.
+            // SAFETY: no row occurs twice.
             let to = unsafe { to.range(rows[at] as usize * c, c) };
             to.copy_from_slice(&from[at * c..][..c]);
         }

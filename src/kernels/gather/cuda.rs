@@ -1,4 +1,4 @@
-//! CUDA side: one block a row.
+//! CUDA side: one block for each row.
 
 use crate::device::{
     View, ViewMut,

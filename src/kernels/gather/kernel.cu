@@ -9,7 +9,7 @@ template <class T> __device__ __forceinline__ void copy_row(const T *from, T *to
   }
 }
 
-/// to (m, c): row i = from[rows[i]]. A block a row, 128 threads.
+/// to (m, c): row i = from[rows[i]]. Grid: m blocks of 128.
 template <class T> __device__ void gather(const T *from, const unsigned *rows, T *to, int c) {
   const T *source = from + i64(rows[blockIdx.x]) * c;
   T *target = to + i64(blockIdx.x) * c;
@@ -17,7 +17,7 @@ template <class T> __device__ void gather(const T *from, const unsigned *rows, T
 }
 EXPORT(gather, (const T *from, const unsigned *rows, T *to, int c), (from, rows, to, c))
 
-/// to: row rows[i] = from[i] (m, c); no row is named twice. A block a row, 128 threads.
+/// to: row rows[i] = from[i] (m, c); no row occurs twice. Grid: m blocks of 128.
 template <class T> __device__ void scatter(const T *from, const unsigned *rows, T *to, int c) {
   const T *source = from + i64(blockIdx.x) * c;
   T *target = to + i64(rows[blockIdx.x]) * c;

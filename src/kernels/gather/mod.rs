@@ -1,4 +1,4 @@
-//! Some rows of a matrix: gathered into a smaller one, and spread again.
+//! Gathers rows of a matrix into a smaller one, and scatters them back.
 
 use crate::device::{Device, View, ViewMut};
 
@@ -15,7 +15,7 @@ pub fn gather(from: View, rows: View, to: ViewMut, c: usize) {
     }
 }
 
-/// `to (n, c)`: row `rows[i]` becomes row i of `from (m, c)`, all others stay; no row is named twice.
+/// `to (n, c)`: row `rows[i]` becomes row i of `from (m, c)`, all others stay; no row occurs twice.
 pub fn scatter(from: View, rows: View, to: ViewMut, c: usize) {
     match to.device() {
         Device::Cpu => cpu::scatter(from.host(), rows.host(), to.host(), c),
@@ -24,7 +24,7 @@ pub fn scatter(from: View, rows: View, to: ViewMut, c: usize) {
     }
 }
 
-/// [`scatter`], where all other rows become zero.
+/// [`scatter`] that sets all other rows to zero.
 pub fn spread(from: View, rows: View, to: ViewMut, c: usize) {
     let mut to = to;
     to.reborrow().clear();

@@ -1,17 +1,17 @@
-//! CPU side of the step between the two products: one task a row of logits.
+//! CPU side of the step between the two products: a task takes one row of logits.
 
 use super::simd;
 use crate::device::cpu::{Shared, exp, simd::at_level, tasks::each, vectorised};
 
 const LANES: usize = 16;
 
-/// What the loss of a row depends on beside its logits.
+/// Inputs of a row's loss beside its logits.
 pub struct Row {
-    /// Its target.
+    /// Target token of the row.
     pub target: usize,
-    /// Label smoothing.
+    /// Label smoothing e.
     pub smoothing: f32,
-    /// Factor of the gradient, where it is asked for.
+    /// Factor of the gradient; `None` for the loss alone.
     pub factor: Option<f32>,
 }
 
@@ -50,7 +50,7 @@ pub fn cross_entropy(
     });
 }
 
-/// Largest value, sum of exp(z - largest) and, where asked for, sum of a row.
+/// Largest value and sum of exp(z - largest) of a row; with label smoothing also its sum.
 #[inline(always)]
 fn statistics(z: &[f32], with_total: bool) -> (f32, f32, f32) {
     let (body, rest) = z.as_chunks::<LANES>();

@@ -1,7 +1,7 @@
-//! CUDA side of the step between the two products: one block a row.
+//! CUDA side of the step between the two products: one block for each row.
 //!
-//! With 16-bit activations the gradient of a row of logits lies in the first bytes of that row's own logits: read
-//! as 16-bit numbers, its rows stand twice as many elements apart.
+//! With 16-bit activations the gradient of a row of logits takes the first bytes of that row's own logits: in 16-bit
+//! numbers, the distance of its rows is twice that of the logits.
 
 use super::stride;
 use crate::{
@@ -14,7 +14,7 @@ use crate::{
 
 static IMAGE: Image = image!("head_loss");
 
-/// Elements of a gradient between the rows of logits.
+/// Distance of the gradient's rows, in its elements.
 fn gradient_stride(v: usize, activations: DType) -> usize {
     stride(v, activations) * DType::F32.size() / activations.size()
 }

@@ -1,7 +1,7 @@
 // The step of head and loss between the two products with the head: cross-entropy.
 #include "common.cuh"
 
-/// Softmax statistics of a part of a row: largest value, sum of exp(z - largest).
+/// Softmax statistics of part of a row: largest value, sum of exp(z - largest).
 struct Statistics {
   float most, sum;
 
@@ -39,10 +39,10 @@ __device__ Statistics joined_over_block(Statistics own) {
   return all;
 }
 
-/// Loss of one row of logits z (v), and its gradient dz where asked for. A block a row, 512 threads.
+/// Loss of one row of logits z (v), and its gradient dz where that is not null. Grid: a block of 512 for each row.
 ///
-/// dz may lie in the bytes of z: a chunk is read by all threads before any of it is written, and what is
-/// written never reaches beyond what has been read.
+/// dz may share the bytes of z: all threads have read a chunk before any of it is written, and no write reaches past
+/// the chunks that were read.
 template <class T>
 __device__ void cross_entropy(float *z, i64 ld, const int *targets, float smoothing, float factor, float *losses,
                               T *dz, i64 ld_dz, int v) {

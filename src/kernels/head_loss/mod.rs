@@ -22,30 +22,30 @@ mod tally;
 #[cfg(test)]
 mod tests;
 
-/// Hidden states and what they should predict.
+/// Hidden states and their targets.
 #[derive(Clone, Copy)]
 pub struct Supervised<'a> {
     /// Hidden states after the last layer norm `(n, c)`.
     pub hidden: View<'a>,
-    /// Which of them are supervised `(m)`, ascending; `None` where all are, m = n.
+    /// Indices of the supervised rows `(m)`, ascending; `None` where all are, m = n.
     pub rows: Option<View<'a>>,
-    /// Their targets `(m)`, inside the vocabulary.
+    /// Targets `(m)` of the supervised rows, inside the vocabulary.
     pub targets: View<'a>,
-    /// Label smoothing e.
+    /// Label smoothing e, 0 for none.
     pub smoothing: f32,
 }
 
-/// FP32 logits between the rows of a chunk of `v` logits each: with 16-bit activations their gradients lie in the
-/// same bytes, in rows that products on tensor cores like.
+/// Distance of rows of `v` FP32 logits: with 16-bit activations their gradients take the same bytes, and this distance
+/// aligns their rows for tensor cores.
 pub fn stride(v: usize, activations: DType) -> usize {
     if activations == DType::F32 { v } else { v.next_multiple_of(8) }
 }
 
-/// Workspace: `gathered (chunk, c)` and `logits (chunk, v)`, rows of the latter [`stride`] apart.
+/// Workspace: `gathered (chunk, c)` and `logits (chunk, v)`, whose rows are [`stride`] apart.
 pub struct HeadScratch<'a> {
-    /// Hidden states of a chunk, then their gradients; not used where all rows are supervised.
+    /// Hidden states of a chunk, later their gradients; unused where all rows are supervised.
     pub gathered: ViewMut<'a>,
-    /// Logits of a chunk, then their gradients.
+    /// Logits of a chunk, later their gradients.
     pub logits: ViewMut<'a>,
 }
 
@@ -108,7 +108,7 @@ fn logits_of(hidden: View, head: Matrix, z: ViewMut, count: usize) {
     }
 }
 
-/// `d_hidden (count, c) = dz E`, where dz is what [`cross_entropy`] left.
+/// `d_hidden (count, c) = dz E`, with dz from [`cross_entropy`].
 fn hidden_gradient(dz: View, head: Matrix, d_hidden: ViewMut, count: usize) {
     match d_hidden.device() {
         Device::Cpu => matmul::frozen_nn(dz, head, InitialValue::Zero, d_hidden, count),

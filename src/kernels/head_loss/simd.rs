@@ -1,4 +1,4 @@
-//! The cross-entropy of one row of logits in vectors.
+//! The cross-entropy of one row of logits, vectorised.
 
 use super::cpu::Row;
 use crate::device::cpu::simd::{Simd, exp, fold, replace};
@@ -20,7 +20,7 @@ fn inside<S: Simd>(s: S, z: &mut [f32], row: Row) -> f32 {
         z,
         f32::NEG_INFINITY,
         s.splat(f32::NEG_INFINITY),
-        // A row with NaN has a loss of NaN by its sum, whatever is the largest.
+        // The sum makes the loss of a row with NaN NaN, whatever value is found largest.
         #[inline(always)]
         |most, z| s.max(z, most),
     );

@@ -1,8 +1,8 @@
-//! Sums of losses, which on a device come to the host without holding it up.
+//! Sums of losses; those of a device are copied to the host without waiting for it.
 
 use crate::device::{Device, View};
 
-/// Losses of several micro-batches on their way into one sum: f64 over FP32 losses, in order.
+/// The losses of several micro-batches until they are summed: f64 over FP32 losses, in order.
 #[derive(Default)]
 pub struct Tally {
     sum: f64,
@@ -10,7 +10,7 @@ pub struct Tally {
     coming: Vec<Coming>,
 }
 
-/// Losses in pinned memory, there once the device was waited for.
+/// Losses in pinned memory, valid after a wait for the device.
 #[cfg(feature = "cuda")]
 struct Coming {
     gpu: &'static crate::device::cuda::Gpu,
@@ -19,7 +19,7 @@ struct Coming {
 }
 
 impl Tally {
-    /// Adds all of `losses`, as they are when the device gets here.
+    /// Adds all of `losses`, with the values that they have at this point of the device's work.
     pub fn add(&mut self, losses: View) {
         match losses.device() {
             Device::Cpu => self.sum += total(losses.host()),
@@ -30,11 +30,11 @@ impl Tally {
         }
     }
 
-    /// The sum of all that were added, once the device was waited for ([`Device::check`]).
+    /// The sum of all losses added, valid after a wait for the device ([`Device::check`]).
     pub fn sum(self) -> f64 {
         #[cfg(feature = "cuda")]
         let sum = self.coming.into_iter().fold(self.sum, |sum, Coming { gpu, pinned, bytes }| {
-            // SAFETY: the copy to these bytes is done, and nobody else has them; a page is aligned for any number.
+            // SAFETY: the copy to these bytes is done, nobody else has them, and pages are aligned for any number.
             let losses = unsafe { std::slice::from_raw_parts(pinned.head().cast::<f32>(), bytes / 4) };
             let sum = sum + total(losses);
             gpu.spare(pinned);

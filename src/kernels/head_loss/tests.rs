@@ -17,7 +17,7 @@ fn reference_gradient_is_central_differences() {
 #[test]
 fn cpu_matches_reference_whatever_the_chunk() {
     let (n, c, v) = (23, 7, 61);
-    let (hidden, head) = (numbers(1, n * c), halves(2, v * c));
+    let (hidden, head) = (numbers(1, n * c), f16_numbers(2, v * c));
     let rows: Vec<u32> = (0..n as u32).filter(|row| row % 3 != 1).collect();
     let targets: Vec<i32> = rows.iter().map(|row| (row * 17 % 61) as i32).collect();
     let m = rows.len();
@@ -34,7 +34,7 @@ fn cpu_matches_reference_whatever_the_chunk() {
             targets: targets[..].into(),
             smoothing,
         };
-        let matrix = Matrix::halves(head[..].into(), v, c);
+        let matrix = Matrix::f16(head[..].into(), v, c);
         let work =
             HeadScratch { gathered: gathered.as_mut_slice().into(), logits: logits.as_mut_slice().into() };
         let gradient = Some((d_hidden.as_mut_slice().into(), 0.37));

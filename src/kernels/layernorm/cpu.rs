@@ -1,13 +1,13 @@
-//! CPU side: a task normalises a group of rows; gain and bias are widened once a task.
+//! CPU side: a task normalises a group of rows and widens gain and bias once.
 
 use half::f16;
 
 use super::Norm;
 use crate::device::cpu::{Shared, tasks::each, vectorised, widen, with_scratch};
 
-/// Rows a task takes: enough to repay the widening, few enough to share out.
+/// Rows that a task takes: enough to repay the widening, and not too many for all threads to get some.
 const ROWS: usize = 32;
-/// Running sums per row; the order of additions depends on the width alone.
+/// Partial sums of a row; the order of additions depends on the width alone.
 const LANES: usize = 16;
 
 pub fn forward(x: &[f32], norm: Norm, y: &mut [f32], stats: &mut [f32]) {
@@ -73,7 +73,7 @@ fn normalise(x: &[f32], gain: &[f32], bias: &[f32], epsilon: f32, y: &mut [f32])
 }
 
 /// In the forward pass `y = x_hat * gain + bias`; the formula is that of [`super::reference::backward`],
-/// its two means taken in one pass.
+/// with both means in one pass.
 #[inline(always)]
 fn add_gradient(dy: &[f32], x: &[f32], gain: &[f32], (mean, rstd): (f32, f32), dx: &mut [f32]) {
     let width = x.len() as f32;

@@ -1,4 +1,4 @@
-//! CUDA side: a warp a row, four rows a block.
+//! CUDA side: a warp for each row, four rows in a block.
 
 use super::Norm;
 use crate::device::{

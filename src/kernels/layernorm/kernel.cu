@@ -1,9 +1,9 @@
-// Layer normalisation, forward and backward; a warp a row, so that no sum leaves the warp.
+// Layer normalisation, forward and backward; a warp for each row, so that no sum leaves the warp.
 //
 // Grid: ceil(n / 4) blocks of 128 threads. A row is read again for each pass over it, from the L1 cache.
 #include "common.cuh"
 
-constexpr int STRIDE = 32 * WIDE; // elements that a warp takes at once
+constexpr int STRIDE = 32 * WIDE; // elements that a warp loads by one instruction
 
 /// y (n, c) and stats (n, 2) = mean and rstd of x (n, c).
 template <class T>
@@ -19,7 +19,7 @@ __device__ void layernorm_forward(const T *x, const half_t *gain, const half_t *
     for (int i = 0; i < WIDE; i++) sum += v[i];
   }
   float mean = warp_sum(sum) / c;
-  // The variance in a pass of its own: mean(x^2) - mean^2 would cancel in FP32.
+  // The variance takes a second pass: mean(x^2) - mean^2 would cancel in FP32.
   for (int at = lane() * WIDE; at < c; at += STRIDE) {
     load(x + at, c - at, v);
 #pragma unroll
@@ -54,7 +54,7 @@ __device__ void layernorm_backward(const T *dy, const T *x, const float *stats, 
   auto fetch = [&](int at) {
     load(dy + at, c - at, g);
     load(x + at, c - at, x_hat);
-    load(gain + at, c - at, w); // 0 behind the end, hence g too
+    load(gain + at, c - at, w); // 0 past the end, hence g too
 #pragma unroll
     for (int i = 0; i < WIDE; i++) g[i] *= w[i], x_hat[i] = (x_hat[i] - mean) * rstd;
   };

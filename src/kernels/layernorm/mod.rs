@@ -1,8 +1,8 @@
 //! Layer normalisation of rows with a frozen gain and bias (Ba, Kiros and Hinton 2016).
 //!
 //! `y = (x - mean) * rstd * gain + bias` with `rstd = 1 / sqrt(var + eps)` and the population variance.
-//! Gain and bias are frozen, so the backward returns the gradient of `x` alone, added to what the
-//! residual path already holds.
+//! Gain and bias are frozen, so the backward computes the gradient of `x` alone, and adds it to that of the residual
+//! path.
 
 use crate::device::{Device, View, ViewMut};
 
@@ -16,11 +16,11 @@ mod tests;
 /// Frozen FP16 parameters `(c)` of a layer norm, and its epsilon.
 #[derive(Clone, Copy)]
 pub struct Norm<'a> {
-    /// Gain `(c)`.
+    /// Gain `(c)`, FP16.
     pub gain: View<'a>,
-    /// Bias `(c)`.
+    /// Bias `(c)`, FP16.
     pub bias: View<'a>,
-    /// Added to the variance.
+    /// Epsilon, added to the variance.
     pub epsilon: f32,
 }
 
@@ -33,7 +33,7 @@ pub fn forward(x: View, norm: Norm, y: ViewMut, stats: ViewMut) {
     }
 }
 
-/// `dx (n, c) += d loss / d x`, given `dy (n, c)` and what the forward saw and left.
+/// `dx (n, c) += d loss / d x`, from `dy (n, c)`, and `x` and `stats` of the forward.
 pub fn backward(dy: View, x: View, stats: View, norm: Norm, dx: ViewMut) {
     match dx.device() {
         Device::Cpu => cpu::backward(dy.host(), x.host(), stats.host(), norm, dx.host()),

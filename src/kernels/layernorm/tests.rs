@@ -15,7 +15,7 @@ fn reference_backward_is_central_differences() {
 #[test]
 fn cpu_matches_reference() {
     for (n, c) in [(7, 5), (33, 48), (70, 770)] {
-        let (gain, bias) = (halves(1, c), halves(2, c));
+        let (gain, bias) = (f16_numbers(1, c), f16_numbers(2, c));
         let norm = Norm { gain: gain[..].into(), bias: bias[..].into(), epsilon: 1e-5 };
         let (x, dy) = (numbers(3, n * c), numbers(4, n * c));
         let (mut y, mut stats) = (vec![0f32; n * c], vec![0f32; 2 * n]);

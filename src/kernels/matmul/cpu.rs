@@ -45,8 +45,9 @@ pub fn frozen_nn(x: &[f32], w: Matrix, start: InitialValue, y: &mut [f32], n: us
         }
         Strides::rows(jn)
     };
-    let few = |out: Shared, j: usize, jn: usize| few_nn(x, weights, out, (n, rows, cols), j, jn);
-    product(x, (n, rows, cols), start, y, widen_panel, few);
+    let small_batch =
+        |out: Shared, j: usize, jn: usize| small_batch_nn(x, weights, out, (n, rows, cols), j, jn);
+    product(x, (n, rows, cols), start, y, widen_panel, small_batch);
 }
 
 pub fn frozen_nt(x: &[f32], w: Matrix, start: InitialValue, y: &mut [f32], n: usize) {
@@ -62,22 +63,23 @@ pub fn frozen_nt(x: &[f32], w: Matrix, start: InitialValue, y: &mut [f32], n: us
         }
         Strides::columns(kn)
     };
-    let few = |out: Shared, j: usize, jn: usize| few_nt(x, weights, out, (n, rows, cols), j, jn);
-    product(x, (n, cols, rows), start, y, widen_panel, few);
+    let small_batch =
+        |out: Shared, j: usize, jn: usize| small_batch_nt(x, weights, out, (n, rows, cols), j, jn);
+    product(x, (n, cols, rows), start, y, widen_panel, small_batch);
 }
 
-/// `y (n, outer) = start + x (n, inner) V`, a task for each panel of columns of V, and where these are fewer than threads,
-/// for each band of rows in it.
+/// `y (n, outer) = start + x (n, inner) V`, a task for each panel of columns of V, and where these are fewer than
+/// threads, for each band of rows in it.
 ///
 /// `widen_panel((k, kn), (j, jn), panel)` widens `V[k .. k + kn, j .. j + jn]` and returns its strides;
-/// `few(y, j, jn)` adds columns `j .. j + jn` of the product where there are few rows.
+/// `small_batch(y, j, jn)` adds columns `j .. j + jn` of the product where there is a small batch.
 fn product(
     x: &[f32],
     (n, inner, outer): (usize, usize, usize),
     start: InitialValue,
     y: &mut [f32],
     widen_panel: impl Fn((usize, usize), (usize, usize), &mut [f32]) -> Strides + Sync,
-    few: impl Fn(Shared, usize, usize) + Sync,
+    small_batch: impl Fn(Shared, usize, usize) + Sync,
 ) {
     assert!(x.len() >= n * inner && y.len() >= n * outer, "shapes of a frozen product");
     let out = Shared::new(y);
@@ -88,7 +90,7 @@ fn product(
             let j = task * width;
             let jn = width.min(outer - j);
             fill(start, out, 0..n, outer, j, jn);
-            few(out, j, jn);
+            small_batch(out, j, jn);
         });
     }
     let (tasks, width) = parts(outer, OUTER);
@@ -143,7 +145,14 @@ pub(super) fn fill(start: InitialValue, out: Shared, rows: Range<usize>, cols: u
 /// A row of weights is widened in pieces of this many floats, which stay in the first-level cache.
 const PIECE: usize = 768;
 
-fn few_nn(x: &[f32], w: Elements, out: Shared, (n, rows, cols): (usize, usize, usize), j: usize, jn: usize) {
+fn small_batch_nn(
+    x: &[f32],
+    w: Elements,
+    out: Shared,
+    (n, rows, cols): (usize, usize, usize),
+    j: usize,
+    jn: usize,
+) {
     let mut piece = [0f32; PIECE];
     for k in 0..rows {
         for first in (j..j + jn).step_by(PIECE) {
@@ -162,7 +171,14 @@ fn few_nn(x: &[f32], w: Elements, out: Shared, (n, rows, cols): (usize, usize, u
     }
 }
 
-fn few_nt(x: &[f32], w: Elements, out: Shared, (n, rows, cols): (usize, usize, usize), i: usize, rn: usize) {
+fn small_batch_nt(
+    x: &[f32],
+    w: Elements,
+    out: Shared,
+    (n, rows, cols): (usize, usize, usize),
+    i: usize,
+    rn: usize,
+) {
     let mut piece = [0f32; PIECE];
     for weight_row in i..i + rn {
         for k in (0..cols).step_by(PIECE) {

@@ -58,7 +58,7 @@ pub fn frozen_nn(
     );
     assert!(n == 0 || x.len() >= (n - 1) * ld + rows, "shapes of a frozen product");
     if n <= SMALL_BATCH && ld == rows {
-        return few_nn(gpu, x, w, start, y, n);
+        return small_batch_nn(gpu, x, w, start, y, n);
     }
     let Before { beta, c, bias } = before(gpu, start, &y, n, cols);
     let d = y.address();
@@ -116,7 +116,7 @@ fn stretches(gpu: &'static Gpu, w: Matrix, dtype: DType, work: impl Fn(usize, us
     });
 }
 
-/// Residual and bias of a product of few rows.
+/// Residual and bias of a product of a small batch.
 pub fn operands(start: InitialValue, y: &ViewMut) -> (Argument, Argument) {
     match start {
         InitialValue::Zero => (Argument::NULL, Argument::NULL),
@@ -126,7 +126,7 @@ pub fn operands(start: InitialValue, y: &ViewMut) -> (Argument, Argument) {
     }
 }
 
-fn few_nn(gpu: &'static Gpu, x: View, w: Matrix, start: InitialValue, y: ViewMut, n: usize) {
+fn small_batch_nn(gpu: &'static Gpu, x: View, w: Matrix, start: InitialValue, y: ViewMut, n: usize) {
     let (rows, cols, dtype) = (w.rows, w.cols, x.dtype());
     let (residual, bias) = operands(start, &y);
     let splits = product_shares(rows, cols);

@@ -1,5 +1,5 @@
-//! How much scratch of a CUDA device this op takes beside its buffers, from sizes alone: plans count it
-//! on machines without a device.
+//! Bytes of device scratch that this op takes beside its buffers, from sizes alone: plans count them on machines
+//! without a device.
 
 use crate::device::DType;
 
@@ -13,7 +13,7 @@ pub fn converted_rows(rows: usize, cols: usize, dtype: DType) -> usize {
     (CONVERTED / (cols * dtype.size()).max(1)).clamp(1, rows.max(1))
 }
 
-/// Shares that the inner size of a product of few rows with weights `(rows, cols)` is cut into: blocks enough for a
+/// Shares that the inner size of a product of a small batch with weights `(rows, cols)` is cut into: blocks enough for a
 /// large device.
 pub fn product_shares(rows: usize, cols: usize) -> usize {
     (512 / cols.div_ceil(32).max(1)).clamp(1, rows.div_ceil(256).max(1))
@@ -21,10 +21,10 @@ pub fn product_shares(rows: usize, cols: usize) -> usize {
 
 /// Bytes of a product of `n` rows with frozen weights `(rows, cols)`.
 pub fn product(activations: DType, n: usize, (rows, cols): (usize, usize)) -> usize {
-    let few = if n <= SMALL_BATCH { 4 * product_shares(rows, cols) * n * cols } else { 0 };
+    let small_batch = if n <= SMALL_BATCH { 4 * product_shares(rows, cols) * n * cols } else { 0 };
     let converted = match activations {
         DType::F16 => 0,
         other => converted_rows(rows, cols, other) * cols * other.size(),
     };
-    few.max(converted)
+    small_batch.max(converted)
 }

@@ -1,4 +1,4 @@
-// What stands beside the library's matrix products: the start of an output, and products of few rows, which
+// What stands beside the library's matrix products: the start of an output, and products of small batches, which
 // are as fast as the FP16 weights can be read.
 #include "matmul/small_batch.cuh"
 
@@ -72,7 +72,7 @@ __device__ void dot_rows(const T *x, const half_t *w, float *y, int n, int rows,
 template <class T>
 __device__ void gemv_nt(const T *x, const half_t *w, float *y, int n, int rows, int cols, i64 ld) {
   if (n == 1) return dot_rows<1>(x, w, y, n, rows, cols, ld);
-  dot_rows<few::ROWS>(x, w, y, n, rows, cols, ld);
+  dot_rows<small_batch::ROWS>(x, w, y, n, rows, cols, ld);
 }
 EXPORT(gemv_nt, (const T *x, const half_t *w, float *y, int n, int rows, int cols, i64 ld),
        (x, w, y, n, rows, cols, ld))
@@ -80,7 +80,7 @@ EXPORT(gemv_nt, (const T *x, const half_t *w, float *y, int n, int rows, int col
 /// parts (splits, n, cols): shares of x (n, rows) w with w (rows, cols), n <= 8.
 /// Grid: (ceil(cols / 32), splits) blocks of 256.
 template <class T> __device__ void gemv_nn(const T *x, const half_t *w, float *parts, int n, int rows, int cols) {
-  few::shares(x, w, parts, n, rows, cols);
+  small_batch::shares(x, w, parts, n, rows, cols);
 }
 EXPORT(gemv_nn, (const T *x, const half_t *w, float *parts, int n, int rows, int cols),
        (x, w, parts, n, rows, cols))
@@ -91,7 +91,7 @@ __device__ void gemv_nn_finish(const float *parts, int splits, const T *residual
                                int cols) {
   int at = blockIdx.x * blockDim.x + threadIdx.x, count = n * cols;
   if (at >= count) return;
-  y[at] = narrow<T>(few::total(parts, splits, residual, bias, at, n, cols));
+  y[at] = narrow<T>(small_batch::total(parts, splits, residual, bias, at, n, cols));
 }
 EXPORT(gemv_nn_finish,
        (const float *parts, int splits, const T *residual, const half_t *bias, T *y, int n, int cols),

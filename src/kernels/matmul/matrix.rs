@@ -65,7 +65,7 @@ impl Arithmetic {
 
 impl<'a> Matrix<'a> {
     /// `(rows, cols)` of FP16.
-    pub fn halves(data: View<'a>, rows: usize, cols: usize) -> Self {
+    pub fn f16(data: View<'a>, rows: usize, cols: usize) -> Self {
         Self { data, scales: None, rows, cols, layout: Layout::Rows, arithmetic: Arithmetic::F32 }
     }
 
@@ -80,10 +80,10 @@ impl<'a> Matrix<'a> {
     /// When there are fewer than its sizes say, or they are of another type.
     pub(in crate::kernels) fn host(self) -> Elements<'a> {
         let Self { data, scales, rows, cols, layout, .. } = self;
-        let places = if layout == Layout::Strips { cols.next_multiple_of(STRIP) } else { cols };
-        assert!(data.len() >= rows * places, "a matrix of {rows} x {cols} has more elements");
+        let padded = if layout == Layout::Strips { cols.next_multiple_of(STRIP) } else { cols };
+        assert!(data.len() >= rows * padded, "a matrix of {rows} x {cols} has more elements");
         match (scales, layout) {
-            (None, Layout::Rows) => Elements::Halves(data.host()),
+            (None, Layout::Rows) => Elements::F16(data.host()),
             (None, Layout::Strips) => Elements::Strips(data.host(), rows),
             (Some(scales), _) => {
                 assert!(scales.len() >= rows * q8::blocks(cols), "a scale for every block");
@@ -94,12 +94,12 @@ impl<'a> Matrix<'a> {
 
     /// Copies all of it to the host, as FP32 `(rows, cols)`. For tests and small tools.
     pub fn to_floats(self) -> Vec<f32> {
-        let (halves, codes, factors);
+        let (values, codes, factors);
         let elements = match (self.scales, self.layout) {
             (None, Layout::Rows) => return self.data.to_floats(),
             (None, Layout::Strips) => {
-                halves = self.data.to_vec::<f16>();
-                Elements::Strips(&halves, self.rows)
+                values = self.data.to_vec::<f16>();
+                Elements::Strips(&values, self.rows)
             }
             (Some(scales), _) => {
                 assert_eq!(self.data.dtype(), DType::I8, "codes are 8-bit");
@@ -146,8 +146,8 @@ impl FrozenMatrix {
         }
     }
 
-    /// Copies matrices and `others` from mapped files into large pages of the process, the matrices in strips where this
-    /// CPU's kernels read them faster. Where there are no large pages nothing is done.
+    /// Copies matrices and `others` from mapped files into large pages of the process, the matrices in strips where
+    /// this CPU's kernels read them faster. Where there are no large pages nothing is done.
     ///
     /// # Errors
     /// [`Error::Memory`](crate::error::Error::Memory) when there is no memory for them; then they are where they were.
@@ -172,16 +172,16 @@ impl FrozenMatrix {
         Ok(())
     }
 
-    /// Its transpose in strips, where this CPU's kernels read that faster for the products `x W^T` of some rows: FP16 in
-    /// vectors. Their bits are those of the matrix in rows.
+    /// Its transpose in strips, where this CPU's kernels read that faster for the products `x W^T` of some rows:
+    /// FP16 in vectors. Their bits are those of the matrix in rows.
     ///
     /// # Errors
     /// [`Error::Memory`](crate::error::Error::Memory) when there is no memory for it.
-    pub fn turned(&self) -> Result<Option<Self>> {
+    pub fn transposed(&self) -> Result<Option<Self>> {
         if self.scales.is_some() || self.layout != Layout::Rows || !vectors() {
             return Ok(None);
         }
-        let data = self.data.turned((self.rows, self.cols), STRIP)?;
+        let data = self.data.transposed((self.rows, self.cols), STRIP)?;
         let (rows, cols) = (self.cols, self.rows);
         Ok(Some(Self { data, scales: None, rows, cols, layout: Layout::Strips, arithmetic: self.arithmetic }))
     }
@@ -211,7 +211,7 @@ impl FrozenMatrix {
 #[derive(Clone, Copy)]
 pub(in crate::kernels) enum Elements<'a> {
     /// FP16.
-    Halves(&'a [f16]),
+    F16(&'a [f16]),
     /// FP16 in strips, of so many rows.
     Strips(&'a [f16], usize),
     /// Codes, and the scales of their blocks.
@@ -228,14 +228,14 @@ impl Elements<'_> {
     pub(in crate::kernels) fn widen(self, cols: usize, (row, column): (usize, usize), to: &mut [f32]) {
         let start = row * cols + column;
         match self {
-            Self::Halves(halves) => widen(&halves[start..][..to.len()], to),
-            Self::Strips(halves, rows) => {
+            Self::F16(values) => widen(&values[start..][..to.len()], to),
+            Self::Strips(values, rows) => {
                 let mut column = column;
                 let mut to = to;
                 while !to.is_empty() {
                     let count = (STRIP - column % STRIP).min(to.len());
                     let (piece, rest) = to.split_at_mut(count);
-                    widen(&halves[strip_start(rows, row, column)..][..count], piece);
+                    widen(&values[strip_start(rows, row, column)..][..count], piece);
                     column += count;
                     to = rest;
                 }

@@ -1,5 +1,5 @@
-//! Matrix products with a frozen matrix, FP16 or 8-bit, and small dense FP32 ones. Accumulation is FP32. Activations are
-//! FP32 on CPUs, of any type on CUDA devices.
+//! Matrix products with a frozen matrix, FP16 or 8-bit, and small dense FP32 ones. Accumulation is FP32. Activations
+//! are FP32 on CPUs, of any type on CUDA devices.
 //!
 //! GPT-2 stores weights as Conv1D `[in, out]`. Forward and backward of a linear layer, and the two of
 //! the head, read the same bytes in one of two ways:

@@ -3,13 +3,13 @@
 //!
 //! Every element of the output is `start`, plus for each stretch of a panel's depth one chain of fused
 //! multiply-adds from the first weight to the last. Neither the number of rows, nor where a row or a column stands
-//! in a tile or a task, changes a bit. Products of few rows are made otherwise, see [`few`].
+//! in a tile or a task, changes a bit. Products of small batches are made otherwise, see [`few`].
 
 use std::ops::Range;
 
 use half::f16;
 
-use self::weights::{Codes, Halves, Weights};
+use self::weights::{Codes, F16Weights, Weights};
 use super::{Elements, InitialValue, Matrix};
 use crate::{
     device::cpu::{
@@ -17,7 +17,7 @@ use crate::{
         simd::{
             Simd,
             product::SCRATCH as THIN,
-            tile::{Begin, ROWS, Tile, pack_turned},
+            tile::{Begin, ROWS, Tile, pack_transposed},
         },
         tasks::{bands, each, parts},
         with_scratch,
@@ -55,20 +55,20 @@ pub fn scratch<S: Simd>(_: S) -> usize {
     S::PANEL.0 * S::PANEL.1
 }
 
-/// A panel's place in the weights: `outer` and `inner` as in `y (n, outer) = x (n, inner) V`.
+/// A panel's range in the weights: `outer` and `inner` as in `y (n, outer) = x (n, inner) V`.
 #[derive(Clone, Copy)]
-struct Place {
+struct PanelRange {
     inner: usize,
     depth: usize,
     outer: usize,
     width: usize,
 }
 
-/// `y (n, cols) = start + x (n, rows) W`, or turned `y (n, rows) = start + x (n, cols) W^T`.
+/// `y (n, cols) = start + x (n, rows) W`, or transposed `y (n, rows) = start + x (n, cols) W^T`.
 pub fn frozen<S: Simd>(
     s: S,
     x: &[f32],
-    (w, turned): (Matrix, bool),
+    (w, transposed): (Matrix, bool),
     start: InitialValue,
     y: &mut [f32],
     n: usize,
@@ -76,20 +76,20 @@ pub fn frozen<S: Simd>(
     let shape = (n, w.rows, w.cols);
     let pairs = w.arithmetic.in_pairs();
     match w.host() {
-        Elements::Halves(halves) => {
-            form(s, x, (Halves::<false>(halves, w.cols), turned), shape, pairs, start, y);
+        Elements::F16(values) => {
+            form(s, x, (F16Weights::<false>(values, w.cols), transposed), shape, pairs, start, y);
         }
         // Where rows would be rounded to BF16, those in strips are too.
-        Elements::Strips(halves, rows)
-            if !turned && n <= if pairs { small_batch::ROWS } else { strips::ROWS } =>
+        Elements::Strips(values, rows)
+            if !transposed && n <= if pairs { small_batch::ROWS } else { strips::ROWS } =>
         {
-            strips::nn(s, x, (halves, rows), (n, w.cols), start, y);
+            strips::nn(s, x, (values, rows), (n, w.cols), start, y);
         }
-        Elements::Strips(halves, rows) => {
-            form(s, x, (Halves::<true>(halves, rows), turned), shape, pairs, start, y);
+        Elements::Strips(values, rows) => {
+            form(s, x, (F16Weights::<true>(values, rows), transposed), shape, pairs, start, y);
         }
         Elements::Codes(codes, scales) => {
-            form(s, x, (Codes(codes, scales, w.cols), turned), shape, pairs, start, y);
+            form(s, x, (Codes(codes, scales, w.cols), transposed), shape, pairs, start, y);
         }
     }
 }
@@ -98,28 +98,28 @@ pub fn frozen<S: Simd>(
 fn form<S: Simd, W: Weights>(
     s: S,
     x: &[f32],
-    (w, turned): (W, bool),
+    (w, transposed): (W, bool),
     (n, rows, cols): (usize, usize, usize),
     pairs: bool,
     start: InitialValue,
     y: &mut [f32],
 ) {
-    let (inner, outer) = if turned { (cols, rows) } else { (rows, cols) };
-    if turned && n <= small_batch::ROWS_TURNED {
+    let (inner, outer) = if transposed { (cols, rows) } else { (rows, cols) };
+    if transposed && n <= small_batch::ROWS_TRANSPOSED {
         return small_batch::nt(s, x, w, (n, rows, cols), start, y);
     }
-    if !turned && n <= small_batch::ROWS {
+    if !transposed && n <= small_batch::ROWS {
         return small_batch::nn(s, x, w, (n, rows, cols), start, y);
     }
     #[cfg(target_arch = "x86_64")]
     if pairs {
         // SAFETY: the CPU has the instructions.
-        return unsafe { pairs::product(x, (n, inner, outer), start, y, (w, turned)) };
+        return unsafe { pairs::product(x, (n, inner, outer), start, y, (w, transposed)) };
     }
     let _ = pairs;
     // SAFETY: panels are cut from a matrix of this shape.
-    product(s, x, (n, inner, outer), start, y, |place, panel| unsafe {
-        if turned { pack_columns(s, w, place, panel) } else { pack_rows(s, w, place, panel) }
+    product(s, x, (n, inner, outer), start, y, |range, panel| unsafe {
+        if transposed { pack_columns(s, w, range, panel) } else { pack_rows(s, w, range, panel) }
     });
 }
 
@@ -131,7 +131,7 @@ fn product<S: Simd>(
     (n, inner, outer): (usize, usize, usize),
     start: InitialValue,
     y: &mut [f32],
-    pack: impl Fn(Place, &mut [f32]) + Sync,
+    pack: impl Fn(PanelRange, &mut [f32]) + Sync,
 ) {
     assert!(x.len() >= n * inner && y.len() >= n * outer, "shapes of a frozen product");
     check(start, n, outer);
@@ -144,12 +144,12 @@ fn product<S: Simd>(
         let (width, rows) = (width.min(outer - first), row..n.min(row + height));
         with_scratch(deep * width.next_multiple_of(S::LANES), |panel| {
             for k in (0..inner.max(1)).step_by(deep) {
-                let place = Place { inner: k, depth: deep.min(inner - k), outer: first, width };
-                pack(place, panel);
+                let range = PanelRange { inner: k, depth: deep.min(inner - k), outer: first, width };
+                pack(range, panel);
                 let start = if k == 0 { start } else { InitialValue::Keep };
-                // SAFETY: these rows of columns first .. first + width of y belong to this task, and the lengths of x, y
-                // and start were checked.
-                unsafe { tiles(s, x, (rows.clone(), inner, outer), place, panel, start, out) }
+                // SAFETY: these rows of columns first .. first + width of y belong to this task, and the lengths of
+                // x, y and start were checked.
+                unsafe { tiles(s, x, (rows.clone(), inner, outer), range, panel, start, out) }
             }
         });
     });
@@ -170,10 +170,10 @@ fn check(start: InitialValue, n: usize, outer: usize) {
 /// is as wide as its vectors, zeros behind its last column.
 ///
 /// # Safety
-/// The place lies inside the weights.
-unsafe fn pack_rows<S: Simd, W: Weights>(s: S, weights: W, place: Place, panel: &mut [f32]) {
+/// The range lies inside the weights.
+unsafe fn pack_rows<S: Simd, W: Weights>(s: S, weights: W, range: PanelRange, panel: &mut [f32]) {
     const { assert!(S::PANEL.1 + BLOCK <= W::STRIP, "one set of factors for a row of a panel") };
-    let Place { inner, depth, outer, width } = place;
+    let PanelRange { inner, depth, outer, width } = range;
     assert!(panel.len() >= depth * width.next_multiple_of(S::LANES), "room for a panel");
     s.enter(
         #[inline(always)]
@@ -202,8 +202,8 @@ unsafe fn pack_rows<S: Simd, W: Weights>(s: S, weights: W, place: Place, panel: 
     );
 }
 
-/// LANES weights of a row from `outer + column` on, or the `left` ones of its end and zeros; `outer` is where its factors
-/// begin.
+/// LANES weights of a row from `outer + column` on, or the `left` ones of its end and zeros; `outer` is where its
+/// factors begin.
 ///
 /// # Safety
 /// The row has these weights.
@@ -230,19 +230,19 @@ unsafe fn vector<S: Simd, W: Weights>(
 ///
 /// # Safety
 /// As [`pack_rows`].
-unsafe fn pack_columns<S: Simd, W: Weights>(s: S, weights: W, place: Place, panel: &mut [f32]) {
-    let Place { inner, depth, outer, width } = place;
+unsafe fn pack_columns<S: Simd, W: Weights>(s: S, weights: W, range: PanelRange, panel: &mut [f32]) {
+    let PanelRange { inner, depth, outer, width } = range;
     s.enter(
         #[inline(always)]
         move || {
-            pack_turned(
+            pack_transposed(
                 s,
                 panel,
                 (depth, width),
                 #[inline(always)]
                 |row, step, steps| {
                     if step.is_multiple_of(W::LINE) {
-                        // The same place in the next LANES rows.
+                        // The same range in the next LANES rows.
                         s.fetch(weights.address(outer + row + S::LANES, inner + step));
                     }
                     // SAFETY: the caller's promise.
@@ -262,25 +262,25 @@ unsafe fn tiles<S: Simd>(
     s: S,
     x: &[f32],
     (rows, inner, outer): (Range<usize>, usize, usize),
-    place: Place,
+    range: PanelRange,
     panel: &[f32],
     start: InitialValue,
     y: Shared,
 ) {
     for row in rows.clone().step_by(ROWS) {
-        for group in (0..place.width).step_by(S::COLUMNS) {
-            let columns = (place.width - group).min(S::COLUMNS);
+        for group in (0..range.width).step_by(S::COLUMNS) {
+            let columns = (range.width - group).min(S::COLUMNS);
             let tile = Tile {
-                x: x[row * inner + place.inner..].as_ptr(),
+                x: x[row * inner + range.inner..].as_ptr(),
                 x_row: inner,
                 x_step: 1,
-                panel: panel[group * place.depth..].as_ptr(),
+                panel: panel[group * range.depth..].as_ptr(),
                 panel_row: columns.next_multiple_of(S::LANES),
-                depth: place.depth,
-                y: y.at(row * outer + place.outer + group),
+                depth: range.depth,
+                y: y.at(row * outer + range.outer + group),
                 y_row: outer,
                 columns,
-                begin: begin(start, row * outer + place.outer + group, place.outer + group),
+                begin: begin(start, row * outer + range.outer + group, range.outer + group),
                 scale: 1.0,
             };
             // SAFETY: the tile lies inside what the caller promised.

@@ -1,9 +1,9 @@
-// Products of few rows with frozen weights (rows, cols), as fast as the weights can be read: each is read once, a block
+// Products of small batches with frozen weights (rows, cols), as fast as the weights can be read: each is read once, a block
 // takes 32 columns and a share of the rows, and shares are added in order.
 #pragma once
 #include "common.cuh"
 
-namespace few {
+namespace small_batch {
 constexpr int ROWS = 8;          // of x at most
 constexpr int COLUMNS = 32;      // of w that a block takes: four lanes of 8
 constexpr int GROUPS = 256 / 4;  // rows of w that a block takes at once
@@ -59,4 +59,4 @@ __device__ __forceinline__ float total(const float *parts, int splits, const T *
   for (int part = 0; part < splits; part++) sum += parts[i64(part) * n * cols + at];
   return sum;
 }
-} // namespace few
+} // namespace small_batch

@@ -1,4 +1,4 @@
-//! Every product against plain loops in f64, at odd shapes and on both sides of the few-rows border.
+//! Every product against plain loops in f64, at odd shapes and on both sides of the small-batch border.
 
 use std::sync::Arc;
 
@@ -8,7 +8,9 @@ use super::{matrix::STRIP, *};
 use crate::{
     device::{DType, Frozen, cpu::bf16},
     kernels::q8,
-    testing::{assert_close, central_differences, halves, numbers, skip, weighted, widened, with_threads},
+    testing::{
+        assert_close, central_differences, f16_numbers, numbers, skip, weighted, widened, with_threads,
+    },
 };
 
 fn plain(x: &[f32], w: &[f16], (n, k, m): (usize, usize, usize), transposed: bool) -> Vec<f64> {
@@ -30,9 +32,9 @@ fn frozen_products_match_plain_loops() {
         (19, 800, 270),
         (33, 17, 401),
     ] {
-        let weights = halves(1, rows * cols);
-        let matrix = Matrix::halves(weights.as_slice().into(), rows, cols);
-        let (bias, residual) = (halves(2, cols), numbers(3, n * cols));
+        let weights = f16_numbers(1, rows * cols);
+        let matrix = Matrix::f16(weights.as_slice().into(), rows, cols);
+        let (bias, residual) = (f16_numbers(2, cols), numbers(3, n * cols));
         let x = numbers(4, n * rows);
         let mut y = vec![f32::NAN; n * cols];
         let start = InitialValue::Residual(residual.as_slice().into(), bias.as_slice().into());
@@ -53,8 +55,8 @@ fn frozen_products_match_plain_loops() {
     }
 }
 
-/// Against sums in f64 of rounded factors: rounding them, 2^-9 each, would be far beyond the bound. More rows than the few
-/// that stay in FP32; odd depths, widths that are no vectors, several panels.
+/// Against sums in f64 of rounded factors: rounding them, 2^-9 each, would be far beyond the bound. More rows than
+/// the few that stay in FP32; odd depths, widths that are no vectors, several panels.
 #[test]
 fn products_of_bf16_match_sums_over_rounded_factors() {
     if !bf16() {
@@ -66,9 +68,9 @@ fn products_of_bf16_match_sums_over_rounded_factors() {
     for (n, rows, cols) in
         [(25, 1, 1), (33, 17, 401), (40, 800, 270), (27, 1601, 49), (64, 768, 192), (130, 1601, 1700)]
     {
-        let weights = halves(1, rows * cols);
+        let weights = f16_numbers(1, rows * cols);
         let matrix =
-            Matrix { arithmetic: Arithmetic::Bf16, ..Matrix::halves(weights.as_slice().into(), rows, cols) };
+            Matrix { arithmetic: Arithmetic::Bf16, ..Matrix::f16(weights.as_slice().into(), rows, cols) };
         let weight = |i: usize, j: usize| rounded(weights[i * cols + j].to_f32());
         let check = |y: &[f32], (columns, depth): (usize, usize), exact: &dyn Fn(usize, usize) -> f64| {
             for (at, &y) in y.iter().enumerate().step_by(1 + y.len() / 3000) {
@@ -78,7 +80,7 @@ fn products_of_bf16_match_sums_over_rounded_factors() {
             }
         };
 
-        let (bias, residual) = (halves(2, cols), numbers(3, n * cols));
+        let (bias, residual) = (f16_numbers(2, cols), numbers(3, n * cols));
         let x = numbers(4, n * rows);
         let mut y = vec![f32::NAN; n * cols];
         let start = InitialValue::Residual(residual.as_slice().into(), bias.as_slice().into());
@@ -111,10 +113,10 @@ fn the_number_of_threads_changes_no_bit_of_bf16() {
 fn on_any_threads(arithmetic: Arithmetic) {
     for (n, rows, cols) in [(37, 900, 530), (300, 800, 270), (131, 401, 64), (520, 33, 700), (301, 801, 1540)]
     {
-        let weights = halves(1, rows * cols);
+        let weights = f16_numbers(1, rows * cols);
         let coded = Coded::of(&numbers(11, rows * cols), cols);
         let x = numbers(12, n * rows.max(cols));
-        for matrix in [Matrix::halves(weights[..].into(), rows, cols), coded.matrix()] {
+        for matrix in [Matrix::f16(weights[..].into(), rows, cols), coded.matrix()] {
             let matrix = Matrix { arithmetic, ..matrix };
             let one = with_threads(1, || both(&x, matrix, n));
             for threads in [2, 3, 16] {
@@ -189,21 +191,21 @@ fn products_with_codes_match_plain_loops() {
 
 /// Codes give their values exactly, so where FP16 has them too every bit is the same.
 #[test]
-fn codes_and_halves_of_the_same_values_give_the_same_bits() {
+fn codes_and_f16_of_the_same_values_give_the_same_bits() {
     for (rows, cols) in [(33, 70), (384, 400), (20, 1100)] {
         let mut weights: Vec<f32> =
             numbers(21, rows * cols).iter().map(|x| (x * 127.0).round() / 1024.0).collect();
         weights
             .chunks_mut(cols)
             .for_each(|row| row.chunks_mut(q8::BLOCK).for_each(|b| b[0] = 127.0 / 1024.0));
-        let (coded, halves) =
+        let (coded, in_f16) =
             (Coded::of(&weights, cols), weights.iter().map(|&w| f16::from_f32(w)).collect::<Vec<_>>());
         assert_eq!(coded.values, weights);
         for n in [1, 4, 7, 8, 9, 33] {
             let x = numbers(22, n * rows.max(cols));
             assert_eq!(
                 both(&x, coded.matrix(), n),
-                both(&x, Matrix::halves(halves[..].into(), rows, cols), n),
+                both(&x, Matrix::f16(in_f16[..].into(), rows, cols), n),
                 "{n} rows"
             );
         }
@@ -223,12 +225,12 @@ fn strips(values: &[f16], rows: usize, cols: usize) -> Vec<f16> {
 #[test]
 fn strips_give_the_same_bits_as_rows() {
     for (rows, cols) in [(1, 32), (17, 96), (800, 288), (1601, 64)] {
-        let weights = halves(31, rows * cols);
-        let in_rows = Matrix::halves(weights.as_slice().into(), rows, cols);
+        let weights = f16_numbers(31, rows * cols);
+        let in_rows = Matrix::f16(weights.as_slice().into(), rows, cols);
         let stripped = strips(&weights, rows, cols);
         let in_strips = Matrix { data: stripped.as_slice().into(), layout: Layout::Strips, ..in_rows };
         assert_eq!(in_strips.to_floats(), in_rows.to_floats());
-        let (bias, residual) = (halves(32, cols), numbers(33, 100 * cols));
+        let (bias, residual) = (f16_numbers(32, cols), numbers(33, 100 * cols));
         for n in [1, 2, 5, 11, 12, 13, 25, 32, 72, 73, 100] {
             let x = numbers(34, n * rows.max(cols));
             let of = |matrix: Matrix| {
@@ -246,24 +248,24 @@ fn strips_give_the_same_bits_as_rows() {
 #[test]
 fn a_turned_matrix_gives_the_same_bits() {
     for (rows, cols) in [(1, 5), (50, 17), (321, 800), (64, 33)] {
-        let weights = halves(41, rows * cols);
+        let weights = f16_numbers(41, rows * cols);
         let bytes: Vec<u8> = weights.iter().flat_map(|w| w.to_bits().to_le_bytes()).collect();
         let data = Frozen::new(Arc::new(bytes), 0, DType::F16, rows * cols).unwrap();
         let (layout, arithmetic) = (Layout::Rows, Arithmetic::F32);
         let matrix = FrozenMatrix { data, scales: None, rows, cols, layout, arithmetic };
-        let Some(turned) = matrix.turned().unwrap() else {
+        let Some(transposed) = matrix.transposed().unwrap() else {
             assert!(!crate::device::cpu::vectors());
             return skip("no vector kernels at this level, so no transposed head", false);
         };
-        assert_eq!((turned.rows, turned.cols), (cols, rows));
-        let floats = turned.view().to_floats();
-        let place = |at: usize| weights[at % rows * cols + at / rows].to_f32();
-        assert!(floats.iter().enumerate().all(|(at, &value)| value == place(at)), "{rows} x {cols}");
+        assert_eq!((transposed.rows, transposed.cols), (cols, rows));
+        let floats = transposed.view().to_floats();
+        let at_transposed = |at: usize| weights[at % rows * cols + at / rows].to_f32();
+        assert!(floats.iter().enumerate().all(|(at, &value)| value == at_transposed(at)), "{rows} x {cols}");
         for n in [25, 32, 72, 73, 100] {
             let x = numbers(42, n * cols);
             let (mut y, mut z) = (vec![f32::NAN; n * rows], vec![f32::NAN; n * rows]);
             frozen_nt(x[..].into(), matrix.view(), InitialValue::Zero, y.as_mut_slice().into(), n);
-            frozen_nn(x[..].into(), turned.view(), InitialValue::Zero, z.as_mut_slice().into(), n);
+            frozen_nn(x[..].into(), transposed.view(), InitialValue::Zero, z.as_mut_slice().into(), n);
             assert!(y == z, "{rows} x {cols}, {n} rows of x");
         }
     }
@@ -272,9 +274,9 @@ fn a_turned_matrix_gives_the_same_bits() {
 #[test]
 fn strips_are_read_from_any_column() {
     let (n, rows, cols) = (5, 70, 96);
-    let (weights, x) = (halves(35, rows * cols), numbers(36, n * rows));
+    let (weights, x) = (f16_numbers(35, rows * cols), numbers(36, n * rows));
     let stripped = strips(&weights, rows, cols);
-    let matrix = Matrix::halves(stripped.as_slice().into(), rows, cols);
+    let matrix = Matrix::f16(stripped.as_slice().into(), rows, cols);
     let elements = Matrix { layout: Layout::Strips, ..matrix }.host();
     let mut piece = [0f32; 41];
     // From the middle of a strip to that of the next but one.
@@ -299,9 +301,9 @@ fn the_number_of_rows_changes_no_bit() {
         return skip("no vector kernels at this level", false);
     }
     let (n, rows, cols) = (40, 1601, 130);
-    let (weights, x) = (halves(37, rows * cols), numbers(38, n * rows));
-    let matrix = Matrix::halves(weights.as_slice().into(), rows, cols);
-    let (bias, residual) = (halves(39, cols), numbers(40, n * cols));
+    let (weights, x) = (f16_numbers(37, rows * cols), numbers(38, n * rows));
+    let matrix = Matrix::f16(weights.as_slice().into(), rows, cols);
+    let (bias, residual) = (f16_numbers(39, cols), numbers(40, n * cols));
     let of = |n: usize| {
         let mut y = vec![f32::NAN; n * cols];
         let start = InitialValue::Residual(residual[..n * cols].into(), bias.as_slice().into());
@@ -309,18 +311,18 @@ fn the_number_of_rows_changes_no_bit() {
         y
     };
     let all = of(n);
-    for few in [1, 3, 8, 9, 24, 25] {
-        assert!(of(few) == all[..few * cols], "{few} rows");
+    for small in [1, 3, 8, 9, 24, 25] {
+        assert!(of(small) == all[..small * cols], "{small} rows");
     }
     // Turned, up to 24 rows.
-    let turned = |n: usize| {
+    let transposed = |n: usize| {
         let mut z = numbers(41, n * rows);
         frozen_nt(x[..n * cols].into(), matrix, InitialValue::Keep, z.as_mut_slice().into(), n);
         z
     };
-    let all = turned(24);
-    for few in [1, 3, 4, 7, 8, 13] {
-        assert!(turned(few) == all[..few * rows], "{few} rows, turned");
+    let all = transposed(24);
+    for small in [1, 3, 4, 7, 8, 13] {
+        assert!(transposed(small) == all[..small * rows], "{small} rows, transposed");
     }
 }
 

@@ -1,8 +1,8 @@
-//! 8-bit weights: whole numbers, and a factor for each block of them.
+//! 8-bit weights: integer codes, and a scale for each block of them.
 //!
 //! A matrix `(rows, cols)` is two arrays: codes `(rows, cols)` and FP16 scales `(rows, ceil(cols / BLOCK))`, one for
 //! BLOCK consecutive codes of a row; the last block of a row may be shorter. `value = code * scale`, the scheme of
-//! ggml's Q8_0. A product of 7 and 11 bits is exact in FP32: what kernels multiply by is the value itself.
+//! ggml's Q8_0. A product of 7 and 11 bits is exact in FP32, so kernels multiply by the exact value.
 
 use half::f16;
 
@@ -13,15 +13,15 @@ pub const BLOCK: usize = 32;
 /// Largest magnitude of a code.
 const LARGEST: f32 = 127.0;
 
-/// Scales of a row of `cols` codes.
+/// Number of scales in a row of `cols` codes.
 pub fn blocks(cols: usize) -> usize {
     cols.div_ceil(BLOCK)
 }
 
 /// Writes the codes of a block of finite values and returns its scale; `|value - code * scale| <= scale / 2`.
 ///
-/// The scale is the largest magnitude over 127, rounded to the nearest FP16; to the next one where the nearest is so
-/// much smaller that 127 would not reach, which happens below the normal numbers of FP16 alone.
+/// The scale is the largest magnitude over 127, rounded to the nearest FP16. Where that is so small that 127 codes
+/// do not reach the largest value, it is the next FP16 above; this happens only below FP16's normal numbers.
 pub fn quantise(values: &[f32], codes: &mut [i8]) -> f16 {
     assert_eq!(values.len(), codes.len(), "a code for every value");
     let largest = vectorised(
@@ -44,7 +44,7 @@ pub fn quantise(values: &[f32], codes: &mut [i8]) -> f16 {
     scale
 }
 
-/// Values of codes that stand in a row from `column` on; `scales` are those of the whole row.
+/// Values of codes of a row from `column`; `scales` are those of the whole row.
 pub fn widen(codes: &[i8], scales: &[f16], column: usize, to: &mut [f32]) {
     assert_eq!(codes.len(), to.len(), "a value for every code");
     let head = (BLOCK - column % BLOCK).min(codes.len());

@@ -235,7 +235,7 @@ impl Weights {
     /// # Errors
     /// [`Error::Memory`] when there is no memory for it.
     pub fn turn_head(&mut self) -> Result<()> {
-        self.head_turned = self.head().turned()?;
+        self.head_turned = self.head().transposed()?;
         Ok(())
     }
 

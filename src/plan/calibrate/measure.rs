@@ -122,7 +122,7 @@ fn products(sizes: &Sizes, arithmetic: Arithmetic) -> (ProductRate, ProductRate,
     let x = values(sizes.rows.1 * inputs.max(outputs));
     let mut y = values((sizes.rows.1 * inputs.max(outputs)).max(head_rows * vocabulary));
     let matrix = |rows: usize, cols: usize| {
-        let halves = Matrix::halves(View::from(&weights[..rows * cols]), rows, cols);
+        let halves = Matrix::f16(View::from(&weights[..rows * cols]), rows, cols);
         Matrix { arithmetic, ..halves }
     };
     let (layer, head) = (matrix(inputs, outputs), matrix(vocabulary, inputs));

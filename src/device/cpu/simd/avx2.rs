@@ -1,4 +1,4 @@
-//! Vectors of AVX2 with FMA and F16C, which came together.
+//! Vectors of AVX2 with FMA and F16C, which CPUs have together.
 
 use std::arch::x86_64::*;
 
@@ -18,7 +18,8 @@ impl Avx2 {
     }
 }
 
-// SAFETY of all that follows: a value of the type is the proof that the CPU has the instructions; memory is the caller's.
+// SAFETY of everything below: a value of the type proves that the CPU has the instructions; the caller vouches for
+// memory.
 #[allow(clippy::undocumented_unsafe_blocks, reason = "one reason for all")]
 unsafe impl Simd for Avx2 {
     type Floats = __m256;
@@ -27,7 +28,7 @@ unsafe impl Simd for Avx2 {
     // 12 sums, two weights and an element of x.
     const VECTORS: usize = 2;
     const TALL: (usize, usize) = (6, 2);
-    // Written parts take 20 to 40 times as long as whole vectors on Zen 2 and 3.
+    // Masked stores take 20 to 40 times the time of whole vectors on Zen 2 and 3.
     const MASKS: bool = false;
     // 384 KiB: second-level caches of most of these CPUs are 512 KiB and larger. A depth of 384 is 5% slower.
     const PANEL: (usize, usize) = (768, 128);
@@ -142,7 +143,7 @@ unsafe impl Simd for Avx2 {
         }
     }
 
-    // A division: estimates differ from one maker of CPUs to the other.
+    // A division: estimates differ between Intel and AMD CPUs.
     #[inline(always)]
     fn reciprocal(self, x: __m256) -> __m256 {
         unsafe { _mm256_div_ps(_mm256_set1_ps(1.0), x) }

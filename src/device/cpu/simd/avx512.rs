@@ -18,13 +18,14 @@ impl Avx512 {
     }
 }
 
-/// The first `count` lanes.
+/// A mask of the first `count` lanes.
 #[inline(always)]
 fn first(count: usize) -> __mmask16 {
     if count >= 16 { !0 } else { (1 << count) - 1 }
 }
 
-// SAFETY of all that follows: a value of the type is the proof that the CPU has the instructions; memory is the caller's.
+// SAFETY of everything below: a value of the type proves that the CPU has the instructions; the caller vouches for
+// memory.
 #[allow(clippy::undocumented_unsafe_blocks, reason = "one reason for all")]
 unsafe impl Simd for Avx512 {
     type Floats = __m512;

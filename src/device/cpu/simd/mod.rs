@@ -1,10 +1,9 @@
-//! What hand-written kernels are written in: vectors of floats of whatever instructions a CPU has, exponentials,
-//! tiles of products.
+//! The parts of hand-written kernels: vectors of floats for every instruction set, exponentials, tiles of products.
 //!
-//! A kernel is one body of code over [`Simd`], compiled for every instruction set there is ([`avx512`], [`avx2`],
-//! [`neon`]); [`at_level`] picks one at run time. Everything that vectors pass through is `#[inline(always)]` and ends up
-//! inside [`Simd::enter`], where the compiler may use the instructions; what is not compiled into it would pass
-//! vectors through memory, a call for each instruction.
+//! A kernel is one body of code over [`Simd`], compiled for every instruction set ([`avx512`], [`avx2`], [`neon`]);
+//! [`at_level`] picks one at run time. Every function that takes vectors is `#[inline(always)]` and is compiled into
+//! [`Simd::enter`], where the compiler may use the instructions. A function outside would pass vectors through memory,
+//! with a call for each instruction.
 
 use half::f16;
 
@@ -24,15 +23,15 @@ pub mod tile;
 /// Most floats that a vector of any instruction set has.
 pub const MOST: usize = 16;
 
-/// An instruction set: a value of such a type is the proof that the CPU has it.
+/// An instruction set: a value of such a type proves that the CPU has it.
 ///
 /// # Safety
-/// Kernels go by the numbers without looking: LANES is at most MOST, VECTORS at most 4, TALL at most (12, 2) or (6, 4), a
-/// strip of FP16 (32 columns) holds whole tiles of TALL, and the columns of a panel are whole vectors.
+/// Kernels rely on these constants unchecked: LANES is at most MOST, VECTORS at most 4, TALL at most (12, 2) or (6,
+/// 4), a strip of FP16 (32 columns) holds whole tiles of TALL, and the columns of a panel are whole vectors.
 pub unsafe trait Simd: Copy + Send + Sync {
-    /// A vector.
+    /// A vector of LANES floats.
     type Floats: Copy;
-    /// Floats of a vector.
+    /// Number of floats in a vector.
     const LANES: usize;
     /// Whether there are 32 registers for vectors, and not 16.
     const MANY_REGISTERS: bool;
@@ -42,38 +41,38 @@ pub unsafe trait Simd: Copy + Send + Sync {
     const TALL: (usize, usize);
     /// Columns of a tile.
     const COLUMNS: usize = Self::VECTORS * Self::LANES;
-    /// Whether a part of a vector is read and written as fast as a whole one.
+    /// Whether part of a vector is read and written as fast as a whole one.
     const MASKS: bool;
-    /// Steps and columns of a panel of frozen weights: it stays in a second-level cache.
+    /// Steps and columns of a panel of frozen weights, which has to stay in a second-level cache.
     const PANEL: (usize, usize);
 
     /// Runs `body` as a function of its own, compiled for these instructions.
     fn enter<R>(self, body: impl FnOnce() -> R) -> R;
 
-    /// Zeros.
+    /// 0 in every lane.
     fn zero(self) -> Self::Floats;
     /// `x` in every lane.
     fn splat(self, x: f32) -> Self::Floats;
 
-    /// A whole vector.
+    /// Reads a whole vector.
     ///
     /// # Safety
-    /// There are LANES floats.
+    /// `from` is valid for LANES floats.
     unsafe fn load(self, from: *const f32) -> Self::Floats;
     /// Writes a whole vector.
     ///
     /// # Safety
-    /// There is room for LANES floats.
+    /// `to` is valid for LANES floats.
     unsafe fn store(self, to: *mut f32, vector: Self::Floats);
-    /// The first `count` lanes, at most LANES, and `fill` behind them.
+    /// Reads the first `count` lanes, at most LANES; the others are `fill`.
     ///
     /// # Safety
-    /// There are so many floats.
+    /// `from` is valid for `count` floats.
     unsafe fn load_first(self, from: *const f32, count: usize, fill: f32) -> Self::Floats;
     /// Writes the first `count` lanes, at most LANES.
     ///
     /// # Safety
-    /// There is room for so many floats.
+    /// `to` is valid for `count` floats.
     unsafe fn store_first(self, to: *mut f32, count: usize, vector: Self::Floats);
 
     /// `a + b`.
@@ -90,42 +89,42 @@ pub unsafe trait Simd: Copy + Send + Sync {
     fn min(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
     /// The larger of both; NaN where `b` is.
     fn max(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
-    /// The nearest whole number.
+    /// The nearest whole number, of two the even one.
     fn round(self, x: Self::Floats) -> Self::Floats;
-    /// `x 2^n` for whole n of magnitude up to 200; over- and underflows as it should.
+    /// `x 2^n` for whole n of magnitude up to 200, with overflow to infinity and gradual underflow.
     fn scale(self, x: Self::Floats, n: Self::Floats) -> Self::Floats;
     /// `1 / x` for normal x, to 1 ulp.
     fn reciprocal(self, x: Self::Floats) -> Self::Floats;
-    /// `value`, and 0 where `a = b`.
+    /// `value`, but 0 where `a = b`.
     fn unless_equal(self, value: Self::Floats, a: Self::Floats, b: Self::Floats) -> Self::Floats;
-    /// `value`, and 0 where `a >= b`.
+    /// `value`, but 0 where `a >= b`.
     fn unless_reaching(self, value: Self::Floats, a: Self::Floats, b: Self::Floats) -> Self::Floats;
 
     /// The sum of all lanes: lane i and i + LANES / 2 first, of these i and i + LANES / 4, and so on.
     fn sum(self, x: Self::Floats) -> f32;
-    /// The largest lane.
+    /// The value of the largest lane.
     fn largest(self, x: Self::Floats) -> f32;
 
-    /// LANES halves.
+    /// Reads LANES FP16 values, as floats.
     ///
     /// # Safety
-    /// There are so many.
+    /// `from` is valid for LANES values.
     unsafe fn widen(self, from: *const f16) -> Self::Floats;
-    /// LANES whole numbers.
+    /// Reads LANES 8-bit integers, as floats.
     ///
     /// # Safety
-    /// There are so many.
+    /// `from` is valid for LANES integers.
     unsafe fn whole(self, from: *const i8) -> Self::Floats;
 
-    /// The transpose of a square of LANES vectors, which are the first of these.
+    /// The transpose of the square that the first LANES vectors make; the others are not read.
     fn transposed(self, rows: [Self::Floats; MOST]) -> [Self::Floats; MOST];
 
-    /// Has the cache line at an address brought near, which may be any.
+    /// Prefetches the cache line of `address`, which need not be valid.
     fn fetch<T>(self, address: *const T);
 }
 
-/// `Some` of what `$body` makes with `$s`, the instruction set of the [level](crate::device::cpu::level); None where that
-/// has no kernels of our own.
+/// `Some($body)` with `$s`, the instruction set of the [level](crate::device::cpu::level); `None` at a level without
+/// hand-written kernels.
 macro_rules! at_level {
     ($s:ident => $body:expr) => {
         match $crate::device::cpu::level() {
@@ -152,18 +151,18 @@ macro_rules! at_level {
 }
 pub(crate) use at_level;
 
-/// An array of what `of` makes of each index.
+/// The array `[of(0), of(1), ..]`; `first` fills it before.
 #[inline(always)]
 pub fn array<T: Copy, const N: usize>(first: T, of: impl Fn(usize) -> T) -> [T; N] {
     let mut array = [first; N];
-    for (i, place) in array.iter_mut().enumerate() {
-        *place = of(i);
+    for (i, element) in array.iter_mut().enumerate() {
+        *element = of(i);
     }
     array
 }
 
 /// e^x of each lane, to 1.5 ulp: x = n ln 2 + r, a polynomial of degree 6 on |r| <= ln 2 / 2 as in Cephes `expf`,
-/// and a multiplication by 2^n that over- and underflows as it should.
+/// and a multiplication by 2^n with overflow to infinity and gradual underflow.
 #[inline(always)]
 pub fn exp<S: Simd>(s: S, x: S::Floats) -> S::Floats {
     // 2^n is 0 below -150 and infinite above 129; NaN stays NaN, being the second operand.
@@ -179,24 +178,24 @@ pub fn exp<S: Simd>(s: S, x: S::Floats) -> S::Floats {
     s.scale(value, n)
 }
 
-/// Up to LANES floats, `fill` behind them.
+/// The first floats of `values`, up to LANES; the other lanes are `fill`.
 #[inline(always)]
 pub fn load_or<S: Simd>(s: S, values: &[f32], fill: f32) -> S::Floats {
-    // SAFETY: no more than there are.
+    // SAFETY: no more lanes than values.
     unsafe { s.load_first(values.as_ptr(), values.len().min(S::LANES), fill) }
 }
 
-/// Writes as many lanes as there are values, LANES at most.
+/// Writes the first lanes to `values`, up to LANES.
 #[inline(always)]
 pub fn store<S: Simd>(s: S, values: &mut [f32], vector: S::Floats) {
-    // SAFETY: no more than there is room for.
+    // SAFETY: no more lanes than values.
     unsafe { s.store_first(values.as_mut_ptr(), values.len().min(S::LANES), vector) }
 }
 
-/// Replaces values a vector at a time; lanes behind the last value are 0.
+/// Replaces values one vector at a time; lanes past the last value are 0.
 #[inline(always)]
 pub fn replace<S: Simd>(s: S, values: &mut [f32], mut with: impl FnMut(S::Floats) -> S::Floats) {
-    // Parts of vectors only at the end: masks would cost as much as an exponential.
+    // Masks at the end only: everywhere they would cost the time of an exponential.
     let mut whole = values.chunks_exact_mut(S::LANES);
     for values in &mut whole {
         // SAFETY: a vector of floats.
@@ -209,7 +208,7 @@ pub fn replace<S: Simd>(s: S, values: &mut [f32], mut with: impl FnMut(S::Floats
     }
 }
 
-/// The same for two lists of one length side by side.
+/// [`replace`] for two lists of one length, side by side.
 #[inline(always)]
 pub fn replace_both<S: Simd>(
     s: S,
@@ -234,7 +233,7 @@ pub fn replace_both<S: Simd>(
     }
 }
 
-/// Takes up values a vector at a time; lanes behind the last value are `fill`.
+/// Folds values one vector at a time; lanes past the last value are `fill`.
 #[inline(always)]
 pub fn fold<S: Simd, T>(
     s: S,
@@ -253,17 +252,17 @@ pub fn fold<S: Simd, T>(
     if rest.is_empty() { state } else { with(state, load_or(s, rest, fill)) }
 }
 
-/// Up to LANES halves, zeros behind them.
+/// The first FP16 values, up to LANES, as floats; the other lanes are 0.
 #[inline(always)]
-pub fn widened<S: Simd>(s: S, halves: &[f16]) -> S::Floats {
+pub fn widened<S: Simd>(s: S, values: &[f16]) -> S::Floats {
     let mut padded = [f16::ZERO; MOST];
-    let from = if halves.len() >= S::LANES {
-        halves
+    let from = if values.len() >= S::LANES {
+        values
     } else {
-        padded[..halves.len()].copy_from_slice(halves);
+        padded[..values.len()].copy_from_slice(values);
         &padded
     };
-    // SAFETY: at least a vector of halves.
+    // SAFETY: the array holds a vector of FP16 values.
     unsafe { s.widen(from.as_ptr()) }
 }
 

@@ -10,7 +10,7 @@ use super::{MOST, Simd};
 #[derive(Clone, Copy)]
 pub struct Neon;
 
-// SAFETY of all that follows: NEON belongs to the architecture; memory is the caller's.
+// SAFETY of everything below: NEON belongs to the architecture; the caller vouches for memory.
 #[allow(clippy::undocumented_unsafe_blocks, reason = "one reason for all")]
 unsafe impl Simd for Neon {
     type Floats = float32x4_t;
@@ -23,7 +23,7 @@ unsafe impl Simd for Neon {
     // 384 KiB.
     const PANEL: (usize, usize) = (768, 128);
 
-    // Nothing to enable; a function of its own all the same, as its callers are written for one.
+    // Nothing to enable.
     #[inline(always)]
     fn enter<R>(self, body: impl FnOnce() -> R) -> R {
         #[inline(never)]
@@ -161,12 +161,12 @@ unsafe impl Simd for Neon {
     #[inline(always)]
     unsafe fn widen(self, from: *const f16) -> float32x4_t {
         unsafe {
-            let halves = vld1_u16(from.cast());
+            let values = vld1_u16(from.cast());
             let wide: float32x4_t;
-            // The intrinsic of this instruction is behind a feature of FP16 arithmetic, which the instruction is not.
+            // Rust's intrinsic asks for the FP16 arithmetic feature, which this instruction does not need.
             asm!(
-                "fcvtl {wide:v}.4s, {halves:v}.4h",
-                halves = in(vreg) halves,
+                "fcvtl {wide:v}.4s, {values:v}.4h",
+                values = in(vreg) values,
                 wide = lateout(vreg) wide,
                 options(pure, nomem, nostack, preserves_flags)
             );

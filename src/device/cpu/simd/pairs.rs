@@ -1,6 +1,6 @@
 //! BF16 values two by two: a vector of floats carries LANES pairs, each with its earlier value in the low half.
 //!
-//! They are loaded, stored and turned about as floats are, and never computed with as such.
+//! They are loaded, stored and transposed as floats are, and never added or multiplied as floats.
 
 use std::arch::x86_64::*;
 
@@ -8,15 +8,15 @@ use super::{Simd, avx512::Avx512, load_or, store};
 
 const LANES: usize = Avx512::LANES;
 
-/// Two vectors of floats as 32 BF16 values one after another: 16 pairs of neighbours.
+/// Rounds two vectors of floats to 32 consecutive BF16 values: 16 pairs of neighbours.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 pub fn paired(low: __m512, high: __m512) -> __m512 {
-    // SAFETY: both are 64 bytes in which every pattern means something.
+    // SAFETY: both are 64 bytes, and every pattern of bits is valid.
     unsafe { std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(high, low)) }
 }
 
-/// Pair i is value i of `low` and value i of `high`, rounded.
+/// Pair i consists of value i of `low` and value i of `high`, rounded.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 pub fn interleaved(low: __m512, high: __m512) -> __m512 {
@@ -36,7 +36,7 @@ pub fn interleaved(low: __m512, high: __m512) -> __m512 {
     _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, values))
 }
 
-/// Rounds a row to pairs of neighbours; a last one without a partner gets 0.
+/// Rounds a row to pairs of neighbours; the partner of an odd last value is 0.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 pub fn round(s: Avx512, row: &[f32], to: &mut [f32]) {
     let mut vectors = row.chunks_exact(2 * LANES);
@@ -55,7 +55,7 @@ pub fn round(s: Avx512, row: &[f32], to: &mut [f32]) {
     }
 }
 
-/// The same in place for whole vectors: the pairs stand in the first half of the row.
+/// The same in place for whole vectors: the pairs fill the first half of the row.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 pub fn round_in_place(s: Avx512, row: &mut [f32]) {

@@ -1,22 +1,22 @@
-//! Products of FP32 matrices with any strides, on one thread: the thin ones of low-rank deltas, those of a prefix's
-//! network, attention of few queries.
+//! Products of FP32 matrices with any strides, on one thread: thin ones of low-rank deltas, those of a prefix's
+//! network, attention of a few queries.
 
 use super::{
     MOST, Simd, load_or, store,
-    tile::{Begin, ROWS, Tile, pack_turned},
+    tile::{Begin, ROWS, Tile, pack_transposed},
 };
 use crate::device::cpu::{Strides, with_scratch};
 
-/// Steps and columns of the right matrix that are packed at a time: 384 KiB, no more than a panel of frozen weights takes,
+/// Steps and columns of the right matrix that are packed at a time: 384 KiB, no more than a panel of frozen weights,
 /// which a memory plan counts anyway.
 const DEPTH: usize = 512;
 const WIDTH: usize = 192;
-/// Most floats of scratch.
+/// Most floats of scratch that a product takes.
 pub const SCRATCH: usize = DEPTH * WIDTH;
 
-/// Rows of the left matrix up to which columns of the right one are not worth turning into a panel.
+/// Most rows of the left matrix for which packing columns of the right one into a panel does not pay.
 const SMALL_BATCH: usize = 4;
-/// Columns whose sums run side by side where there are so few rows, each LONG or longer.
+/// Columns summed side by side for such a small batch, each of at least LONG elements.
 const SIDE: usize = 4;
 const LONG: usize = 4 * MOST;
 
@@ -25,12 +25,12 @@ pub fn scratch(n: usize, k: usize) -> usize {
     k.min(DEPTH) * n.min(WIDTH).next_multiple_of(MOST)
 }
 
-/// A matrix in memory.
+/// A matrix in memory, by address and strides.
 #[derive(Clone, Copy)]
 pub struct Operand {
-    /// Its first element.
+    /// Address of element (0, 0).
     pub data: *const f32,
-    /// Where the others are.
+    /// Distances to the other elements.
     pub strides: Strides,
 }
 
@@ -40,10 +40,10 @@ impl Operand {
     }
 }
 
-/// `dst (m, n) = dst or 0 + scale * lhs (m, k) rhs (k, n)`, rows of `dst` that far apart.
+/// `dst (m, n) = dst or 0 + scale * lhs (m, k) rhs (k, n)`; the second part of `dst` is the distance of its rows.
 ///
 /// # Safety
-/// The matrices lie in valid memory, and nothing else uses `dst`.
+/// The matrices are valid for their strides, and nothing else uses `dst`.
 pub unsafe fn product<S: Simd>(
     s: S,
     (m, n, k): (usize, usize, usize),
@@ -65,7 +65,7 @@ pub unsafe fn product<S: Simd>(
             },
         );
     }
-    // Whole vectors of a row can be read where they are.
+    // Whole vectors of a row can be read in place.
     let packed = rhs.strides.column != 1 || !n.is_multiple_of(S::LANES);
     with_scratch(if packed { scratch(n, k) } else { 0 }, |panel| {
         for j in (0..n).step_by(WIDTH) {
@@ -111,11 +111,11 @@ pub unsafe fn product<S: Simd>(
     });
 }
 
-/// The product of few rows with a matrix of columns in one piece. An element is LANES chains of fused
-/// multiply-adds that are added up at the end.
+/// The product of a small batch with a matrix whose columns are contiguous. An element is LANES chains of fused
+/// multiply-adds that are added at the end.
 ///
 /// # Safety
-/// As [`product`]; rows of lhs and columns of rhs are in one piece.
+/// As [`product`]; rows of lhs and columns of rhs are contiguous.
 #[inline(always)]
 unsafe fn dots<S: Simd>(
     s: S,
@@ -129,12 +129,12 @@ unsafe fn dots<S: Simd>(
     for j in (0..n).step_by(SIDE) {
         let side = SIDE.min(n - j);
         for row in 0..m {
-            // The last columns once more where fewer than SIDE are left.
+            // Where fewer than SIDE columns are left, some are computed again.
             let columns: [*const f32; SIDE] = std::array::from_fn(|i| rhs.at(0, j + i.min(side - 1)));
             let mut sums = [s.zero(); SIDE];
             for at in (0..k).step_by(S::LANES) {
                 let count = S::LANES.min(k - at);
-                // SAFETY: the caller's promise; these elements alone are read, prefetches may point anywhere.
+                // SAFETY: the caller's promise; only these elements are read, prefetches may point anywhere.
                 unsafe {
                     let x = s.load_first(lhs.at(row, at), count, 0.0);
                     for (sum, column) in sums.iter_mut().zip(columns) {
@@ -154,8 +154,8 @@ unsafe fn dots<S: Simd>(
     }
 }
 
-/// The same where columns are short: LANES of them are turned over in registers. An element is one chain from
-/// step 0 to the last.
+/// [`dots`] for short columns: LANES of them are transposed in registers. An element is one chain from step 0 to the
+/// last.
 ///
 /// # Safety
 /// As [`dots`].
@@ -176,7 +176,7 @@ unsafe fn squares<S: Simd>(
             let steps = S::LANES.min(k - at);
             let mut square = [s.zero(); MOST];
             for (i, vector) in square.iter_mut().enumerate().take(columns) {
-                // SAFETY: the caller's promise; these elements alone are read, prefetches may point anywhere.
+                // SAFETY: the caller's promise; only these elements are read, prefetches may point anywhere.
                 unsafe {
                     let from = rhs.at(at, j + i);
                     s.fetch(from.wrapping_add(S::LANES * rhs.strides.column));
@@ -204,10 +204,10 @@ unsafe fn squares<S: Simd>(
     }
 }
 
-/// Copies `rhs[step .. + depth, j .. + width]` into groups of columns as [`pack_turned`] lays them out.
+/// Copies `rhs[step .. + depth, j .. + width]` into groups of columns, in the layout of [`pack_transposed`].
 ///
 /// # Safety
-/// rhs is valid, and has its rows or its columns one after another.
+/// rhs is valid, and its rows or its columns are contiguous.
 #[inline(always)]
 unsafe fn pack<S: Simd>(
     s: S,
@@ -218,13 +218,13 @@ unsafe fn pack<S: Simd>(
 ) {
     if rhs.strides.column != 1 {
         assert_eq!(rhs.strides.row, 1, "a matrix with neither rows nor columns in one piece");
-        return pack_turned(
+        return pack_transposed(
             s,
             panel,
             (depth, width),
             #[inline(always)]
             |column, at, steps| {
-                // SAFETY: the caller's promise: so many elements of the column stand there.
+                // SAFETY: the caller's promise: the column has these elements.
                 load_or(s, unsafe { std::slice::from_raw_parts(rhs.at(step + at, j + column), steps) }, 0.0)
             },
         );
@@ -252,10 +252,10 @@ mod tests {
         (0..n as u64).map(|i| engraft_util::rng::uniform(seed, i) - 0.5).collect()
     }
 
-    /// `element` of the right matrix stands at `strides`; every shape and layout against sums in f64.
-    fn check((m, n, k): (usize, usize, usize), turned: bool, keep: bool) {
+    /// A product against sums in f64; the right matrix is stored by columns where `by_columns`.
+    fn check((m, n, k): (usize, usize, usize), by_columns: bool, keep: bool) {
         let (lhs, rhs, before) = (numbers(m * k, 1), numbers(n * k, 2), numbers(m * (n + 3), 3));
-        let strides = if turned { Strides::columns(k) } else { Strides::rows(n) };
+        let strides = if by_columns { Strides::columns(k) } else { Strides::rows(n) };
         let mut y = before.clone();
         let operand = |data: &[f32], strides| Operand { data: data.as_ptr(), strides };
         let (left, right) = (operand(&lhs, Strides::rows(k)), operand(&rhs, strides));
@@ -265,7 +265,7 @@ mod tests {
         for (at, (&y, &before)) in y.iter().zip(&before).enumerate() {
             let (i, j) = (at / (n + 3), at % (n + 3));
             if j >= n {
-                assert_eq!(y, before, "{m} x {n} x {k}: behind row {i}");
+                assert_eq!(y, before, "{m} x {n} x {k}: after row {i}");
                 continue;
             }
             let element = |step: usize| rhs[step * strides.row + j * strides.column];
@@ -274,7 +274,7 @@ mod tests {
             let error = (f64::from(y) - expected).abs();
             assert!(
                 error < 3e-7 * (k + 1) as f64,
-                "{m} x {n} x {k}, turned {turned}: {i} {j} off by {error}"
+                "{m} x {n} x {k}, by columns {by_columns}: {i} {j} off by {error}"
             );
         }
     }
@@ -287,8 +287,8 @@ mod tests {
         for m in [1, 3, SMALL_BATCH, SMALL_BATCH + 1, 8, 9, 17] {
             for n in [1, 5, 16, 33, 64, 401] {
                 for k in [0, 1, 16, 19, LONG - 1, LONG, LONG + 7, 530] {
-                    for (turned, keep) in [(false, false), (false, true), (true, false), (true, true)] {
-                        check((m, n, k), turned, keep);
+                    for (by_columns, keep) in [(false, false), (false, true), (true, false), (true, true)] {
+                        check((m, n, k), by_columns, keep);
                     }
                 }
             }

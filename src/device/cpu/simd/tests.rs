@@ -1,11 +1,11 @@
-//! Each operation of the vectors of this CPU, beside what it is on numbers.
+//! Each vector operation of this CPU against the same operation on single numbers.
 
 use super::*;
 use crate::testing::{numbers, skip};
 
 fn lanes<S: Simd>(s: S, vector: S::Floats) -> Vec<f32> {
     let mut lanes = vec![0f32; S::LANES];
-    // SAFETY: as many as a vector has.
+    // SAFETY: the length of a vector.
     unsafe { s.store(lanes.as_mut_ptr(), vector) };
     lanes
 }
@@ -75,21 +75,21 @@ fn numbers_alike<S: Simd>(s: S) {
     for vector in
         [s.unless_equal(nan, nan, nan), s.unless_reaching(nan, nan, y), s.max(x, nan), s.min(x, nan)]
     {
-        assert!(lanes(s, vector).iter().all(|x| x.is_nan()), "what is not a number stays so");
+        assert!(lanes(s, vector).iter().all(|x| x.is_nan()), "NaN stays NaN");
     }
 
-    let mut halves = a.clone();
-    while halves.len() > 1 {
-        let (low, high) = halves.split_at(halves.len() / 2);
-        halves = low.iter().zip(high).map(|(low, high)| low + high).collect();
+    let mut parts = a.clone();
+    while parts.len() > 1 {
+        let (low, high) = parts.split_at(parts.len() / 2);
+        parts = low.iter().zip(high).map(|(low, high)| low + high).collect();
     }
-    assert_eq!(s.sum(x), halves[0]);
+    assert_eq!(s.sum(x), parts[0]);
     assert_eq!(s.largest(x), a.iter().copied().fold(f32::NEG_INFINITY, f32::max));
 
     let square: Vec<Vec<f32>> = (0..S::LANES as u64).map(|row| numbers(10 + row, S::LANES)).collect();
-    let turned =
+    let transposed =
         s.transposed(array(s.zero(), |i| if i < S::LANES { load_or(s, &square[i], 0.0) } else { s.zero() }));
-    for (i, vector) in turned.into_iter().enumerate().take(S::LANES) {
+    for (i, vector) in transposed.into_iter().enumerate().take(S::LANES) {
         assert_eq!(lanes(s, vector), all(&|j| square[j][i]));
     }
 }
@@ -104,13 +104,13 @@ fn parts<S: Simd>(s: S) {
         let mut values = vec![7.0; S::LANES];
         store(s, &mut values[..count], load_or(s, &a, 0.0));
         assert_eq!(values, expected);
-        let halves: Vec<f16> = a[..count].iter().map(|&x| f16::from_f32(x)).collect();
+        let small: Vec<f16> = a[..count].iter().map(|&x| f16::from_f32(x)).collect();
         let expected: Vec<f32> =
-            (0..S::LANES).map(|i| halves.get(i).map_or(0.0, |half| half.to_f32())).collect();
-        assert_eq!(lanes(s, widened(s, &halves)), expected);
+            (0..S::LANES).map(|i| small.get(i).map_or(0.0, |value| value.to_f32())).collect();
+        assert_eq!(lanes(s, widened(s, &small)), expected);
     }
     let codes: Vec<i8> = (0..S::LANES as i32).map(|i| (i * 37 % 255 - 127) as i8).collect();
-    // SAFETY: as many as a vector has.
+    // SAFETY: the length of a vector.
     let found = lanes(s, unsafe { s.whole(codes.as_ptr()) });
     assert!(found.iter().zip(&codes).all(|(&found, &code)| found == f32::from(code)), "{found:?}");
     let mut values = numbers(5, 3 * S::LANES + 3);

@@ -1,28 +1,28 @@
-//! A tile of a matrix product: sums stay in registers while they run down a panel.
+//! A tile of a matrix product: its sums stay in registers for all steps of a panel.
 
 use half::f16;
 
 use super::{MOST, Simd, array, widened};
 use crate::device::cpu::LINE;
 
-/// Rows of a tile. With [`Simd::VECTORS`] vectors of columns its sums fill the registers, but for a weight of each vector
-/// and elements of x.
+/// Rows of a tile. With [`Simd::VECTORS`] vectors of columns its sums fill the registers, except those for a weight of
+/// each vector and elements of x.
 pub const ROWS: usize = 6;
 /// Steps of a panel that are fetched ahead of their use.
 const AHEAD: usize = 8;
-/// The same where it comes from memory and is read in one stretch.
+/// The same for a panel that is read from memory, front to back.
 const FAR: usize = 24;
 
-/// What stands in the output before the product is added.
+/// The initial value of the output, to which the product is added.
 #[derive(Clone, Copy)]
 pub enum Begin {
-    /// Zero.
+    /// Zeros.
     Zero,
-    /// What is there.
+    /// The present content of the output.
     Keep,
     /// A bias of the tile's columns.
     Bias(*const f16),
-    /// A residual, laid out as the output, and a bias.
+    /// A residual in the layout of the output, and a bias of the columns.
     Residual(*const f32, *const f16),
 }
 
@@ -33,25 +33,25 @@ pub enum Begin {
 pub struct Tile {
     /// First element of x.
     pub x: *const f32,
-    /// Distance between rows of x.
+    /// Elements from a row of x to the next.
     pub x_row: usize,
-    /// Distance between steps of x.
+    /// Elements from a step of x to the next.
     pub x_step: usize,
-    /// First row of the panel; whole vectors of it are read. Of FP16 in [`Tile::rows_of_halves`].
+    /// First row of the panel, of which whole vectors are read; FP16 values in [`Tile::rows_of_f16`].
     pub panel: *const f32,
-    /// Distance between steps of the panel.
+    /// Elements from a step of the panel to the next.
     pub panel_row: usize,
-    /// Steps.
+    /// Number of steps: terms of each sum.
     pub depth: usize,
     /// First element of the output.
     pub y: *mut f32,
-    /// Distance between its rows.
+    /// Elements from a row of the output to the next.
     pub y_row: usize,
-    /// Columns, at most those of a tile.
+    /// Columns that are written, at most those of a tile.
     pub columns: usize,
-    /// What the product is added to.
+    /// The value that the product is added to.
     pub begin: Begin,
-    /// Factor of the product.
+    /// Factor of the product, not of the initial value.
     pub scale: f32,
 }
 
@@ -91,9 +91,9 @@ impl Tile {
     /// Computes `rows` rows with a panel of FP16; rows and vectors of columns are at most [`Simd::TALL`].
     ///
     /// # Safety
-    /// As [`Tile::rows`]; whole vectors of FP16 are read, as many as TALL says.
+    /// As [`Tile::rows`]; the panel is valid for the whole vectors of FP16 that TALL says.
     #[inline]
-    pub unsafe fn rows_of_halves<S: Simd>(&self, s: S, rows: usize) {
+    pub unsafe fn rows_of_f16<S: Simd>(&self, s: S, rows: usize) {
         // SAFETY: the caller's promise.
         unsafe {
             match S::TALL.1 {
@@ -126,7 +126,7 @@ impl Tile {
     }
 
     /// # Safety
-    /// As [`Tile::rows_of_halves`].
+    /// As [`Tile::rows_of_f16`].
     #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers")]
     unsafe fn run_halves<S: Simd, const M: usize, const V: usize>(&self, s: S) {
         s.enter(
@@ -137,7 +137,7 @@ impl Tile {
                 let (mut weights, mut x) = (self.panel.cast::<f16>(), self.x);
                 for _ in 0..self.depth {
                     s.fetch(weights.wrapping_add(FAR * self.panel_row));
-                    // SAFETY: the panel has V vectors for each of depth steps, and x as many elements in M rows.
+                    // SAFETY: the panel has V vectors for each of depth steps, and x one element a step in M rows.
                     unsafe {
                         let mut w = [s.zero(); V];
                         for v in 0..V {
@@ -179,7 +179,7 @@ impl Tile {
         );
     }
 
-    /// The whole tile, where `multiply(x, weights, sums)` adds the products of a step, and `meanwhile(i)` is done
+    /// Computes the whole tile: `multiply(x, weights, sums)` adds the products of a step, and `meanwhile(i)` runs
     /// before steps `4 i .. 4 i + 4`.
     ///
     /// # Safety
@@ -199,23 +199,23 @@ impl Tile {
             for i in 0..self.depth / 4 {
                 meanwhile(i);
                 sums = self.step(s, at, sums, &multiply);
-                sums = self.step(s, self.behind(at, 1), sums, &multiply);
-                sums = self.step(s, self.behind(at, 2), sums, &multiply);
-                sums = self.step(s, self.behind(at, 3), sums, &multiply);
-                at = self.behind(at, 4);
+                sums = self.step(s, self.after(at, 1), sums, &multiply);
+                sums = self.step(s, self.after(at, 2), sums, &multiply);
+                sums = self.step(s, self.after(at, 3), sums, &multiply);
+                at = self.after(at, 4);
             }
             for _ in 0..self.depth % 4 {
                 sums = self.step(s, at, sums, &multiply);
-                at = self.behind(at, 1);
+                at = self.after(at, 1);
             }
             self.end(s, sums);
         }
     }
 
-    /// Adds the products of a step.
+    /// Adds the products of one step to the sums.
     ///
     /// # Safety
-    /// As [`Tile::rows`]; the places are those of one of the tile's steps.
+    /// As [`Tile::rows`]; the addresses are those of one of the tile's steps.
     #[inline(always)]
     #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers")]
     unsafe fn step<S: Simd, const M: usize, const V: usize>(
@@ -228,7 +228,7 @@ impl Tile {
         for v in (0..V).step_by((LINE / S::LANES).max(1)) {
             s.fetch(weights.wrapping_add(AHEAD * self.panel_row + v * S::LANES));
         }
-        // SAFETY: the panel has V vectors for each of depth steps, and x as many elements in M rows.
+        // SAFETY: the panel has V vectors for each of depth steps, and x one element a step in M rows.
         unsafe {
             let mut w = [s.zero(); V];
             for v in 0..V {
@@ -244,20 +244,20 @@ impl Tile {
         sums
     }
 
-    /// Where the panel and x are `steps` further on.
+    /// The addresses in the panel and in x after `steps` more steps.
     #[inline(always)]
-    fn behind(&self, (weights, x): (*const f32, *const f32), steps: usize) -> (*const f32, *const f32) {
+    fn after(&self, (weights, x): (*const f32, *const f32), steps: usize) -> (*const f32, *const f32) {
         (weights.wrapping_add(steps * self.panel_row), x.wrapping_add(steps * self.x_step))
     }
 
-    /// Adds the sums to what the output begins with.
+    /// Adds the sums to the initial value and writes the output.
     ///
     /// # Safety
     /// As [`Tile::rows`].
     #[inline(always)]
     unsafe fn end<S: Simd, const M: usize, const V: usize>(&self, s: S, sums: [[S::Floats; V]; M]) {
-        // A loop for each beginning: with the choice inside, the sums would go through memory.
-        // SAFETY: the tile's elements alone are read, all of them the caller's.
+        // A loop for each initial value: with the choice inside, the sums would go through memory.
+        // SAFETY: only the tile's elements are read, all of them the caller's.
         unsafe {
             if !S::MASKS && self.columns < V * S::LANES {
                 return self.end_of_parts(s, sums);
@@ -297,7 +297,7 @@ impl Tile {
         }
     }
 
-    /// Has what the product is added to brought near while the product is made.
+    /// Prefetches the initial value while the product is computed.
     #[inline(always)]
     fn fetch<S: Simd, const M: usize, const V: usize>(&self, s: S) {
         let matrix = match self.begin {
@@ -315,7 +315,7 @@ impl Tile {
     /// Writes `begin(m, v) + scale * sums`.
     ///
     /// # Safety
-    /// As [`Tile::rows`]; where parts of vectors are slow there are none.
+    /// As [`Tile::rows`]; all vectors are whole where parts of vectors are slow.
     #[inline(always)]
     #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers")]
     unsafe fn finish<S: Simd, const M: usize, const V: usize>(
@@ -328,9 +328,9 @@ impl Tile {
         for m in 0..M {
             for v in 0..V {
                 let value = s.fma(scale, sums[m][v], begin(m, v));
-                // SAFETY: the tile's elements alone are written.
+                // SAFETY: only the tile's elements are written.
                 unsafe {
-                    // Of no columns it may lie outside.
+                    // A vector without columns may be outside the output.
                     let to = self.y.wrapping_add(m * self.y_row + v * S::LANES);
                     if S::MASKS { s.store_first(to, self.left::<S>(v), value) } else { s.store(to, value) }
                 }
@@ -338,7 +338,7 @@ impl Tile {
         }
     }
 
-    /// The same an element at a time, for tiles that are no whole vectors wide.
+    /// The same one element at a time, for widths that are not whole vectors.
     ///
     /// # Safety
     /// As [`Tile::rows`].
@@ -370,16 +370,16 @@ impl Tile {
         }
     }
 
-    /// Columns of vector `v`; none of one behind the last, which a tile of FP16 may have.
+    /// Columns of vector `v`; 0 of one past the last, which a tile of FP16 may have.
     #[inline(always)]
     fn left<S: Simd>(&self, v: usize) -> usize {
         self.columns.saturating_sub(v * S::LANES).min(S::LANES)
     }
 
-    /// Vector `v` of row `m` of a matrix laid out as the output.
+    /// Vector `v` of row `m` of a matrix in the layout of the output.
     ///
     /// # Safety
-    /// The tile's elements of the matrix are valid; where parts of vectors are slow it is a whole one.
+    /// The tile's elements of the matrix are valid; the vector is whole where parts of vectors are slow.
     #[inline(always)]
     unsafe fn part<S: Simd>(&self, s: S, matrix: *const f32, m: usize, v: usize) -> S::Floats {
         // SAFETY: the caller's promise.
@@ -392,7 +392,7 @@ impl Tile {
     /// The tile's columns of a bias.
     ///
     /// # Safety
-    /// The bias has these columns.
+    /// `bias` is valid for the tile's columns.
     #[inline(always)]
     unsafe fn bias<S: Simd, const V: usize>(&self, s: S, bias: *const f16) -> [S::Floats; V] {
         array(
@@ -407,17 +407,17 @@ impl Tile {
     }
 }
 
-// Behind the macro that it uses.
+// After the macro that it uses.
 #[cfg(target_arch = "x86_64")]
 mod pairs;
 
-/// Turns rows of a matrix into columns of a panel: column `j` of `panel (depth, columns)` becomes row `j` of
+/// Transposes rows of a matrix into columns of a panel: column `j` of `panel (depth, columns)` becomes row `j` of
 /// `depth` elements, for `count` rows that `load(row, step, steps)` reads LANES elements at a time.
 ///
-/// Columns stand in groups of COLUMNS, each group `(depth, its columns as whole vectors)` one after another, zeros
-/// behind the last column.
+/// Groups of COLUMNS columns follow each other, each `(depth, its columns as whole vectors)`, with zeros after the
+/// last column.
 #[inline(always)]
-pub fn pack_turned<S: Simd>(
+pub fn pack_transposed<S: Simd>(
     s: S,
     panel: &mut [f32],
     (depth, count): (usize, usize),

@@ -63,8 +63,8 @@ pub struct Backward<'a> {
     pub(super) to: &'a Gradients<'a>,
 }
 
-/// Weights that a block of queries gives to columns, and the vectors it gives, `row` apart: queries, or gradients of the
-/// output.
+/// Weights that a block of queries gives to columns, and the vectors it gives, `row` apart: queries, or gradients of
+/// the output.
 pub struct Given<'a> {
     pub(super) weights: &'a [f32],
     pub(super) vectors: &'a [f32],
@@ -83,8 +83,8 @@ impl Backward<'_> {
         let kind = Floats(s);
         // SAFETY: the caller's promise; q and dout hold the rows of all groups.
         unsafe {
-            task.turn(s, task.prefix.map(|p| p.0), task.k, keys);
-            task.turn(s, task.prefix.map(|p| p.1), task.v, values);
+            task.pack_panel(s, task.prefix.map(|p| p.0), task.k, keys);
+            task.pack_panel(s, task.prefix.map(|p| p.1), task.v, values);
             for first in (0..task.shape.queries).step_by(BLOCK) {
                 let block = task.group(first, BLOCK.min(task.shape.queries - first));
                 for at in (0..block.rows).step_by(ROWS) {
@@ -109,8 +109,8 @@ impl Backward<'_> {
         }
     }
 
-    /// From a group's scores and `dp` to probabilities and `ds = scale p (dp - delta)`; zeros in `columns` that a query
-    /// does not see.
+    /// From a group's scores and `dp` to probabilities and `ds = scale p (dp - delta)`; zeros in `columns` that a
+    /// query does not see.
     #[inline(always)]
     pub(super) fn scores<S: Simd>(
         &self,

@@ -1,5 +1,5 @@
-//! Attention whose products are made of BF16 pairs, as those of `--precision bf16` with frozen matrices are: scores, their
-//! softmax and all sums are FP32; queries, keys, values, gradients of the output, and, once they are known,
+//! Attention whose products are made of BF16 pairs, as those of `--precision bf16` with frozen matrices are: scores,
+//! their softmax and all sums are FP32; queries, keys, values, gradients of the output, and, once they are known,
 //! probabilities and gradients of scores are rounded.
 //!
 //! A pair has two neighbours along the depth of its product: of a vector for scores, of tokens where weights mix
@@ -17,7 +17,7 @@ use crate::{
         Simd,
         avx512::Avx512,
         pairs::{interleaved, paired, round, round_in_place},
-        tile::{ROWS, Tile, pack_turned},
+        tile::{ROWS, Tile, pack_transposed},
     },
     kernels::attention::Shape,
 };
@@ -77,9 +77,9 @@ impl Kind for Pairs {
 impl Task<'_> {
     /// Turns the vectors of prefix and tokens into a panel `(width / 2, columns)` of pairs.
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-    fn turn_pairs(&self, s: Avx512, prefix: Option<Head>, tokens: Head, panel: &mut [f32]) {
+    fn pack_pair_panel(&self, s: Avx512, prefix: Option<Head>, tokens: Head, panel: &mut [f32]) {
         let sizes = (self.shape.width / 2, self.columns());
-        pack_turned(s, panel, sizes, |column, step, _| {
+        pack_transposed(s, panel, sizes, |column, step, _| {
             let vector = self.vector(prefix, tokens, column);
             for line in [0, LANES] {
                 s.fetch(vector.as_ptr().wrapping_add(super::AHEAD * tokens.row + 2 * step + line));
@@ -164,7 +164,7 @@ pub unsafe fn forward_head(
     let kind = Pairs(s);
     let (width, row, p) = (task.shape.width, task.row(), task.shape.prefix);
     let [keys, values, queries, scores] = cut(scratch, parts_forward(row, width));
-    task.turn_pairs(s, task.prefix.map(|p| p.0), task.k, keys);
+    task.pack_pair_panel(s, task.prefix.map(|p| p.0), task.k, keys);
     task.couple(s, task.prefix.map(|p| p.1), task.v, values);
     for first in (0..task.shape.queries).step_by(ROWS) {
         let group = task.group(first, ROWS.min(task.shape.queries - first));
@@ -203,8 +203,8 @@ impl Backward<'_> {
         let [keys, values, key_pairs, probabilities, d_scores, q_pairs, d_pairs, scores, d_rows, q, d] =
             cut(scratch, parts(row, width));
         let prefix = (task.prefix.map(|p| p.0), task.prefix.map(|p| p.1));
-        task.turn_pairs(s, prefix.0, task.k, keys);
-        task.turn_pairs(s, prefix.1, task.v, values);
+        task.pack_pair_panel(s, prefix.0, task.k, keys);
+        task.pack_pair_panel(s, prefix.1, task.v, values);
         task.couple(s, prefix.0, task.k, key_pairs);
         for first in (0..task.shape.queries).step_by(BLOCK) {
             let block = task.group(first, BLOCK.min(task.shape.queries - first));

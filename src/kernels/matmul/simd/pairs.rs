@@ -6,7 +6,7 @@
 
 use std::{arch::x86_64::*, ops::Range};
 
-use super::{AHEAD, InitialValue, Place, begin, check, vector, weights::Weights};
+use super::{AHEAD, InitialValue, PanelRange, begin, check, vector, weights::Weights};
 use crate::{
     device::cpu::{
         Shared,
@@ -31,8 +31,8 @@ const COLUMNS: usize = Avx512::COLUMNS;
 /// Floats of scratch a task uses: the panel and rounded rows of x.
 pub const SCRATCH: usize = DEPTH / 2 * (WIDTH + LANES + ROWS);
 /// Panels beside one another from which on x is rounded before them, once for all tasks. Beside fewer each task rounds
-/// what it needs, ROWS rows at a time and fetched before: a pass over x alone waits for memory, and costs what it saves
-/// (MLP 3072 -> 768, four panels: 4% slower).
+/// what it needs, ROWS rows at a time and fetched before: a pass over x alone waits for memory, and costs what it
+/// saves (MLP 3072 -> 768, four panels: 4% slower).
 const SHARING: usize = 8;
 /// Rows of x that a task rounds then.
 const ROUNDED: usize = 64;
@@ -42,7 +42,7 @@ pub fn shared(n: usize) -> usize {
     n * DEPTH / 2
 }
 
-/// `y (n, outer) = start + x (n, inner) V`, tasks as in [`super::product`]: the weights as they lie, or turned.
+/// `y (n, outer) = start + x (n, inner) V`, tasks as in [`super::product`]: the weights as they lie, or transposed.
 ///
 /// # Safety
 /// The CPU has AVX-512 F, BW and BF16; the weights are of this shape.
@@ -52,7 +52,7 @@ pub unsafe fn product<W: Weights>(
     (n, inner, outer): (usize, usize, usize),
     start: InitialValue,
     y: &mut [f32],
-    (weights, turned): (W, bool),
+    (weights, transposed): (W, bool),
 ) {
     // SAFETY: the caller's promise.
     let s = unsafe { Avx512::new() };
@@ -72,17 +72,17 @@ pub unsafe fn product<W: Weights>(
             each(tasks * bands, |task| {
                 let (first, from) = (task / bands * width, task % bands * height);
                 let (width, to) = (width.min(outer - first), n.min(from + height));
-                let place = Place { inner: k, depth, outer: first, width };
+                let range = PanelRange { inner: k, depth, outer: first, width };
                 let start = if k == 0 { start } else { InitialValue::Keep };
                 with_scratch(SCRATCH, |scratch| {
                     let (own, panel) = scratch.split_at_mut(DEPTH / 2 * ROWS);
-                    // SAFETY: the caller found the instructions; these rows of the columns of y belong to this task, and
-                    // the lengths of x, y and start were checked.
+                    // SAFETY: the caller found the instructions; these rows of the columns of y belong to this task,
+                    // and the lengths of x, y and start were checked.
                     unsafe {
-                        if turned {
-                            pack_columns(s, weights, place, panel);
+                        if transposed {
+                            pack_columns(s, weights, range, panel);
                         } else {
-                            pack_rows(s, weights, place, panel);
+                            pack_rows(s, weights, range, panel);
                         }
                         for row in (from..to).step_by(ROWS) {
                             let rows = ROWS.min(to - row);
@@ -96,7 +96,7 @@ pub unsafe fn product<W: Weights>(
                                 // Reading it all at once, the rounding would wait for memory: a tenth of a step.
                                 (&*own, (x.as_ptr().wrapping_add((row + ROWS) * inner + k), inner))
                             };
-                            tiles(s, (rounded, next), (row, rows), (place, panel), outer, start, out);
+                            tiles(s, (rounded, next), (row, rows), (range, panel), outer, start, out);
                         }
                     }
                 });
@@ -119,8 +119,8 @@ fn round_all(s: Avx512, x: &[f32], (n, inner): (usize, usize), columns: Range<us
     });
 }
 
-/// Rows `row .. row + rows` of y in the columns of a panel. Rows from the first of `next` on, so far apart, are those whose
-/// turn is next.
+/// Rows `row .. row + rows` of y in the columns of a panel. Rows from the first of `next` on, so far apart, are
+/// those whose turn is next.
 ///
 /// # Safety
 /// As [`product`]; `rounded` are these rows of x, and the columns belong to the caller.
@@ -129,15 +129,15 @@ unsafe fn tiles(
     s: Avx512,
     (rounded, (next, next_row)): (&[f32], (*const f32, usize)),
     (row, rows): (usize, usize),
-    (place, panel): (Place, &[f32]),
+    (range, panel): (PanelRange, &[f32]),
     outer: usize,
     start: InitialValue,
     y: Shared,
 ) {
-    let pairs = place.depth.div_ceil(2);
-    for group in (0..place.width).step_by(COLUMNS) {
-        let columns = (place.width - group).min(COLUMNS);
-        let cell = row * outer + place.outer + group;
+    let pairs = range.depth.div_ceil(2);
+    for group in (0..range.width).step_by(COLUMNS) {
+        let columns = (range.width - group).min(COLUMNS);
+        let cell = row * outer + range.outer + group;
         let tile = Tile {
             x: rounded.as_ptr(),
             x_row: DEPTH / 2,
@@ -148,7 +148,7 @@ unsafe fn tiles(
             y: y.at(cell),
             y_row: outer,
             columns,
-            begin: begin(start, cell, place.outer + group),
+            begin: begin(start, cell, range.outer + group),
             scale: 1.0,
         };
         // SAFETY: the tile lies inside what the caller promised.
@@ -167,9 +167,9 @@ unsafe fn tiles(
 /// # Safety
 /// The CPU has AVX-512 F, BW and BF16; the weights have these rows and columns.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-unsafe fn pack_rows<W: Weights>(s: Avx512, weights: W, place: Place, panel: &mut [f32]) {
+unsafe fn pack_rows<W: Weights>(s: Avx512, weights: W, range: PanelRange, panel: &mut [f32]) {
     const { assert!(WIDTH + BLOCK <= W::STRIP, "one set of factors for a row of a panel") };
-    let Place { inner, depth, outer, width } = place;
+    let PanelRange { inner, depth, outer, width } = range;
     let pairs = depth.div_ceil(2);
     assert!(panel.len() >= pairs * width.next_multiple_of(LANES), "room for a panel");
     for pair in 0..pairs {
@@ -210,8 +210,8 @@ unsafe fn pack_rows<W: Weights>(s: Avx512, weights: W, place: Place, panel: &mut
 /// # Safety
 /// The CPU has AVX-512 F, BW and BF16; the weights have these rows and columns.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-unsafe fn pack_columns<W: Weights>(s: Avx512, weights: W, place: Place, panel: &mut [f32]) {
-    let Place { inner, depth, outer, width } = place;
+unsafe fn pack_columns<W: Weights>(s: Avx512, weights: W, range: PanelRange, panel: &mut [f32]) {
+    let PanelRange { inner, depth, outer, width } = range;
     let pairs = depth.div_ceil(2);
     assert!(panel.len() >= pairs * width.next_multiple_of(LANES), "room for a panel");
     for start in (0..width).step_by(LANES) {
@@ -221,7 +221,7 @@ unsafe fn pack_columns<W: Weights>(s: Avx512, weights: W, place: Place, panel: &
             let mut square = [_mm512_setzero_ps(); LANES];
             if step.is_multiple_of(W::LINE) {
                 for row in 0..LANES.min(width - start) {
-                    // The same place in the next LANES rows.
+                    // The same range in the next LANES rows.
                     s.fetch(weights.address(outer + start + row + LANES, inner + step));
                 }
             }

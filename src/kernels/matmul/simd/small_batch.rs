@@ -1,4 +1,4 @@
-//! Products of few rows, as decoding makes them: bound by memory, so each weight is read once, as it is kept, and
+//! Products of small batches, as decoding makes them: bound by memory, so each weight is read once, as it is kept, and
 //! widened in a register.
 //!
 //! In `nn` an element is what the tiles of panels make of it, in `nt` LANES chains that are added up at the end.
@@ -21,17 +21,19 @@ use crate::{
 
 /// Rows up to which this is the faster way where a task takes columns, and where it takes rows of weights.
 pub const ROWS: usize = 24;
-pub const ROWS_TURNED: usize = 24;
+pub const ROWS_TRANSPOSED: usize = 24;
 /// Rows of x that meet weights in registers at a time.
 const TALL: usize = 8;
 /// Floats of sums that a task works on at a time: half of a first-level cache.
 const NEAR: usize = 6144;
-/// Rows of weights that a sum takes up before it goes back to memory, where there are registers for so many and where not.
+/// Rows of weights that a sum takes up before it goes back to memory, where there are registers for so many and
+/// where not.
 const DEEP: usize = 8;
 const LESS_DEEP: usize = 4;
 /// Rows of weights whose sums run side by side.
 const SIDE: usize = 4;
-/// Rows of x that meet a row of weights at a time where there are enough, registers too: widening is a fifth of the work then.
+/// Rows of x that meet a row of weights at a time where there are enough, registers too: widening is a fifth of the
+/// work then.
 const HIGH: usize = 8;
 /// Rows of weights that all rows of x meet before the next ones.
 const STRETCH: usize = 96;
@@ -49,7 +51,7 @@ pub fn nn<S: Simd, W: Weights>(
     start: InitialValue,
     y: &mut [f32],
 ) {
-    assert!(x.len() >= n * rows && y.len() >= n * cols, "shapes of few rows");
+    assert!(x.len() >= n * rows && y.len() >= n * cols, "shapes of a small batch");
     check(start, n, cols);
     let out = Shared::new(y);
     // A cache line belongs to one task.
@@ -253,7 +255,7 @@ pub fn nt<S: Simd, W: Weights>(
     start: InitialValue,
     y: &mut [f32],
 ) {
-    assert!(x.len() >= n * cols && y.len() >= n * rows, "shapes of few rows");
+    assert!(x.len() >= n * cols && y.len() >= n * rows, "shapes of a small batch");
     check(start, n, rows);
     let out = Shared::new(y);
     let (tasks, length) = cut(rows, MOST);
@@ -326,8 +328,8 @@ struct Block<'a, W> {
 }
 
 impl<W: Weights> Block<'_, W> {
-    /// Adds the products of each of the first R rows of x with each of the first C rows of weights to C elements, as far
-    /// from each other, from `y(row)` on.
+    /// Adds the products of each of the first R rows of x with each of the first C rows of weights to C elements, as
+    /// far from each other, from `y(row)` on.
     ///
     /// # Safety
     /// The weights have these rows, and the elements of y belong to the caller.

@@ -1,5 +1,5 @@
-//! Products of some rows with a matrix in strips: tiles widen the weights themselves, and the matrix is read once, from
-//! its first byte to its last.
+//! Products of some rows with a matrix in strips: tiles widen the weights themselves, and the matrix is read once,
+//! from its first byte to its last.
 
 use half::f16;
 
@@ -20,13 +20,13 @@ pub const ROWS: usize = 72;
 pub fn nn<S: Simd>(
     s: S,
     x: &[f32],
-    (halves, rows): (&[f16], usize),
+    (values, rows): (&[f16], usize),
     (n, cols): (usize, usize),
     start: InitialValue,
     y: &mut [f32],
 ) {
     assert!(x.len() >= n * rows && y.len() >= n * cols, "shapes of a product with strips");
-    assert!(halves.len() >= rows * cols.next_multiple_of(STRIP), "strips of a matrix");
+    assert!(values.len() >= rows * cols.next_multiple_of(STRIP), "strips of a matrix");
     check(start, n, cols);
     let out = Shared::new(y);
     let (deep, (tall, vectors)) = (S::PANEL.0, S::TALL);
@@ -46,7 +46,7 @@ pub fn nn<S: Simd>(
                             x: x[row * rows + k..].as_ptr(),
                             x_row: rows,
                             x_step: 1,
-                            panel: halves
+                            panel: values
                                 .as_ptr()
                                 .wrapping_add(first * rows + k * STRIP + column - first)
                                 .cast(),
@@ -59,7 +59,7 @@ pub fn nn<S: Simd>(
                             scale: 1.0,
                         };
                         // SAFETY: the tile lies inside what was checked; these columns are this task's.
-                        unsafe { tile.rows_of_halves(s, tall.min(n - row)) }
+                        unsafe { tile.rows_of_f16(s, tall.min(n - row)) }
                     }
                 }
             }

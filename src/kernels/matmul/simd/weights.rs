@@ -50,20 +50,20 @@ pub trait Weights: Copy + Send + Sync {
     fn address(self, row: usize, column: usize) -> *const i8;
 }
 
-/// FP16: in rows of as many, or with IN_STRIPS in strips of so many rows, see [`Layout`](crate::kernels::matmul::Layout);
-/// LANES columns from a multiple of LANES on lie in one strip.
+/// FP16: in rows of as many, or with IN_STRIPS in strips of so many rows, see
+/// [`Layout`](crate::kernels::matmul::Layout); LANES columns from a multiple of LANES on lie in one strip.
 #[derive(Clone, Copy)]
-pub struct Halves<'a, const IN_STRIPS: bool>(pub &'a [f16], pub usize);
+pub struct F16Weights<'a, const IN_STRIPS: bool>(pub &'a [f16], pub usize);
 
-impl<const IN_STRIPS: bool> Halves<'_, IN_STRIPS> {
-    /// Place of an element.
+impl<const IN_STRIPS: bool> F16Weights<'_, IN_STRIPS> {
+    /// PanelRange of an element.
     #[inline(always)]
     fn at(self, row: usize, column: usize) -> usize {
         if IN_STRIPS { strip_start(self.1, row, column) } else { row * self.1 + column }
     }
 }
 
-impl<const IN_STRIPS: bool> Weights for Halves<'_, IN_STRIPS> {
+impl<const IN_STRIPS: bool> Weights for F16Weights<'_, IN_STRIPS> {
     const LINE: usize = STRIP;
     const STRIP: usize = usize::MAX;
     type Factors = f32;

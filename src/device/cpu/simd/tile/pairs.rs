@@ -6,9 +6,9 @@ use super::{ROWS, Simd, Tile};
 use crate::device::cpu::simd::avx512::Avx512;
 
 impl Tile {
-    /// As [`Tile::rows`], where a float of x and of the panel is a pair of BF16 values, the earlier step in its low half:
-    /// a step adds the products of both, in FP32. Meanwhile two rows of floats, twice as many as there are steps, are
-    /// brought into the second-level cache.
+    /// As [`Tile::rows`], where a float of x and of the panel is a pair of BF16 values, the earlier step in its low
+    /// half: a step adds the products of both, in FP32. Meanwhile two rows of floats, with two for each step, are
+    /// prefetched into the second-level cache.
     ///
     /// # Safety
     /// As [`Tile::rows`], and the CPU has AVX-512 BF16.
@@ -46,9 +46,9 @@ impl Tile {
     }
 }
 
-/// A vector of pairs of BF16 values, which is moved about as one of floats.
+/// A vector of pairs of BF16 values, from the vector of floats that it is loaded as.
 #[inline(always)]
 fn pairs(vector: __m512) -> __m512bh {
-    // SAFETY: both are 64 bytes in which every pattern means something.
+    // SAFETY: both are 64 bytes, and every pattern of bits is valid.
     unsafe { std::mem::transmute(vector) }
 }
