@@ -12,7 +12,7 @@ use engraft::{
         activation::{self, Activation},
         adamw, adamw8,
         adapted_linear::{self, Delta, Dropout, Layer},
-        attention::{self, Heads, Prefix, Seen, Shape},
+        attention::{self, CacheRows, Heads, Prefix, Seen, Shape},
         embed,
         head_loss::{self, Supervised},
         layernorm,
@@ -292,7 +292,7 @@ fn dense_heads(data: View, c: usize) -> Heads {
 }
 
 /// A query in each of two rows after a cache of 300 tokens, appended in two pieces, and a prefix; once more where the
-/// device counts the tokens.
+/// device counts the tokens of each row and says where it is.
 fn decoding(on: On) -> Result<Outputs> {
     let (batch, past, heads, width, p, capacity) = (2, 300, 2, 64, 5, 310);
     let c = heads * width;
@@ -314,20 +314,28 @@ fn decoding(on: On) -> Result<Outputs> {
     let operands = (query, k, v);
     attention::forward(operands, prefix, starts.view(), 0.4, shape, out.view_mut(), lse.view_mut());
     let mut outputs = vec![("out", out.view().to_floats()), ("lse", lse.view().to_vec())];
-    let count = Buffer::on(on.device, &[past as u32])?;
+    let counts = Buffer::on(on.device, &[past as u32, past as u32 - 40])?;
+    // The rows of the other cache stand the other way round.
+    let slots = Buffer::on(on.device, &[1u32, 0])?;
+    let rows = CacheRows { counts: counts.view(), slots: slots.view() };
     let mut counted = [on.room(batch * capacity * c)?, on.room(batch * capacity * c)?];
     let [k, v] = caches.each_ref().map(|cache| dense_row(cache.view(), c, capacity));
     let [to_k, to_v] = &mut counted;
-    // The tokens before, and the last one after the counted ones.
-    attention::append(k, to_k.view_mut(), (batch, past, c), (0, capacity * c));
-    attention::append(v, to_v.view_mut(), (batch, past, c), (0, capacity * c));
+    // The tokens before, and the last one of each row after as many as are counted.
+    for (row, slot) in [(0, 1), (1, 0)] {
+        let of_row =
+            |heads: Heads<'_>| Heads { data: heads.data.slice(row * capacity * c, capacity * c), ..heads };
+        let place = (slot * capacity * c, 0);
+        attention::append(of_row(k), to_k.view_mut(), (1, past, c), place);
+        attention::append(of_row(v), to_v.view_mut(), (1, past, c), place);
+    }
     let last =
         [k, v].map(|heads| Heads { data: heads.data.slice(past * c, heads.data.len() - past * c), ..heads });
     let to = (to_k.view_mut(), to_v.view_mut());
-    attention::append_behind((last[0], last[1]), to, (batch, 1, c), capacity * c, count.view());
+    attention::append_rows((last[0], last[1]), to, (batch, 1, c), capacity * c, rows);
     let [k, v] = counted.each_ref().map(|cache| dense_row(cache.view(), c, capacity));
     let (mut out, mut lse) = (on.room(batch * c)?, on.zeros(F32, batch * heads)?);
-    let most = (Shape { past: capacity - 1, ..shape }, count.view());
+    let most = (Shape { past: capacity - 1, ..shape }, rows);
     attention::decode((query, k, v), prefix, starts.view(), 0.4, most, out.view_mut(), lse.view_mut());
     outputs.extend([("counted out", out.view().to_floats()), ("counted lse", lse.view().to_vec())]);
     Ok(outputs)

@@ -17,8 +17,8 @@ use crate::{
 use super::{
     bindings::AdapterBindings,
     buffers::{BackwardWork, BlockActivations, BlockBuffers, HeadWork, OwnedMask, Passes, Sizes, Workspace},
+    layers::lost,
     policy::{Keep, Policy},
-    stack::lost,
 };
 
 /// The layer whose memory serves all layers of a pass that keeps nothing, where layers share none.
@@ -58,19 +58,21 @@ pub struct ActivationBuffers {
 }
 
 impl ActivationBuffers {
-    /// Cuts all buffers for `bindings` under `policy`; `training` adds what a backward needs.
+    /// Cuts all buffers under `policy` for rows that have any of `bindings`; `training`, which has one, adds what a
+    /// backward needs.
     ///
     /// # Errors
     /// When memory cannot be reserved.
     pub fn cut(
         arenas: &mut Arenas,
         sizes: Sizes,
-        bindings: &AdapterBindings,
+        bindings: &[&AdapterBindings],
         policy: Policy,
         training: bool,
     ) -> Result<Self> {
         let (layers, width) = (sizes.config.layers, sizes.config.width);
-        let lasting = if training { bindings.lowest().min(layers) } else { layers + 1 };
+        let lowest = bindings.iter().map(|bindings| bindings.lowest()).min().unwrap_or(layers);
+        let lasting = if training { lowest.min(layers) } else { layers + 1 };
         let shape = [sizes.limits.cells(), width];
         let waits = policy.inputs == Placement::Host;
         let last = if waits { layers.min(lasting + TURNS - 1) } else { layers };
@@ -93,7 +95,10 @@ impl ActivationBuffers {
         } else {
             None
         };
-        let ranks = |layer: usize| std::array::from_fn(|site| bindings.ranks(layer, site));
+        let rank = |layer: usize, site: usize| {
+            bindings.iter().map(|bindings| bindings.ranks(layer, site)).max().unwrap_or(0)
+        };
+        let ranks = |layer: usize| std::array::from_fn(|site| rank(layer, site));
         let keeps = |layer: usize| {
             let trained = training && layer >= lasting;
             if trained { policy.recompute.keeps(layer) } else { Keep::Input }
@@ -111,9 +116,8 @@ impl ActivationBuffers {
                     )
                 })
                 .collect::<Result<Vec<_>>>()?;
-            let most = std::array::from_fn(|site| {
-                (0..layers).map(|layer| bindings.ranks(layer, site)).max().unwrap_or(0)
-            });
+            let most =
+                std::array::from_fn(|site| (0..layers).map(|layer| rank(layer, site)).max().unwrap_or(0));
             // An evaluation borrows one block for all layers: a kept one serves where all are alike.
             let alike = (0..layers).all(|layer| ranks(layer) == most);
             let missing: [bool; 4] = std::array::from_fn(|part| {
@@ -123,10 +127,11 @@ impl ActivationBuffers {
             Ok((kept, BlockActivations::cut(arena, "shared block", sizes, most, missing)?))
         })?;
         let (work, head, back) = arenas.build("workspace", Placement::Memory, |arena| {
-            let passes = Passes { head_rows: policy.head_rows, backward: training.then_some(bindings) };
+            let backward = bindings.first().copied().filter(|_| training);
+            let passes = Passes { head_rows: policy.head_rows, backward };
             let work = Workspace::cut(arena, sizes, passes)?;
             let head = HeadWork::cut(arena, sizes, policy.head_rows)?;
-            let back = training.then(|| BackwardWork::cut(arena, sizes, bindings)).transpose()?;
+            let back = backward.map(|bindings| BackwardWork::cut(arena, sizes, bindings)).transpose()?;
             Ok((work, head, back))
         })?;
         Ok(Self { waiting, residual, lasting, layers: kept, shared, work, head, back })

@@ -4,12 +4,14 @@
 //! lines upwards. What it needs and the forward did not keep (both layer norms' outputs, the activated
 //! MLP) is computed again from what was kept, by the same functions, hence with the same bits.
 
+use std::ops::Range;
+
 use super::{BlockWeights, Config, Linear, Norm};
 use crate::{
     device::{View, ViewMut},
     kernels::{
         activation,
-        adapted_linear::{self, Dropout, Layer},
+        adapted_linear::{self, Delta, Dropout, Layer},
         attention::{self, Heads, Prefix, Seen, Shape},
         gather::{gather, spread},
         layernorm,
@@ -17,9 +19,10 @@ use crate::{
 };
 
 use super::{
-    bindings::{LayerDeltas, Site},
+    arch::Site,
     buffers::{BackwardWork, BlockBuffers, SharedScratch, Workspace},
-    cache::LayerCache,
+    cache::{CachedRows, LayerCache},
+    layers::RowGroup,
     policy::Keep,
 };
 
@@ -32,25 +35,15 @@ pub struct Block<'a> {
     pub layer: usize,
     /// Its frozen weights.
     pub weights: &'a BlockWeights,
-    /// Its deltas.
-    pub deltas: &'a LayerDeltas,
-    /// The flat store that deltas point into.
-    pub values: View<'a>,
-    /// Keys and values of the prefix, `(p, 2 l c)`, and p.
-    pub prompt: Option<(View<'a>, usize)>,
+    /// The rows, in the order of their tokens: n in all.
+    pub groups: &'a [RowGroup<'a>],
     /// First visible token of each token `(n)`.
     pub starts: View<'a>,
-    /// Rows b and tokens t of this micro-batch.
-    pub rows: usize,
-    /// Tokens t of a row.
-    pub tokens: usize,
-    /// Dropout in front of every A; none behind attention where not all tokens are `wanted`.
+    /// Dropout in front of every A; none after attention where not all tokens are `wanted`.
     pub dropout: Dropout,
-    /// The tokens whose output anything reads, `(m)` ascending; `None` where all are. Behind attention a block computes
+    /// The tokens whose output anything reads, `(m)` ascending; `None` where all are. After attention a block computes
     /// only these: its output, and the gradient of that, then are `(m, c)`.
     pub wanted: Option<View<'a>>,
-    /// How many tokens of each row the cache has, where the device counts them `(1)`: for one further token a row.
-    pub count: Option<View<'a>>,
 }
 
 /// A block's activations after its forward, to be consumed by its backward.
@@ -84,19 +77,42 @@ macro_rules! rows {
 pub(super) use rows;
 
 impl<'a> Block<'a> {
-    /// n = b t.
+    /// n.
     fn cells(&self) -> usize {
-        self.rows * self.tokens
+        self.groups.iter().map(RowGroup::len).sum()
     }
 
-    /// Tokens m behind attention.
+    /// Tokens m after attention.
     fn outputs(&self) -> usize {
-        self.wanted.map_or(self.cells(), |wanted| wanted.len())
+        self.wanted.map_or_else(|| self.cells(), |wanted| wanted.len())
     }
 
     /// Tokens that `site` sees.
     fn seen_by(&self, site: Site) -> usize {
         if site == Site::CAttn { self.cells() } else { self.outputs() }
+    }
+
+    /// The tokens of a group among those that `site` sees.
+    fn tokens_of(&self, group: &RowGroup, site: Site) -> Range<usize> {
+        match self.wanted {
+            Some(_) if site != Site::CAttn => group.wanted.clone(),
+            _ => group.first..group.first + group.len(),
+        }
+    }
+
+    /// The only group of a pass with a backward.
+    fn group(&self) -> &RowGroup<'a> {
+        assert!(self.groups.len() == 1, "a backward has rows of one length and the same adapters");
+        &self.groups[0]
+    }
+
+    fn deltas_of(&self, group: &RowGroup<'a>, site: Site) -> &'a [Delta] {
+        &group.deltas[self.layer][site as usize]
+    }
+
+    /// Whether any row has an adapter at `site`.
+    fn adapts(&self, site: Site) -> bool {
+        self.groups.iter().any(|group| !self.deltas_of(group, site).is_empty())
     }
 
     /// The wanted rows of `from (n, c)`: in `to (m, c)`, or `from` itself where all are.
@@ -107,18 +123,20 @@ impl<'a> Block<'a> {
         to.into_view()
     }
 
+    /// Largest sum of ranks of any rows.
     fn ranks(&self, site: Site) -> usize {
-        self.deltas[site as usize].iter().map(|delta| delta.rank).sum()
+        let of = |group| self.deltas_of(group, site).iter().map(|delta| delta.rank).sum();
+        self.groups.iter().map(of).max().unwrap_or(0)
     }
 
-    fn shape(&self, past: usize) -> Shape {
+    fn shape(&self, group: &RowGroup, past: usize) -> Shape {
         Shape {
-            batch: self.rows,
-            queries: self.tokens,
+            batch: group.batch,
+            queries: group.tokens,
             past,
             heads: self.config.heads,
             width: self.config.head_width(),
-            prefix: self.prompt.map_or(0, |(_, p)| p),
+            prefix: group.prefix.map_or(0, |(_, p)| p),
             arithmetic: self.weights.c_attn.weight.arithmetic,
         }
     }
@@ -132,11 +150,11 @@ impl<'a> Block<'a> {
     }
 
     /// This layer's keys and values within the prefix: 2l and 2l + 1 of the 2L vectors of a row.
-    fn prefix(&self) -> Option<Prefix<'a>> {
-        let (prompt, _) = self.prompt?;
+    fn prefix(&self, group: &RowGroup<'a>) -> Option<Prefix<'a>> {
+        let (prefix, _) = group.prefix?;
         let (row, c) = (2 * self.config.layers * self.config.width, self.config.width);
         let part =
-            |index: usize| Heads { data: prompt.slice(index * c, prompt.len() - index * c), row, batch: 0 };
+            |index: usize| Heads { data: prefix.slice(index * c, prefix.len() - index * c), row, batch: 0 };
         Some(Prefix { k: part(2 * self.layer), v: part(2 * self.layer + 1) })
     }
 
@@ -156,11 +174,30 @@ impl<'a> Block<'a> {
         buffers: &mut [crate::device::Buffer],
         y: ViewMut,
     ) {
-        let n = self.seen_by(site);
+        let (n, ranks) = (self.seen_by(site), self.ranks(site));
         let layer = layer(self.site(site));
-        let low = rows!(mut buffers[site as usize], n, self.ranks(site));
-        let deltas = &self.deltas[site as usize];
-        adapted_linear::forward(x, layer, residual, deltas, self.values, self.dropout, low, y, n);
+        let low = rows!(mut buffers[site as usize], n, ranks);
+        let [first, others @ ..] = self.groups else { return };
+        if others.is_empty() {
+            let deltas = self.deltas_of(first, site);
+            adapted_linear::forward(x, layer, residual, deltas, first.values, self.dropout, low, y, n);
+            return;
+        }
+        let (mut low, mut y) = (low, y);
+        let (inputs, outputs) = (layer.weight.rows, layer.weight.cols);
+        let none = low.reborrow().slice(0, 0);
+        adapted_linear::forward(x, layer, residual, &[], first.values, self.dropout, none, y.reborrow(), n);
+        for group in self.groups {
+            let (Range { start, .. }, n) = (self.tokens_of(group, site), self.tokens_of(group, site).len());
+            adapted_linear::add_deltas(
+                x.slice(start * inputs, n * inputs),
+                self.deltas_of(group, site),
+                group.values,
+                low.reborrow().slice(start * ranks, n * ranks),
+                y.reborrow().slice(start * outputs, n * outputs),
+                (n, inputs, outputs),
+            );
+        }
     }
 
     fn site(&self, site: Site) -> &'a Linear {
@@ -214,30 +251,40 @@ impl<'a> Block<'a> {
         let (n, c) = (self.cells(), self.config.width);
         let (normed, stats) = (rows!(mut work.normed, n, c), rows!(mut kept.small.stats_1, n, 2));
         layernorm::forward(x, self.norm(&self.weights.ln_1), normed, stats);
-        let qkv = rows!(mut kept.qkv, n, 3 * c);
+        let qkv = rows!(mut kept.qkv, n, self.weights.c_attn.weight.view().cols);
         self.linear(Site::CAttn, rows!(work.normed, n, c), None, &mut kept.small.low, qkv);
     }
 
-    fn attend(&self, kept: &mut BlockBuffers, cache: Option<&mut LayerCache>) {
-        let (n, c) = (self.cells(), self.config.width);
-        let qkv = rows!(kept.qkv, n, 3 * c);
-        let (q, mut k, mut v) = attention::packed(qkv, self.tokens, c);
-        let mut past = 0;
-        if let Some(cache) = cache {
-            past = cache.append((k, v), (self.rows, self.tokens, c), self.count);
-            (k, v) = cache.heads(c);
+    /// Attention of all rows over their keys and values, with a cache after those that it has; the new ones are appended.
+    fn attend(&self, kept: &mut BlockBuffers, mut cache: Option<&mut LayerCache>) {
+        for group in self.groups {
+            self.attend_group(group, kept, cache.as_deref_mut());
         }
-        if self.outputs() == 0 {
+    }
+
+    fn attend_group(&self, group: &RowGroup, kept: &mut BlockBuffers, cache: Option<&mut LayerCache>) {
+        let (first, n, c, h) = (group.first, group.len(), self.config.width, self.config.heads);
+        let (q, mut k, mut v) =
+            attention::packed(kept.qkv.view().slice(first * 3 * c, n * 3 * c), group.tokens, c);
+        let (mut past, mut each) = (0, None);
+        if let (Some(cache), Some(at)) = (cache, group.cached) {
+            cache.append(k, v, group.batch, group.tokens, at);
+            (k, v) = cache.heads(at);
+            past = cache.most_past(at);
+            if let CachedRows::Each(rows) = at {
+                each = Some(rows);
+            }
+        }
+        if self.tokens_of(group, Site::AttnProj).is_empty() {
             return;
         }
-        let mixed = rows!(mut kept.outputs.mixed, n, c);
-        let lse = rows!(mut kept.small.lse, n, self.config.heads);
-        let (prefix, scale, shape) = (self.prefix(), self.scale(), self.shape(past));
-        match self.count {
-            Some(count) => {
-                attention::decode((q, k, v), prefix, self.starts, scale, (shape, count), mixed, lse)
-            }
-            None => attention::forward((q, k, v), prefix, self.starts, scale, shape, mixed, lse),
+        let mixed = kept.outputs.mixed.view_mut().slice(first * c, n * c);
+        let lse = kept.small.lse.view_mut().slice(first * h, n * h);
+        let starts = self.starts.slice(first, n);
+        let (prefix, scale, shape) = (self.prefix(group), self.scale(), self.shape(group, past));
+        match each {
+            Some(rows) => attention::decode((q, k, v), prefix, starts, scale, (shape, rows), mixed, lse),
+            None => attention::forward((q, k, v), prefix, starts, scale, shape, mixed, lse),
         }
     }
 
@@ -280,13 +327,14 @@ impl<'a> Block<'a> {
         if keep != Keep::All {
             self.mlp_inside(&mut kept, work);
         }
-        if keep == Keep::Input && !self.deltas[Site::MlpProj as usize].is_empty() {
+        if keep == Keep::Input && self.adapts(Site::MlpProj) {
             let (n, f) = (self.outputs(), self.config.inner);
             let kind = self.config.activation;
             activation::forward(kind, rows!(kept.inner, n, f), work.room.activated_mut().slice(0, n * f));
             let low = rows!(mut kept.small.low[Site::MlpProj as usize], n, self.ranks(Site::MlpProj));
-            let (x, deltas) = (work.room.activated().slice(0, n * f), &self.deltas[Site::MlpProj as usize]);
-            adapted_linear::low(x, f, deltas, self.values, self.dropout, low, n);
+            let (x, group) = (work.room.activated().slice(0, n * f), self.group());
+            let deltas = self.deltas_of(group, Site::MlpProj);
+            adapted_linear::low(x, f, deltas, group.values, self.dropout, low, n);
         }
         Saved(kept)
     }
@@ -319,7 +367,7 @@ impl<'a> Block<'a> {
         let (n, c, f) = (self.outputs(), self.config.width, self.config.inner);
         let inner = rows!(kept.inner, n, f);
         let kind = self.config.activation;
-        if !self.deltas[Site::MlpProj as usize].is_empty() {
+        if self.adapts(Site::MlpProj) {
             activation::forward(kind, inner, work.room.activated_mut().slice(0, n * f));
         }
         let (activated, d_activated) = work.room.wide_mut();
@@ -339,7 +387,7 @@ impl<'a> Block<'a> {
 
         let middle = rows!(kept.outputs.middle, n, c);
         let norm = self.norm(&self.weights.ln_2);
-        if !self.deltas[Site::CFc as usize].is_empty() {
+        if self.adapts(Site::CFc) {
             layernorm::forward(
                 middle,
                 norm,
@@ -375,7 +423,7 @@ impl<'a> Block<'a> {
         self.attention_backward(kept, &mut work.room, back, to);
 
         let norm = self.norm(&self.weights.ln_1);
-        let adapted = !self.deltas[Site::CAttn as usize].is_empty();
+        let adapted = self.adapts(Site::CAttn);
         if !adapted && !input_gradient {
             return;
         }
@@ -423,20 +471,21 @@ impl<'a> Block<'a> {
         to: &mut Gradients,
     ) {
         let (n, c, layers) = (self.cells(), self.config.width, self.config.layers);
-        let shape = self.shape(0);
+        let group = self.group();
+        let shape = self.shape(group, 0);
         let seen = Seen {
             qkv: rows!(kept.qkv, n, 3 * c),
-            prefix: self.prefix(),
+            prefix: self.prefix(group),
             starts: self.starts,
             out: rows!(kept.outputs.mixed, n, c),
             lse: rows!(kept.small.lse, n, self.config.heads),
         };
-        let d_prefix = rows!(mut back.d_prefix, self.rows * 2 * shape.prefix, c);
+        let d_prefix = rows!(mut back.d_prefix, group.batch * 2 * shape.prefix, c);
         let d_qkv = room.wide_mut().1.slice(0, n * 3 * c);
         attention::backward(rows!(back.narrow, n, c), seen, self.scale(), shape, d_qkv, d_prefix);
         if shape.prefix > 0 {
             let places = (2 * layers * c, 2 * self.layer * c, (2 * self.layer + 1) * c);
-            let parts = rows!(back.d_prefix, self.rows * 2 * shape.prefix, c);
+            let parts = rows!(back.d_prefix, group.batch * 2 * shape.prefix, c);
             attention::sum_prefix(parts, shape, to.prompt.reborrow(), places);
         }
     }
@@ -457,8 +506,8 @@ impl<'a> Block<'a> {
             dy,
             x,
             layer(self.site(site)),
-            &self.deltas[site as usize],
-            self.values,
+            self.deltas_of(self.group(), site),
+            self.group().values,
             to.store.reborrow(),
             self.dropout,
             rows!(kept.small.low[site as usize], n, ranks),

@@ -188,18 +188,6 @@ impl BlockActivations {
     }
 }
 
-impl BlockBuffers {
-    /// Cuts a whole block, whose sites have these sums of ranks.
-    ///
-    /// # Errors
-    /// When the arena is exhausted.
-    pub fn cut(arena: &mut Arena, name: &str, sizes: Sizes, ranks: [usize; SITES]) -> Result<Self> {
-        let parts = &mut BlockActivations::cut(arena, name, sizes, ranks, [true; 4])?;
-        let whole = parts.assemble(&mut BlockActivations::default());
-        whole.map(|(buffers, _)| buffers).ok_or_else(super::stack::lost)
-    }
-}
-
 /// Buffers that are free again when an op or a block is done.
 pub struct Workspace {
     /// Output of a layer norm `(n, c)`.

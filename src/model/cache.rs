@@ -1,63 +1,92 @@
-//! Keys and values of tokens already seen, so that a new token costs one row.
+//! Keys and values of tokens already read, so that a new token costs one row of products.
 
 use crate::{
     device::{
-        Buffer, DType, View,
+        Buffer, DType,
         arena::{Arena, Arenas, Placement},
     },
     error::Result,
-    kernels::attention::{self, Heads},
+    kernels::attention::{self, CacheRows, Heads},
 };
 
-use super::Config;
+use super::{Config, arch::Arch};
 
-/// Keys and values of one layer, `(b, capacity, c)` each.
+/// Where rows of a batch go on in a cache.
+#[derive(Clone, Copy)]
+pub enum CachedRows<'a> {
+    /// A single row: row `slot` of the cache, which has `past` tokens.
+    One { slot: usize, past: usize },
+    /// One further token for each of several rows, which the device looks up.
+    Each(CacheRows<'a>),
+}
+
+/// Keys and values of one layer, `(rows, capacity, c)` each.
 pub struct LayerCache {
     k: Buffer,
     v: Buffer,
+    /// Tokens that a row has room for.
     capacity: usize,
-    filled: usize,
+    /// c.
+    width: usize,
 }
 
 impl LayerCache {
-    /// Appends `tokens` new keys and values a row, behind as many as `count` says on the device or else as there are;
-    /// returns how many were there before, or may have been.
-    pub(super) fn append(
-        &mut self,
-        (k, v): (Heads, Heads),
-        (rows, tokens, c): (usize, usize, usize),
-        count: Option<View>,
-    ) -> usize {
-        let (past, batch, sizes) = (self.filled, self.capacity * c, (rows, tokens, c));
-        self.filled += tokens;
-        let (to_k, to_v) = (self.k.view_mut(), self.v.view_mut());
-        if let Some(count) = count {
-            attention::append_behind((k, v), (to_k, to_v), sizes, batch, count);
-            return self.capacity - tokens;
-        }
-        attention::append(k, to_k, sizes, (past * c, batch));
-        attention::append(v, to_v, sizes, (past * c, batch));
-        past
-    }
-
-    /// All keys and values.
-    pub(super) fn heads(&self, c: usize) -> (Heads<'_>, Heads<'_>) {
-        let batch = self.capacity * c;
-        (Heads { data: self.k.view(), row: c, batch }, Heads { data: self.v.view(), row: c, batch })
-    }
-}
-
-impl LayerCache {
-    /// Copies the first row to rows `1 .. rows`.
-    fn fork(&mut self, rows: usize, c: usize) {
-        let sizes = (1, self.filled, c);
-        for buffer in [&mut self.k, &mut self.v] {
-            let (first, mut others) = buffer.view_mut().split_at(self.capacity * c);
-            let from = Heads { data: first.as_view(), row: c, batch: 0 };
-            for row in 0..rows.saturating_sub(1) {
-                attention::append(from, others.reborrow(), sizes, (row * self.capacity * c, 0));
+    /// Appends the keys and values of `tokens` new tokens for each of `batch` rows.
+    pub(super) fn append(&mut self, k: Heads, v: Heads, batch: usize, tokens: usize, at: CachedRows) {
+        let (sizes, row) = ((batch, tokens, self.width), self.capacity * self.width);
+        match at {
+            CachedRows::One { slot, past } => {
+                let place = (slot * row + past * self.width, row);
+                attention::append(k, self.k.view_mut(), sizes, place);
+                attention::append(v, self.v.view_mut(), sizes, place);
+            }
+            CachedRows::Each(rows) => {
+                attention::append_rows((k, v), (self.k.view_mut(), self.v.view_mut()), sizes, row, rows);
             }
         }
+    }
+
+    /// Keys and values as attention reads them: those of the one row, or the whole cache.
+    pub(super) fn heads(&self, at: CachedRows) -> (Heads<'_>, Heads<'_>) {
+        let row = self.capacity * self.width;
+        let part = |buffer: &Buffer| match at {
+            CachedRows::One { slot, .. } => (slot * row, row),
+            CachedRows::Each(_) => (0, buffer.len()),
+        };
+        let heads = |buffer| {
+            let (start, len) = part(buffer);
+            Heads { data: buffer.view().slice(start, len), row: self.width, batch: row }
+        };
+        (heads(&self.k), heads(&self.v))
+    }
+
+    /// Most tokens that precede the next token of any row.
+    pub(super) fn most_past(&self, at: CachedRows) -> usize {
+        match at {
+            CachedRows::One { past, .. } => past,
+            CachedRows::Each(_) => self.capacity - 1,
+        }
+    }
+
+    /// Copies the first `tokens` tokens of row `from` to row `to`.
+    fn copy(&mut self, from: usize, to: usize, tokens: usize) {
+        let (row, width) = (self.capacity * self.width, self.width);
+        for buffer in [&mut self.k, &mut self.v] {
+            let (left, right) = buffer.view_mut().split_at(from.max(to) * row);
+            let (source, target) = if from < to {
+                (left.into_view().slice(from * row, row), right)
+            } else {
+                (right.into_view(), left.slice(to * row, row))
+            };
+            let source = Heads { data: source, row: width, batch: 0 };
+            attention::append(source, target, (1, tokens, width), (0, 0));
+        }
+    }
+
+    /// The first `tokens` keys and values of row 0, `(tokens, c)` each.
+    pub(super) fn first_row(&self, tokens: usize) -> (Vec<f32>, Vec<f32>) {
+        let floats = |buffer: &Buffer| buffer.view().slice(0, tokens * self.width).to_floats();
+        (floats(&self.k), floats(&self.v))
     }
 }
 
@@ -80,13 +109,14 @@ impl Cache {
         activations: DType,
         arenas: &mut Arenas,
     ) -> Result<Self> {
+        let width = Arch::of(config).kv();
         let cut = |arena: &mut Arena| {
-            let shape = [rows, capacity, config.width];
+            let shape = [rows, capacity, width];
             (0..config.layers)
                 .map(|layer| {
                     let k = arena.take(format!("layer {layer} keys"), activations, &shape)?;
                     let v = arena.take(format!("layer {layer} values"), activations, &shape)?;
-                    Ok(LayerCache { k, v, capacity, filled: 0 })
+                    Ok(LayerCache { k, v, capacity, width })
                 })
                 .collect()
         };
@@ -94,28 +124,15 @@ impl Cache {
         Ok(Self { layers, capacity })
     }
 
-    /// As many more tokens a row were appended by work that was recorded.
-    pub(super) fn advance(&mut self, tokens: usize) {
-        self.layers.iter_mut().for_each(|layer| layer.filled += tokens);
-    }
-
-    /// Tokens that fit.
+    /// Tokens that a row has room for.
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// Tokens seen so far.
-    pub fn filled(&self) -> usize {
-        self.layers.first().map_or(0, |layer| layer.filled)
-    }
-
-    /// Copies the first row of `c` wide keys and values to rows `1 .. rows`.
-    pub(super) fn fork(&mut self, rows: usize, c: usize) {
-        self.layers.iter_mut().for_each(|layer| layer.fork(rows, c));
-    }
-
-    /// Forgets all but the first `tokens`.
-    pub fn truncate(&mut self, tokens: usize) {
-        self.layers.iter_mut().for_each(|layer| layer.filled = layer.filled.min(tokens));
+    /// Copies the first `tokens` tokens of row `from` to row `to`.
+    pub(super) fn copy(&mut self, from: usize, to: usize, tokens: usize) {
+        if from != to && tokens > 0 {
+            self.layers.iter_mut().for_each(|layer| layer.copy(from, to, tokens));
+        }
     }
 }

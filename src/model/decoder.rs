@@ -1,4 +1,7 @@
 //! Generation: tokens in, logits of the last one out, with keys and values of all earlier ones cached.
+//!
+//! A decoder has rows, one for each sequence that it reads. A row has a position, adapters and a part of the cache of its
+//! own, so that requests of different lengths and adapters can be read together.
 
 use std::sync::Arc;
 
@@ -7,7 +10,6 @@ use crate::{
     device::{
         Buffer,
         DType::{F32, U32},
-        View,
         arena::{Arenas, Placement},
         cpu::on_pool,
         graph::Graph,
@@ -15,71 +17,110 @@ use crate::{
     error::{Error, Result},
     kernels::{
         adapted_linear::Dropout,
-        embed, layernorm,
+        attention::CacheRows,
         matmul::{self, InitialValue},
     },
 };
 
 use super::{
     Base, Limits,
+    activations::ActivationBuffers,
     base::MANY,
     bindings::AdapterBindings,
-    block::{Block, rows},
-    buffers::{BlockBuffers, Passes, Sizes, Workspace},
-    cache::Cache,
+    block::rows,
+    buffers::Sizes,
+    cache::{Cache, CachedRows},
+    layers::{Layers, MicroBatch, RowGroup},
     policy::Policy,
     prefix::PrefixState,
     stack::{check_length, head_matrix},
-    weight_streamer::{Input, Stage, WeightStreamer},
+    weight_streamer::WeightStreamer,
 };
 
-/// Tokens a prompt is fed in at a time: workspace stays small, products stay efficient.
+/// Most tokens of prompts in a pass: workspace stays small, products stay efficient.
 const CHUNK: usize = 512;
 
-/// A base with adapters, reading one sequence of tokens, or several that begin alike.
+/// A base with adapters, reading one sequence of tokens, or several side by side.
 pub struct Decoder {
-    base: Arc<Base>,
-    bindings: AdapterBindings,
-    values: Buffer,
-    prompt: Option<PrefixState>,
+    layers: Layers,
+    /// What rows can be given, by number.
+    adapters: Vec<DecoderAdapter>,
+    rows: Vec<RowState>,
     cache: Cache,
-    /// Sequences read side by side.
-    rows: usize,
-    x: [Buffer; 2],
-    block: Option<BlockBuffers>,
-    work: Workspace,
-    stats: Buffer,
+    /// Most tokens of a pass.
+    most: usize,
+    /// Logits of the sequences that were read last `(rows, v)`.
     logits: Buffer,
     /// Logits of a device, copied.
     on_host: Vec<f32>,
-    /// Tokens in the cache, place of the last token that is read, n ids, n positions: `(2 + 2 n)`, in one upload.
+    /// What a pass reads, in one upload: see [`PassInputs`].
     inputs: Buffer,
+    /// First visible token of each token `(n)`: 0 of all.
     starts: Buffer,
-    flow: WeightStreamer,
     recorded: Recorded,
 }
 
-/// The launches of one further token a row, of which a device starts hundreds: recorded, it starts them as one.
-enum Recorded {
-    /// Nor will they be: on a host, where blocks come and go, and where the device refused.
-    Never,
-    /// Not for the rows of the last token: a first one loads kernels and scratch.
-    Not(usize),
-    /// For so many rows.
-    For(usize, Graph),
+/// Adapters of a row: deltas and a prefix, with their values.
+struct DecoderAdapter {
+    bindings: AdapterBindings,
+    /// The flat store of the bindings.
+    values: Buffer,
+    prefix: Option<PrefixState>,
 }
 
-/// Tokens whose output is read; all others need not pass the last block behind its keys and values.
+/// A sequence that is being read.
+#[derive(Clone, Copy, Default)]
+struct RowState {
+    /// Number of its adapters.
+    adapter: usize,
+    /// Tokens read.
+    tokens: usize,
+}
+
+/// Tokens for one row of a [`Decoder`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RowTokens<'a> {
+    /// Number of the row.
+    pub row: usize,
+    /// What it reads next.
+    pub ids: &'a [u32],
+}
+
+/// Tokens that a pass reads for one row.
 #[derive(Clone, Copy)]
-enum Wanted {
-    Nothing,
-    Last,
-    All,
+struct Piece<'a> {
+    row: usize,
+    ids: &'a [u32],
+    /// Whether they are the last of their row, whose logits are asked for.
+    ends: bool,
+}
+
+/// The launches of a pass of one token a row, of which a device starts hundreds: recorded, it starts them as one.
+enum Recorded {
+    /// Never recorded: CPU, streamed base, or the capture failed.
+    Never,
+    /// Not yet, for the groups of the last pass: a first one loads kernels and scratch.
+    Not(Vec<Shared>),
+    /// For these groups.
+    For(Vec<Shared>, Graph),
+}
+
+/// Pieces that follow one another and are computed together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Shared {
+    /// First of them.
+    first: usize,
+    /// How many.
+    count: usize,
+    /// Tokens of each.
+    tokens: usize,
+    /// Their adapters.
+    adapter: usize,
 }
 
 impl Decoder {
-    /// Prepares for one sequence of up to `capacity` tokens, and up to `rows` that [`Decoder::fork`]
-    /// makes of it; `values` is the flat store of the wiring.
+    /// Prepares for up to `rows` sequences of up to `capacity` tokens, all of them with `bindings`, whose flat store is
+    /// `values`.
     ///
     /// # Errors
     /// When `capacity` exceeds the positions, or memory cannot be reserved.
@@ -94,293 +135,446 @@ impl Decoder {
         let config = &base.config;
         let (device, activations) = (base.device, base.activations);
         let mut arenas = Arenas::real(None).on(device);
-        let mut prompt = PrefixState::new(&bindings, config, activations, false, &mut arenas)?;
-        let (mut bindings, mut values) = (bindings, values);
-        if device.kind().wants_transposed_factors {
-            bindings.turn(&mut values, config);
-        }
-        let values = Buffer::on(device, &values)?;
-        if let Some(prompt) = &mut prompt {
-            prompt.refresh(values.view());
-        }
         let rows = rows.max(1);
         let cache = Cache::new(config, rows, capacity, activations, &mut arenas)?;
-        // A chunk of the prompt, or one token of each row.
-        let limits = Limits { rows: 1, tokens: capacity.clamp(1, CHUNK).max(rows) };
-        let n = limits.tokens;
-        let needs =
-            ScratchNeeds { config, rows: n, keys: bindings.prefix_len() + capacity, rank: 0, dropout: false };
-        device.reserve(scratch::decoding(needs, activations, rows))?;
-        let ranks = std::array::from_fn(|site| {
-            (0..config.layers).map(|layer| bindings.ranks(layer, site)).max().unwrap_or(0)
-        });
-        let sizes = Sizes { config, limits, activations };
-        let made = arenas.build("decoding", Placement::Memory, |arena| {
-            let x = [
-                arena.take("x", activations, &[n, config.width])?,
-                arena.take("y", activations, &[n, config.width])?,
-            ];
-            let block = BlockBuffers::cut(arena, "block", sizes, ranks)?;
-            let work = Workspace::cut(arena, sizes, Passes { head_rows: 0, backward: None })?;
-            let stats = arena.take("stats_f", F32, &[rows, 2])?;
+        // A chunk of a prompt, or one token of each row.
+        let most = capacity.clamp(1, CHUNK).max(rows);
+        let (logits, inputs, starts) = arenas.build("decoding", Placement::Memory, |arena| {
             let logits = arena.take("logits", F32, &[rows, config.vocab])?;
-            let inputs = arena.take("inputs", U32, &[2 + 2 * n])?;
-            let starts = arena.take("starts", U32, &[n])?;
-            Ok((x, block, work, stats, logits, (inputs, starts)))
+            let inputs = arena.take("inputs", U32, &[PassInputs::most(rows, most)])?;
+            Ok((logits, inputs, arena.take("starts", U32, &[most])?))
         })?;
-        let (x, block, work, stats, logits, (inputs, starts)) = made;
-        let block = Some(block);
-        let flow = WeightStreamer::new(Policy::default(), &base)?;
+        let adapter = DecoderAdapter::new(&base, bindings, values)?;
+        let buffers = workspace(&base, std::slice::from_ref(&adapter), rows, most, capacity)?;
+        let streamer = WeightStreamer::new(Policy::default(), &base)?;
         let records = device.kind().records_graphs && !base.is_streamed();
-        let recorded = if records { Recorded::Not(0) } else { Recorded::Never };
+        let recorded = if records { Recorded::Not(Vec::new()) } else { Recorded::Never };
         Ok(Self {
-            base,
-            bindings,
-            values,
-            prompt,
+            layers: Layers { base, buffers, streamer },
+            adapters: vec![adapter],
+            rows: vec![RowState::default(); rows],
             cache,
-            rows: 1,
-            x,
-            block,
-            work,
-            stats,
+            most,
             logits,
             on_host: Vec::new(),
             inputs,
             starts,
-            flow,
             recorded,
         })
+    }
+
+    /// Adds adapters that rows can be given; returns their number. Those of [`Decoder::new`] have number 0.
+    ///
+    /// # Errors
+    /// When the prefix leaves no position for a token, or memory cannot be reserved.
+    pub fn add_adapter(&mut self, bindings: AdapterBindings, values: Vec<f32>) -> Result<usize> {
+        let base = &self.layers.base;
+        check_length(base, &bindings, 1)?;
+        self.adapters.push(DecoderAdapter::new(base, bindings, values)?);
+        let rows = self.rows.len();
+        let buffers = workspace(base, &self.adapters, rows, self.most, self.cache.capacity());
+        match buffers {
+            Ok(buffers) => self.layers.buffers = buffers,
+            Err(error) => {
+                self.adapters.pop();
+                return Err(error);
+            }
+        }
+        if !matches!(self.recorded, Recorded::Never) {
+            self.recorded = Recorded::Not(Vec::new());
+        }
+        Ok(self.adapters.len() - 1)
+    }
+
+    /// Gives `row` the adapters of number `adapter`, and forgets what it has read.
+    ///
+    /// # Errors
+    /// When there is no such row or adapter.
+    pub fn assign(&mut self, row: usize, adapter: usize) -> Result<()> {
+        self.check_row(row)?;
+        if adapter >= self.adapters.len() {
+            let count = self.adapters.len();
+            return Err(Error::input(format!("adapter {adapter} is not one of the {count} of this decoder")));
+        }
+        self.rows[row] = RowState { adapter, tokens: 0 };
+        Ok(())
     }
 
     /// Whether layers of the base are in memory one after another only.
     ///
     /// # Errors
-    /// When no thread can be had.
+    /// When no thread can be started.
     pub(super) fn stream(&mut self, stream: bool) -> Result<()> {
-        self.flow = WeightStreamer::new(Policy { stream, ..Policy::default() }, &self.base)?;
+        let policy = Policy { stream, ..Policy::default() };
+        self.layers.streamer = WeightStreamer::new(policy, &self.layers.base)?;
         Ok(())
     }
 
-    /// Has every launch of a token started by itself on a device, too.
+    /// Starts every launch of a token by itself, on a device too.
     pub fn never_record(&mut self) {
         self.recorded = Recorded::Never;
     }
 
-    /// Whether a further token is started as a whole.
+    /// Whether the launches of a token are recorded and started as one.
     pub fn is_recorded(&self) -> bool {
         matches!(self.recorded, Recorded::For(..))
     }
 
-    /// Tokens read so far.
+    /// Tokens that row 0 has read.
     pub fn position(&self) -> usize {
-        self.cache.filled()
+        self.rows[0].tokens
     }
 
-    /// Tokens that can be read in all.
+    /// Tokens that `row` has read; 0 where there is no such row.
+    pub fn position_of(&self, row: usize) -> usize {
+        self.rows.get(row).map_or(0, |row| row.tokens)
+    }
+
+    /// Tokens that a row can read in all; fewer where its prefix takes more positions than that of adapter 0.
     pub fn capacity(&self) -> usize {
         self.cache.capacity()
     }
 
-    /// Forgets all but the first `tokens`, and all sequences but the first.
+    /// Tokens that `row` can still read.
+    fn room(&self, row: usize) -> usize {
+        let RowState { adapter, tokens } = self.rows[row];
+        let positions = self.layers.base.config.positions - self.adapters[adapter].bindings.prefix_len();
+        self.capacity().min(positions).saturating_sub(tokens)
+    }
+
+    /// Forgets all but the first `tokens` of row 0, and all other rows.
     pub fn rewind(&mut self, tokens: usize) {
-        self.cache.truncate(tokens);
-        self.rows = 1;
+        self.rows.iter_mut().skip(1).for_each(|row| row.tokens = 0);
+        self.truncate(0, tokens);
     }
 
-    /// Goes on with `rows` copies of the sequence read so far, at most as many as were prepared for.
+    /// Forgets all but the first `tokens` of `row`.
+    pub fn truncate(&mut self, row: usize, tokens: usize) {
+        if let Some(row) = self.rows.get_mut(row) {
+            row.tokens = row.tokens.min(tokens);
+        }
+    }
+
+    /// Makes the first `rows` rows copies of row 0, at most as many as were prepared for.
     pub fn fork(&mut self, rows: usize) {
-        self.cache.fork(rows, self.base.config.width);
-        self.rows = rows;
+        let rows = rows.min(self.rows.len());
+        (1..rows).for_each(|row| self.copy(0, row));
     }
 
-    /// Reads `ids` into the only sequence; returns the logits `(v)` that follow the last of them.
+    /// Makes each row of `to` a copy of row `from`: what it has read, and its adapters.
+    ///
+    /// # Errors
+    /// When one of the rows does not exist.
+    pub fn fork_to(&mut self, from: usize, to: &[usize]) -> Result<()> {
+        self.check_row(from)?;
+        to.iter().try_for_each(|&row| self.check_row(row))?;
+        to.iter().for_each(|&row| self.copy(from, row));
+        Ok(())
+    }
+
+    fn copy(&mut self, from: usize, to: usize) {
+        self.cache.copy(from, to, self.rows[from].tokens);
+        self.rows[to] = self.rows[from];
+    }
+
+    /// Reads `ids` into row 0; returns the logits `(v)` that follow the last of them.
     ///
     /// # Errors
     /// When there is nothing to read, no room left, or an id is outside the vocabulary.
     pub fn feed(&mut self, ids: &[u32]) -> Result<&[f32]> {
-        self.check(ids, ids.len())?;
-        on_pool(|| {
-            let (before, last) = ids.split_at((ids.len() - 1) / CHUNK * CHUNK);
-            for chunk in before.chunks(CHUNK) {
-                self.read(chunk, 1, Wanted::Nothing)?;
-            }
-            if last.len() == 1 {
-                self.step(last)?;
-            } else {
-                self.read(last, 1, Wanted::Last)?;
-                self.head(1);
-            }
-            self.logits(1)
-        })
+        self.feed_rows(&[RowTokens { row: 0, ids }])
     }
 
-    /// Reads one token into each sequence; returns the logits `(rows, v)` that follow them.
+    /// Reads one token into each of the first rows; returns the logits `(rows, v)` that follow them.
     ///
     /// # Errors
-    /// As [`Decoder::feed`].
+    /// As [`Decoder::feed`], and when there are more ids than rows.
     pub fn feed_each(&mut self, ids: &[u32]) -> Result<&[f32]> {
-        self.check(ids, 1)?;
+        let tokens = ids.chunks(1).enumerate();
+        self.feed_rows(&tokens.map(|(row, ids)| RowTokens { row, ids }).collect::<Vec<_>>())
+    }
+
+    /// Reads tokens into any rows, as many as each is given; returns the logits `(sequences, v)` that follow the last
+    /// token of each, in the order given. Rows of the same adapters are fastest side by side.
+    ///
+    /// # Errors
+    /// As [`Decoder::feed`], and when a row is named twice or does not exist. Nothing is read then.
+    pub fn feed_rows(&mut self, sequences: &[RowTokens]) -> Result<&[f32]> {
+        self.check(sequences)?;
         on_pool(|| {
-            self.step(ids)?;
-            self.logits(ids.len())
+            let single = sequences.iter().all(|sequence| sequence.ids.len() == 1);
+            let most = if single { self.most } else { self.most.min(CHUNK) };
+            let mut left = sequences.to_vec();
+            let mut done = 0;
+            while done < left.len() {
+                let (pieces, ended) = next_pieces(&mut left[done..], most);
+                self.pass(&pieces, done)?;
+                done += ended;
+            }
+            self.read_logits(sequences.len())
         })
     }
 
-    fn check(&self, ids: &[u32], tokens: usize) -> Result<()> {
-        let vocab = self.base.config.vocab;
-        if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab) {
+    fn check_row(&self, row: usize) -> Result<()> {
+        let rows = self.rows.len();
+        if row < rows {
+            return Ok(());
+        }
+        Err(Error::input(format!("row {row} is not one of the {rows} that this decoder was prepared for")))
+    }
+
+    fn check(&self, sequences: &[RowTokens]) -> Result<()> {
+        let vocab = self.layers.base.config.vocab;
+        let ids = sequences.iter().flat_map(|sequence| sequence.ids);
+        if let Some(id) = ids.into_iter().find(|&&id| id as usize >= vocab) {
             return Err(Error::input(format!(
                 "token {id} is outside the vocabulary of {vocab} of base {}; give ids below that",
-                self.base.name
+                self.layers.base.name
             )));
         }
-        let room = self.capacity() - self.position();
-        if ids.is_empty() || tokens > room {
-            return Err(Error::input(format!(
-                "{tokens} tokens do not fit where 1 to {room} do; shorten the prompt or lower --max-new-tokens"
-            )));
+        let mut named = vec![false; self.rows.len()];
+        for &RowTokens { row, ids } in sequences {
+            self.check_row(row)?;
+            if std::mem::replace(&mut named[row], true) {
+                return Err(Error::input(format!(
+                    "row {row} is given tokens twice; give all of them at once"
+                )));
+            }
+            let (tokens, room) = (ids.len(), self.room(row));
+            if tokens == 0 || tokens > room {
+                return Err(Error::input(format!(
+                    "{tokens} tokens do not fit where 1 to {room} do; shorten the prompt or lower --max-new-tokens"
+                )));
+            }
+        }
+        if sequences.is_empty() {
+            return Err(Error::input("no row is given any tokens; give at least one"));
         }
         Ok(())
     }
 
-    /// One further token for each row, and its logits.
-    fn step(&mut self, ids: &[u32]) -> Result<()> {
-        let (rows, filled) = (ids.len(), self.position());
-        self.upload(ids, rows);
+    /// Reads one pass; the logits of the pieces that end go to rows `to` and following.
+    fn pass(&mut self, pieces: &[Piece], to: usize) -> Result<()> {
+        let inputs = self.upload(pieces);
+        let groups = self.shared(pieces);
+        if pieces.iter().all(|piece| piece.ends && piece.ids.len() == 1) {
+            self.tokens(&groups, pieces, inputs, to)?;
+        } else {
+            self.compute(&groups, pieces, inputs, to)?;
+        }
+        pieces.iter().for_each(|piece| self.rows[piece.row].tokens += piece.ids.len());
+        Ok(())
+    }
+
+    /// Brings what a pass reads to the device.
+    fn upload(&mut self, pieces: &[Piece]) -> PassInputs {
+        let (mut ends, mut ids, mut positions) = (Vec::new(), Vec::new(), Vec::new());
+        let counts = pieces.iter().map(|piece| self.rows[piece.row].tokens as u32);
+        let slots = pieces.iter().map(|piece| piece.row as u32);
+        let mut numbers: Vec<u32> = counts.chain(slots).collect();
+        for piece in pieces {
+            let RowState { adapter, tokens } = self.rows[piece.row];
+            let first = (tokens + self.adapters[adapter].bindings.prefix_len()) as u32;
+            ids.extend_from_slice(piece.ids);
+            positions.extend((first..).take(piece.ids.len()));
+            if piece.ends {
+                ends.push(ids.len() as u32 - 1);
+            }
+        }
+        let inputs = PassInputs { pieces: pieces.len(), ends: ends.len(), n: ids.len() };
+        numbers.extend(ends.into_iter().chain(ids).chain(positions));
+        self.inputs.view_mut().upload(&numbers);
+        inputs
+    }
+
+    /// Cuts pieces into those that are computed together: neighbours of one token with the same adapters.
+    fn shared(&self, pieces: &[Piece]) -> Vec<Shared> {
+        let mut groups: Vec<Shared> = Vec::new();
+        for (first, piece) in pieces.iter().enumerate() {
+            let (tokens, adapter) = (piece.ids.len(), self.rows[piece.row].adapter);
+            match groups.last_mut() {
+                Some(last) if tokens == 1 && last.tokens == 1 && last.adapter == adapter => last.count += 1,
+                _ => groups.push(Shared { first, count: 1, tokens, adapter }),
+            }
+        }
+        groups
+    }
+
+    /// A pass of one further token a row; on a device recorded the second time, and started as one from then on.
+    fn tokens(&mut self, groups: &[Shared], pieces: &[Piece], inputs: PassInputs, to: usize) -> Result<()> {
         match &self.recorded {
-            Recorded::For(of, recording) if *of == rows && recording.replay() => {
-                self.cache.advance(1);
-                return Ok(());
-            }
-            Recorded::Not(of) if *of == rows => {
+            Recorded::For(of, graph) if of == groups && graph.replay() => return Ok(()),
+            Recorded::Not(of) if of == groups => {
                 let mut done = Ok(());
-                let recording = Graph::new(self.base.device, || done = self.token(rows, true));
+                let device = self.layers.base.device;
+                let graph = Graph::new(device, || done = self.compute(groups, pieces, inputs, to));
                 done?;
-                if let Some(recording) = recording.filter(Graph::replay) {
-                    self.recorded = Recorded::For(rows, recording);
-                    return Ok(());
+                match graph.filter(Graph::replay) {
+                    Some(graph) => {
+                        self.recorded = Recorded::For(groups.to_vec(), graph);
+                        return Ok(());
+                    }
+                    // Nothing was computed.
+                    None => self.recorded = Recorded::Never,
                 }
-                // Nothing was computed.
-                self.cache.truncate(filled);
-                self.recorded = Recorded::Never;
             }
-            Recorded::For(..) | Recorded::Not(_) => self.recorded = Recorded::Not(rows),
+            Recorded::For(..) | Recorded::Not(_) => self.recorded = Recorded::Not(groups.to_vec()),
             Recorded::Never => {}
         }
-        self.token(rows, !matches!(self.recorded, Recorded::Never))
+        self.compute(groups, pieces, inputs, to)
     }
 
-    /// One further token of `inputs` for each row, and its logits.
-    fn token(&mut self, rows: usize, counted: bool) -> Result<()> {
-        self.blocks(rows, rows, Wanted::All, counted)?;
-        self.head(rows);
-        Ok(())
-    }
-
-    /// Brings `ids (rows, t)` to the device.
-    fn upload(&mut self, ids: &[u32], rows: usize) {
-        let (n, past) = (ids.len(), self.position() as u32);
-        let first = past + self.bindings.prefix_len() as u32;
-        let positions = (0..rows).flat_map(|_| (first..).take(n / rows));
-        let inputs: Vec<u32> =
-            [past, n as u32 - 1].into_iter().chain(ids.iter().copied()).chain(positions).collect();
-        self.inputs.view_mut().upload(&inputs);
-    }
-
-    /// Runs the blocks over `ids (rows, t)`; the output of those `wanted` ends up in `x[layers % 2]`.
-    fn read(&mut self, ids: &[u32], rows: usize, wanted: Wanted) -> Result<()> {
-        self.upload(ids, rows);
-        self.blocks(ids.len(), rows, wanted, false)
-    }
-
-    /// The same over the n tokens of `inputs`; where they are `counted` the device goes by its own count of those before.
-    fn blocks(&mut self, n: usize, rows: usize, wanted: Wanted, counted: bool) -> Result<()> {
-        let tokens = n / rows;
-        let base = Arc::clone(&self.base);
-        let (config, weights) = (&base.config, &base.weights);
-        let c = config.width;
-        let inputs = self.inputs.view();
-        let (count, last) = (inputs.slice(0, 1), inputs.slice(1, 1));
-        let (id_view, position_view) = (inputs.slice(2, n), inputs.slice(2 + n, n));
-        let x = rows!(mut self.x[0], n, c);
-        self.flow.enter(weights, Stage::Embed, Some(Stage::Block(0)), Input::default());
-        embed::forward(id_view, position_view, weights.wte.view(), weights.wpe.view(), x);
-        let mut buffers =
-            self.block.take().ok_or_else(|| Error::failed("generation failed before; start again"))?;
-        for layer in 0..config.layers {
-            let next = (layer + 1 < config.layers).then(|| Stage::Block(layer + 1));
-            self.flow.enter(weights, Stage::Block(layer), next, Input::default());
-            let block = Block {
-                config,
-                layer,
-                weights: self.flow.block(weights, layer),
-                deltas: &self.bindings.layers[layer],
-                values: self.values.view(),
-                prompt: self
-                    .prompt
-                    .as_ref()
-                    .map(|p| (p.view(self.values.view()), self.bindings.prefix_len())),
-                starts: rows!(self.starts, n, 1),
-                rows,
-                tokens,
-                dropout: Dropout::NONE,
-                wanted: match wanted {
-                    _ if layer + 1 < config.layers => None,
-                    Wanted::Nothing => Some(last.slice(0, 0)),
-                    Wanted::Last if n > 1 => Some(last),
-                    Wanted::Last | Wanted::All => None,
-                },
-                count: counted.then_some(count),
+    /// Runs the layers over what was uploaded, and the head over the pieces that end.
+    fn compute(&mut self, groups: &[Shared], pieces: &[Piece], inputs: PassInputs, to: usize) -> Result<()> {
+        let PassInputs { pieces: count, ends, n } = inputs;
+        let numbers = self.inputs.view();
+        let mut first = 0;
+        let mut ended = 0;
+        let mut batches: Vec<RowGroup> = Vec::with_capacity(groups.len());
+        for group in groups {
+            let adapter = &self.adapters[group.adapter];
+            let pieces = &pieces[group.first..][..group.count];
+            let before = ended;
+            ended += pieces.iter().filter(|piece| piece.ends).count();
+            let cached = match pieces {
+                [piece] if group.tokens > 1 => {
+                    CachedRows::One { slot: piece.row, past: self.rows[piece.row].tokens }
+                }
+                _ => CachedRows::Each(CacheRows {
+                    counts: numbers.slice(group.first, group.count),
+                    slots: numbers.slice(count + group.first, group.count),
+                }),
             };
-            let (left, right) = self.x.split_at_mut(1);
-            let (x, y) = if layer % 2 == 0 { (&left[0], &mut right[0]) } else { (&right[0], &mut left[0]) };
-            let cache = Some(&mut self.cache.layers[layer]);
-            let state = block.forward(rows!(x, n, c), buffers, &mut self.work, cache, rows!(mut y, n, c));
-            buffers = state.discard();
+            batches.push(RowGroup {
+                first,
+                batch: group.count,
+                tokens: group.tokens,
+                wanted: before..ended,
+                deltas: &adapter.bindings.layers,
+                values: adapter.values.view(),
+                prefix: adapter.prefix(),
+                cached: Some(cached),
+            });
+            first += group.count * group.tokens;
         }
-        self.block = Some(buffers);
-        self.flow.leave(weights, None);
+        let micro = MicroBatch {
+            ids: numbers.slice(2 * count + ends, n),
+            positions: numbers.slice(2 * count + ends + n, n),
+            starts: rows!(self.starts, n, 1),
+            groups: &batches,
+            wanted: (ends < n).then(|| numbers.slice(2 * count, ends)),
+            dropout: Dropout::NONE,
+        };
+        self.layers.forward_only(micro, None, Some(&mut self.cache.layers))?;
+        self.layers.streamer.leave(&self.layers.base.weights, None);
+        if ends > 0 {
+            self.head(ends, to);
+        }
         Ok(())
     }
 
-    /// Leaves the logits `(count, v)` of the first `count` rows of the blocks' output.
-    fn head(&mut self, count: usize) {
-        let (config, weights) = (&self.base.config, &self.base.weights);
-        let norm = layernorm::Norm {
-            gain: weights.ln_f.gain.view(),
-            bias: weights.ln_f.bias.view(),
-            epsilon: config.layer_norm_eps,
-        };
-        let c = config.width;
-        let x = rows!(self.x[config.layers % 2], count, c);
-        layernorm::forward(x, norm, rows!(mut self.work.normed, count, c), rows!(mut self.stats, count, 2));
-        let hidden = rows!(self.work.normed, count, c);
-        let logits = rows!(mut self.logits, count, config.vocab);
-        match &weights.head_turned {
-            Some(turned) if MANY.contains(&count) => {
-                matmul::frozen_nn(hidden, turned.view(), InitialValue::Zero, logits, count);
+    /// Leaves the logits `(count, v)` of the first `count` rows of the blocks' output in rows `to` and following.
+    fn head(&mut self, count: usize, to: usize) {
+        self.layers.last_norm(count);
+        let base = &self.layers.base;
+        let (c, v) = (base.config.width, base.config.vocab);
+        let hidden = rows!(self.layers.buffers.head().1.normed, count, c);
+        let logits = self.logits.view_mut().slice(to * v, count * v);
+        match &base.weights.head_turned {
+            Some(transposed) if MANY.contains(&count) => {
+                matmul::frozen_nn(hidden, transposed.view(), InitialValue::Zero, logits, count);
             }
-            _ => matmul::frozen_nt(hidden, head_matrix(&self.base), InitialValue::Zero, logits, count),
+            _ => matmul::frozen_nt(hidden, head_matrix(base), InitialValue::Zero, logits, count),
         }
     }
 
-    /// The logits `(count, v)` that were left last.
-    fn logits(&mut self, count: usize) -> Result<&[f32]> {
-        let logits = rows!(self.logits, count, self.base.config.vocab);
+    /// The first `count` rows of the logits.
+    fn read_logits(&mut self, count: usize) -> Result<&[f32]> {
+        let logits = rows!(self.logits, count, self.layers.base.config.vocab);
         if logits.device().is_host_visible() {
             return Ok(logits.host());
         }
         logits.read_into(&mut self.on_host);
-        self.base.device.check()?;
+        self.layers.base.device.check()?;
         Ok(&self.on_host)
     }
 
-    /// Cached keys and values of a layer, `(position, c)` each.
+    /// Cached keys and values of row 0 at a layer, `(position, c)` each.
     pub(super) fn keys_and_values(&self, layer: usize) -> (Vec<f32>, Vec<f32>) {
-        let c = self.base.config.width;
-        let (k, v) = self.cache.layers[layer].heads(c);
-        let filled = |view: View| view.slice(0, self.position() * c).to_floats();
-        (filled(k.data), filled(v.data))
+        self.cache.layers[layer].first_row(self.position())
     }
+}
+
+impl DecoderAdapter {
+    fn new(base: &Base, bindings: AdapterBindings, values: Vec<f32>) -> Result<Self> {
+        let (device, activations) = (base.device, base.activations);
+        let mut arenas = Arenas::real(None).on(device);
+        let mut prefix = PrefixState::new(&bindings, &base.config, activations, false, &mut arenas)?;
+        let (mut bindings, mut values) = (bindings, values);
+        if device.kind().wants_transposed_factors {
+            bindings.turn(&mut values, &base.config);
+        }
+        let values = Buffer::on(device, &values)?;
+        if let Some(prefix) = &mut prefix {
+            prefix.refresh(values.view());
+        }
+        Ok(Self { bindings, values, prefix })
+    }
+
+    /// Keys and values of the prefix `(p, 2 l c)`, and p.
+    fn prefix(&self) -> Option<(crate::device::View<'_>, usize)> {
+        let prefix = self.prefix.as_ref()?;
+        Some((prefix.view(self.values.view()), self.bindings.prefix_len()))
+    }
+}
+
+/// How many numbers a pass reads: for each piece the tokens that the cache has of its row, and the row; where the pieces
+/// that end do so among the tokens; ids; positions.
+#[derive(Clone, Copy)]
+struct PassInputs {
+    pieces: usize,
+    ends: usize,
+    n: usize,
+}
+
+impl PassInputs {
+    /// Most numbers of a pass of up to `n` tokens.
+    fn most(rows: usize, n: usize) -> usize {
+        3 * rows + 2 * n
+    }
+}
+
+/// What a pass of up to `most` tokens reads of the sequences that are left, which become shorter; and how many of
+/// these end in it.
+fn next_pieces<'a>(left: &mut [RowTokens<'a>], most: usize) -> (Vec<Piece<'a>>, usize) {
+    let (mut pieces, mut budget, mut ended) = (Vec::new(), most, 0);
+    for sequence in left {
+        if budget == 0 {
+            break;
+        }
+        let (ids, rest) = sequence.ids.split_at(sequence.ids.len().min(budget));
+        pieces.push(Piece { row: sequence.row, ids, ends: rest.is_empty() });
+        budget -= ids.len();
+        ended += usize::from(rest.is_empty());
+        sequence.ids = rest;
+    }
+    (pieces, ended)
+}
+
+/// Memory for passes of up to `most` tokens with any of `adapters`; a device's scratch is reserved, too.
+fn workspace(
+    base: &Base,
+    adapters: &[DecoderAdapter],
+    rows: usize,
+    most: usize,
+    capacity: usize,
+) -> Result<ActivationBuffers> {
+    let bindings: Vec<&AdapterBindings> = adapters.iter().map(|adapter| &adapter.bindings).collect();
+    let prefix = bindings.iter().map(|bindings| bindings.prefix_len()).max().unwrap_or(0);
+    let config = &base.config;
+    let needs = ScratchNeeds { config, rows: most, keys: prefix + capacity, rank: 0, dropout: false };
+    base.device.reserve(scratch::decoding(needs, base.activations, rows))?;
+    let sizes = Sizes { config, limits: Limits { rows: 1, tokens: most }, activations: base.activations };
+    let policy = Policy { head_rows: 0, activations: base.activations, ..Policy::default() };
+    ActivationBuffers::cut(&mut Arenas::real(None).on(base.device), sizes, &bindings, policy, false)
 }

@@ -14,7 +14,6 @@ use crate::{
     error::{Error, Result},
     kernels::{
         adapted_linear::Dropout,
-        embed,
         head_loss::{self, Supervised, Tally},
         layernorm,
         matmul::Matrix,
@@ -24,11 +23,13 @@ use crate::{
 
 use super::{
     Base, Config, Limits, Policy,
-    activations::{ANY, ActivationBuffers},
-    bindings::{AdapterBindings, Site},
-    block::{Block, Gradients, rows},
+    activations::ActivationBuffers,
+    arch::Site,
+    bindings::{AdapterBindings, LayerDeltas},
+    block::{Gradients, rows},
     buffers::{Inputs, Sizes},
-    weight_streamer::{Input, Stage, WeightStreamer},
+    layers::{Layers, MicroBatch, RowGroup, last_norm},
+    weight_streamer::{Stage, WeightStreamer},
 };
 
 /// Trained values as a forward needs them.
@@ -71,12 +72,10 @@ impl Pass {
 
 /// A base prepared for micro-batches up to a limit.
 pub struct Stack {
-    base: Arc<Base>,
+    layers: Layers,
     bindings: AdapterBindings,
     limits: Limits,
     inputs: Inputs,
-    held: ActivationBuffers,
-    flow: WeightStreamer,
 }
 
 impl Stack {
@@ -94,9 +93,9 @@ impl Stack {
         arenas: &mut Arenas,
     ) -> Result<Self> {
         check_length(&base, &bindings, limits.tokens)?;
-        let (inputs, held) = Self::cut(&base.config, &bindings, limits, policy, training, arenas)?;
-        let flow = WeightStreamer::new(policy, &base)?;
-        Ok(Self { base, bindings, limits, inputs, held, flow })
+        let (inputs, buffers) = Self::cut(&base.config, &bindings, limits, policy, training, arenas)?;
+        let streamer = WeightStreamer::new(policy, &base)?;
+        Ok(Self { layers: Layers { base, buffers, streamer }, bindings, limits, inputs })
     }
 
     /// The memory of a stack: all of what [`Stack::new`] holds beside the base.
@@ -113,7 +112,7 @@ impl Stack {
     ) -> Result<(Inputs, ActivationBuffers)> {
         let sizes = Sizes { config, limits, activations: policy.activations };
         let inputs = arenas.build("data", Placement::Memory, |arena| Inputs::cut(arena, limits))?;
-        Ok((inputs, ActivationBuffers::cut(arenas, sizes, bindings, policy, training)?))
+        Ok((inputs, ActivationBuffers::cut(arenas, sizes, &[bindings], policy, training)?))
     }
 
     /// Counts the memory of a stack in `arenas` that plan; needs no base.
@@ -133,7 +132,7 @@ impl Stack {
 
     /// The base it runs on.
     pub fn base(&self) -> &Arc<Base> {
-        &self.base
+        &self.layers.base
     }
 
     /// Losses of a micro-batch, without gradients, dropout or smoothing.
@@ -143,7 +142,7 @@ impl Stack {
     pub fn loss(&mut self, trained: Trained, batch: &Batch) -> Result<LossSum> {
         let mut tally = Tally::default();
         let tokens = on_pool(|| self.losses(trained, batch, &mut tally))?;
-        self.base.device.check()?;
+        self.layers.base.device.check()?;
         Ok(LossSum { sum: tally.sum(), tokens })
     }
 
@@ -152,30 +151,13 @@ impl Stack {
         if supervised == 0 {
             return Ok(0);
         }
-        self.embed(batch);
-        let base = Arc::clone(&self.base);
-        let (n, c, layers) = (batch.ids.len(), base.config.width, base.config.layers);
-        for layer in 0..layers {
-            self.flow.enter(&base.weights, Stage::Block(layer), after(layer, layers), self.passed(layer));
-            // One block's memory serves all layers.
-            let (buffers, owned) = self.held.any_block()?;
-            let block = block(
-                (&base, &self.flow),
-                &self.bindings,
-                &self.inputs,
-                trained,
-                layer,
-                batch,
-                Dropout::NONE,
-            );
-            let (x, y, work) = self.held.step(layer);
-            let saved = block.forward(rows!(x, n, c), buffers, work, None, rows!(mut y, n, c));
-            self.held.give_back(ANY, saved.discard(), owned);
-        }
-        self.flow.enter(&base.weights, Stage::Head, None, self.passed(layers));
-        let none = Pass { factor: 0.0, smoothing: 0.0, dropout: Dropout::NONE };
-        self.head(batch, supervised, none, (false, tally));
-        self.flow.leave(&base.weights, self.held.pages(layers));
+        let groups = [group(&self.bindings, trained, batch)];
+        let micro = micro_batch(&self.bindings, &self.inputs, &groups, batch, Dropout::NONE);
+        self.layers.forward_only(micro, Some(Stage::Head), None)?;
+        let (base, layers) = (Arc::clone(&self.layers.base), self.bindings.layers.len());
+        self.layers.streamer.enter(&base.weights, Stage::Head, None, self.layers.passed(layers));
+        head(&mut self.layers, &self.inputs, micro, supervised, None, tally);
+        self.layers.streamer.leave(&base.weights, self.layers.buffers.pages(layers));
         Ok(supervised)
     }
 
@@ -192,7 +174,7 @@ impl Stack {
     ) -> Result<LossSum> {
         let mut tally = Tally::default();
         let tokens = self.accumulate(trained, to, batch, pass, &mut tally)?;
-        self.base.device.check()?;
+        self.layers.base.device.check()?;
         Ok(LossSum { sum: tally.sum(), tokens })
     }
 
@@ -214,125 +196,20 @@ impl Stack {
             return Ok(0);
         }
         on_pool(|| {
-            self.embed(batch);
-            let layers = self.base.config.layers;
-            let kept = self.forward(trained, batch, pass.dropout)?;
-            let back_to = (self.bindings.lowest() < layers).then(|| Stage::Block(layers - 1));
-            self.flow.enter(&self.base.weights, Stage::Head, back_to, self.passed(layers));
+            let groups = [group(&self.bindings, trained, batch)];
+            let micro = micro_batch(&self.bindings, &self.inputs, &groups, batch, pass.dropout);
+            phase::enter(Phase::Forward);
+            let kept = self.layers.forward_keeping(micro, Stage::Head)?;
+            let (layers, lowest) = (self.bindings.layers.len(), self.bindings.lowest());
+            let back_to = (lowest < layers).then(|| Stage::Block(layers - 1));
+            let base = Arc::clone(&self.layers.base);
+            self.layers.streamer.enter(&base.weights, Stage::Head, back_to, self.layers.passed(layers));
             phase::enter(Phase::Head);
-            self.head(batch, supervised, pass, (true, tally));
+            head(&mut self.layers, &self.inputs, micro, supervised, Some(pass), tally);
             phase::enter(Phase::Backward);
-            self.backward(trained, to, batch, pass.dropout, kept)?;
+            self.layers.backward(micro, to, lowest, kept)?;
             Ok(supervised)
         })
-    }
-
-    /// Forward through all blocks, each keeping what the policy says.
-    fn forward(&mut self, trained: Trained, batch: &Batch, dropout: Dropout) -> Result<Kept> {
-        let (n, base) = (batch.ids.len(), Arc::clone(&self.base));
-        let (c, layers) = (base.config.width, base.config.layers);
-        phase::enter(Phase::Forward);
-        for layer in 0..layers {
-            self.flow.enter(&base.weights, Stage::Block(layer), after(layer, layers), self.passed(layer));
-            let (buffers, owned) = self.held.block(layer)?;
-            let block =
-                block((&base, &self.flow), &self.bindings, &self.inputs, trained, layer, batch, dropout);
-            let (x, y, work) = self.held.step(layer);
-            let saved = block.forward(rows!(x, n, c), buffers, work, None, rows!(mut y, n, c));
-            // What the layer owns keeps its content until the backward comes by.
-            self.held.give_back(layer, saved.discard(), owned);
-            self.held.send(layer, n * c);
-        }
-        Ok(Kept)
-    }
-
-    /// Backward through the blocks from the top to the lowest adapter.
-    fn backward(
-        &mut self,
-        trained: Trained,
-        to: &mut Gradients,
-        batch: &Batch,
-        dropout: Dropout,
-        Kept: Kept,
-    ) -> Result<()> {
-        let (n, base) = (batch.ids.len(), Arc::clone(&self.base));
-        let (c, lowest) = (base.config.width, self.bindings.lowest());
-        for layer in (lowest..base.config.layers).rev() {
-            let below = layer.checked_sub(1).filter(|&below| below >= lowest);
-            let input = Input {
-                release: self.held.pages(layer + 1),
-                fetch: below.and_then(|below| self.held.pages(below)),
-            };
-            self.flow.enter(&base.weights, Stage::Block(layer), below.map(Stage::Block), input);
-            if let Some(below) = below {
-                self.held.fetch(below, n * c);
-            }
-            let block =
-                block((&base, &self.flow), &self.bindings, &self.inputs, trained, layer, batch, dropout);
-            let (buffers, owned) = self.held.block(layer)?;
-            // A layer's own buffers tell what it kept; all others are made again.
-            let keep = owned.keep();
-            let (x, work, back) = self.held.back(layer).ok_or_else(lost)?;
-            let x = rows!(x, n, c);
-            let saved = block.again(x, buffers, work, keep);
-            let buffers = block.backward(x, saved, work, back, to, layer > lowest);
-            self.held.give_back(layer, buffers, owned);
-        }
-        self.flow.leave(&base.weights, self.held.pages(lowest));
-        Ok(())
-    }
-
-    /// The input that the computation has behind it when it enters block `layer`.
-    fn passed(&self, layer: usize) -> Input {
-        Input { release: layer.checked_sub(1).and_then(|below| self.held.pages(below)), fetch: None }
-    }
-
-    fn embed(&mut self, batch: &Batch) {
-        let (n, c) = (batch.ids.len(), self.base.config.width);
-        let weights = &self.base.weights;
-        let (ids, positions) = (self.inputs.ids.view().slice(0, n), self.inputs.positions.view().slice(0, n));
-        self.flow.enter(&self.base.weights, Stage::Embed, Some(Stage::Block(0)), Input::default());
-        let x = rows!(mut self.held.input_mut(0), n, c);
-        embed::forward(ids, positions, weights.wte.view(), weights.wpe.view(), x);
-    }
-
-    /// Last layer norm, head and loss; with `gradient` also the gradient of the last block's output, of as many tokens.
-    fn head(&mut self, batch: &Batch, supervised: usize, pass: Pass, (gradient, tally): (bool, &mut Tally)) {
-        let (n, c) = (batch.ids.len(), self.base.config.width);
-        let (config, weights) = (&self.base.config, &self.base.weights);
-        let norm = layernorm::Norm {
-            gain: weights.ln_f.gain.view(),
-            bias: weights.ln_f.bias.view(),
-            epsilon: config.layer_norm_eps,
-        };
-        let (x, work, space, back) = self.held.head();
-        // The last block may have computed the supervised tokens alone.
-        let all = wanted(&self.bindings, &self.inputs, config.layers - 1, batch, pass.dropout).is_none();
-        let (n, rows) =
-            if all { (n, Some(rows!(self.inputs.rows, supervised, 1))) } else { (supervised, None) };
-        let x = rows!(x, n, c);
-        layernorm::forward(x, norm, rows!(mut work.normed, n, c), rows!(mut space.stats, n, 2));
-        let input = Supervised {
-            hidden: rows!(work.normed, n, c),
-            rows,
-            targets: rows!(self.inputs.targets, supervised, 1),
-            smoothing: pass.smoothing,
-        };
-        let chunk =
-            head_loss::HeadScratch { gathered: space.gathered.view_mut(), logits: work.room.logits() };
-        let losses = rows!(mut space.losses, supervised, 1);
-        let head = head_matrix(&self.base);
-        match back.filter(|_| gradient) {
-            None => head_loss::forward_backward(input, head, chunk, losses, None),
-            Some(back) => {
-                let d_normed = rows!(mut back.narrow, n, c);
-                head_loss::forward_backward(input, head, chunk, losses, Some((d_normed, pass.factor)));
-                rows!(mut back.grad, n, c).clear();
-                let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(space.stats, n, 2));
-                layernorm::backward(d_normed, x, stats, norm, rows!(mut back.grad, n, c));
-            }
-        }
-        tally.add(rows!(space.losses, supervised, 1));
     }
 
     /// Brings a micro-batch to the device; returns how many tokens are supervised.
@@ -343,7 +220,7 @@ impl Stack {
                 batch.rows, batch.seq_len, self.limits.rows, self.limits.tokens
             )));
         }
-        let config = &self.base.config;
+        let config = &self.layers.base.config;
         let vocab = config.vocab;
         let outside = batch.ids.iter().copied().find(|&id| id as usize >= vocab);
         let target = batch
@@ -354,7 +231,7 @@ impl Stack {
         if let Some(id) = outside.map(i64::from).or(target.map(i64::from)) {
             return Err(Error::input(format!(
                 "token {id} is outside the vocabulary of {vocab} of base {}; tokenise the data for this base",
-                self.base.name
+                self.layers.base.name
             )));
         }
         // Positions of text start behind the prefix.
@@ -373,20 +250,6 @@ impl Stack {
         self.inputs.targets.view_mut().upload(&targets);
         Ok(supervised.len())
     }
-}
-
-/// The activations that a forward left in its stack, to be consumed by the backward.
-#[must_use = "activations that nobody differentiates were kept for nothing"]
-struct Kept;
-
-/// What the computation goes on to after block `layer` of `layers`.
-fn after(layer: usize, layers: usize) -> Option<Stage> {
-    Some(if layer + 1 < layers { Stage::Block(layer + 1) } else { Stage::Head })
-}
-
-/// Only an earlier error in the middle of a pass can leave memory unaccounted for.
-pub(super) fn lost() -> Error {
-    Error::failed("an earlier failure left the model without workspace; start again")
 }
 
 /// The head: its own matrix, or the token embedding `(v, c)`.
@@ -408,48 +271,94 @@ pub(super) fn check_length(base: &Base, bindings: &AdapterBindings, tokens: usiz
     )))
 }
 
-/// Block `layer` as it sees this micro-batch.
-fn block<'a>(
-    (base, flow): (&'a Base, &'a WeightStreamer),
-    bindings: &'a AdapterBindings,
-    inputs: &'a Inputs,
-    trained: Trained<'a>,
-    layer: usize,
-    batch: &Batch,
-    dropout: Dropout,
-) -> Block<'a> {
-    Block {
-        config: &base.config,
-        layer,
-        weights: flow.block(&base.weights, layer),
-        deltas: &bindings.layers[layer],
-        values: trained.values,
-        prompt: trained.prompt.map(|prompt| (prompt, bindings.prefix_len())),
-        starts: inputs.starts.view().slice(0, batch.ids.len()),
-        rows: batch.rows,
+/// All rows of a micro-batch: they are of one length and have the same adapters.
+fn group<'a>(bindings: &'a AdapterBindings, trained: Trained<'a>, batch: &Batch) -> RowGroup<'a> {
+    RowGroup {
+        first: 0,
+        batch: batch.rows,
         tokens: batch.seq_len,
-        dropout,
-        wanted: wanted(bindings, inputs, layer, batch, dropout),
-        count: None,
+        wanted: 0..batch.supervised(),
+        deltas: &bindings.layers,
+        values: trained.values,
+        prefix: trained.prompt.map(|prefix| (prefix, bindings.prefix_len())),
+        cached: None,
     }
 }
 
-/// The tokens whose output of block `layer` anything reads: the supervised ones of the last block; `None` where that is
-/// (nearly) all. Elements that dropout drops are numbered by where a token stands in the batch, so it sees all.
+/// A micro-batch that was uploaded to `inputs`.
+fn micro_batch<'a>(
+    bindings: &AdapterBindings,
+    inputs: &'a Inputs,
+    groups: &'a [RowGroup<'a>],
+    batch: &Batch,
+    dropout: Dropout,
+) -> MicroBatch<'a> {
+    let n = batch.ids.len();
+    MicroBatch {
+        ids: rows!(inputs.ids, n, 1),
+        positions: rows!(inputs.positions, n, 1),
+        starts: rows!(inputs.starts, n, 1),
+        groups,
+        wanted: wanted(bindings, inputs, batch, dropout),
+        dropout,
+    }
+}
+
+/// Last norm, head and loss; in a training `pass` also the gradient of the last block's output, of as many tokens.
+fn head(
+    layers: &mut Layers,
+    inputs: &Inputs,
+    batch: MicroBatch,
+    supervised: usize,
+    pass: Option<Pass>,
+    tally: &mut Tally,
+) {
+    let (n, c, base) = (batch.outputs(), layers.base.config.width, Arc::clone(&layers.base));
+    layers.last_norm(n);
+    let (x, work, space, back) = layers.buffers.head();
+    let input = Supervised {
+        hidden: rows!(work.normed, n, c),
+        // The last block may have computed the supervised tokens alone.
+        rows: if batch.wanted.is_none() { Some(rows!(inputs.rows, supervised, 1)) } else { None },
+        targets: rows!(inputs.targets, supervised, 1),
+        smoothing: pass.map_or(0.0, |pass| pass.smoothing),
+    };
+    let chunk = head_loss::HeadScratch { gathered: space.gathered.view_mut(), logits: work.room.logits() };
+    let losses = rows!(mut space.losses, supervised, 1);
+    let matrix = head_matrix(&base);
+    match back.zip(pass) {
+        None => head_loss::forward_backward(input, matrix, chunk, losses, None),
+        Some((back, pass)) => {
+            let d_normed = rows!(mut back.narrow, n, c);
+            head_loss::forward_backward(input, matrix, chunk, losses, Some((d_normed, pass.factor)));
+            rows!(mut back.grad, n, c).clear();
+            let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(space.stats, n, 2));
+            layernorm::backward(
+                d_normed,
+                rows!(x, n, c),
+                stats,
+                last_norm(&base),
+                rows!(mut back.grad, n, c),
+            );
+        }
+    }
+    tally.add(rows!(space.losses, supervised, 1));
+}
+
+/// The tokens whose output of the last block anything reads: the supervised ones; `None` where that is (nearly) all.
+/// Elements that dropout drops are numbered by where a token stands in the batch, so it sees all.
 fn wanted<'a>(
     bindings: &AdapterBindings,
     inputs: &'a Inputs,
-    layer: usize,
     batch: &Batch,
     dropout: Dropout,
 ) -> Option<View<'a>> {
-    let behind = [Site::AttnProj, Site::CFc, Site::MlpProj];
-    let drops =
-        dropout.p > 0.0 && behind.iter().any(|&site| !bindings.layers[layer][site as usize].is_empty());
-    if layer + 1 < bindings.layers.len() || drops {
+    let after_attention = [Site::AttnProj, Site::CFc, Site::MlpProj];
+    let adapted = |last: &LayerDeltas| after_attention.iter().any(|&site| !last[site as usize].is_empty());
+    if dropout.p > 0.0 && bindings.layers.last().is_some_and(adapted) {
         return None;
     }
     let (m, n) = (batch.supervised(), batch.ids.len());
-    // Copying rows to and fro costs a few percent of what a block costs behind attention.
+    // Copying rows to and fro costs a few percent of the time of a block after its attention.
     (m * 8 <= n * 7).then(|| inputs.rows.view().slice(0, m))
 }

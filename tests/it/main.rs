@@ -11,6 +11,7 @@ mod cli_config;
 mod cli_input;
 mod cli_support;
 mod decoder;
+mod decoder_rows;
 mod golden;
 mod hub;
 mod hub_server;

@@ -112,7 +112,7 @@ fn few(
 }
 
 #[allow(clippy::too_many_arguments, reason = "mirrors the op")]
-fn add_deltas(
+pub fn add_deltas(
     gpu: &'static Gpu,
     x: View,
     deltas: &[Delta],

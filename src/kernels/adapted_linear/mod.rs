@@ -115,6 +115,28 @@ pub fn forward(
     }
 }
 
+/// What deltas alone add to `y (n, out)` in [`forward`], without dropout: for rows that have other adapters than their
+/// neighbours, after one frozen product of all rows. `low` receives `x A^T` of every delta; `sizes` are n, in and out.
+pub fn add_deltas(
+    x: View,
+    deltas: &[Delta],
+    values: View,
+    low: ViewMut,
+    y: ViewMut,
+    sizes: (usize, usize, usize),
+) {
+    if deltas.is_empty() {
+        return;
+    }
+    match y.device() {
+        Device::Cpu => {
+            cpu::add_deltas(x.host(), deltas, values.host(), Dropout::NONE, low.host(), y.host(), sizes);
+        }
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::add_deltas(gpu, x, deltas, values, Dropout::NONE, low, y, sizes),
+    }
+}
+
 /// The part of [`forward`] that the backward needs: `low` receives `drop(x) A^T` of every delta.
 #[allow(clippy::too_many_arguments, reason = "mirrors the forward")]
 pub fn low(x: View, inputs: usize, deltas: &[Delta], values: View, dropout: Dropout, low: ViewMut, n: usize) {

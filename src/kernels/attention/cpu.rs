@@ -3,7 +3,7 @@
 //! The scores of a tile, TILE x (p + keys) floats, stay in the second-level cache. A task writes only
 //! its own head's columns.
 
-use super::{Heads, Prefix, Seen, Shape, simd};
+use super::{CacheRows, Heads, Prefix, Seen, Shape, simd};
 use crate::device::cpu::{Shared, Strides, exp, gemm, simd::at_level, tasks::each, vectorised, with_scratch};
 
 /// Queries of a tile: 64 x 1044 scores are 267 KiB.
@@ -123,7 +123,7 @@ pub fn forward(
     prefix: Option<Prefix>,
     starts: &[u32],
     scale: f32,
-    shape: Shape,
+    (shape, rows): (Shape, Option<CacheRows>),
     out: &mut [f32],
     lse: &mut [f32],
 ) {
@@ -131,7 +131,7 @@ pub fn forward(
     let c = heads * width;
     assert!(out.len() == batch * t * c && lse.len() == batch * heads * t, "attention shapes");
     let vectors = at_level!(s => {
-        let fits = simd::fits(s, width, t);
+        let fits = rows.is_none() && simd::fits(s, width, t);
         if fits {
             simd::forward(s, (q, k, v), prefix, starts, scale, shape, (&mut *out, &mut *lse));
         }
@@ -143,7 +143,10 @@ pub fn forward(
     let (out, lse) = (Shared::new(out), Shared::new(lse));
     each(batch * heads, |task| {
         let (b, h) = (task / heads, task % heads);
-        let (q, k, v) = (Head::new(q, b, h, width), Head::new(k, b, h, width), Head::new(v, b, h, width));
+        let (slot, past) = rows.map_or((b, shape.past), |rows| rows.of(b));
+        let shape = Shape { past, ..shape };
+        let (q, k, v) =
+            (Head::new(q, b, h, width), Head::new(k, slot, h, width), Head::new(v, slot, h, width));
         let prefix = prefix.map(|p| (Head::new(p.k, b, h, width), Head::new(p.v, b, h, width)));
         let starts = &starts[b * t..][..t];
         // SAFETY: this head of lse belongs to this task.
@@ -433,5 +436,19 @@ pub fn append(
             let source = &data[row * from.batch + token * from.row..][..c];
             to[row * batch + first + token * c..][..c].copy_from_slice(source);
         }
+    }
+}
+
+pub fn append_rows(
+    from: Heads,
+    to: &mut [f32],
+    (rows, tokens, c): (usize, usize, usize),
+    batch: usize,
+    at: CacheRows,
+) {
+    for row in 0..rows {
+        let (slot, count) = at.of(row);
+        let data = from.data.slice(row * from.batch, from.data.len() - row * from.batch);
+        append(Heads { data, ..from }, to, (1, tokens, c), (slot * batch + count * c, batch));
     }
 }

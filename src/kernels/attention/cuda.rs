@@ -2,7 +2,7 @@
 //! for a single query.
 
 use super::device_scratch::{KEYS, attention_backward, attention_decode, key_shares};
-use super::{Heads, Prefix, Seen, Shape, packed};
+use super::{CacheRows, Heads, Prefix, Seen, Shape, packed};
 use crate::device::{
     DType, View, ViewMut,
     cuda::{Argument, Gpu, Grid, Image, arguments, image, named},
@@ -116,24 +116,24 @@ pub fn decode(
     prefix: Option<Prefix>,
     starts: View,
     scale: f32,
-    (shape, count): (Shape, View),
+    (shape, rows): (Shape, CacheRows),
     out: ViewMut,
     lse: ViewMut,
 ) {
-    assert!(shape.queries == 1, "several queries behind a count");
+    assert!(shape.queries == 1, "one query a row of a cache");
     let operands = Operands::of(qkv, prefix);
     let mut all = operands.arguments();
     all.extend_from_slice(arguments![starts, raw_shape(shape, scale)]);
-    shares(gpu, &all, operands.dtype, (shape, Some(count)), scale, &out, &lse);
+    shares(gpu, &all, operands.dtype, (shape, Some(rows)), scale, &out, &lse);
 }
 
-/// One query a row: its keys are shared out, and the shares joined. A count says how many of the tokens that may
-/// precede it do.
+/// One query a row: its keys are shared out, and the shares joined. Rows of a cache say how many of the tokens that may
+/// precede a query do.
 fn shares(
     gpu: &'static Gpu,
     operands: &[Argument],
     dtype: DType,
-    (shape, count): (Shape, Option<View>),
+    (shape, rows): (Shape, Option<CacheRows>),
     scale: f32,
     out: &ViewMut,
     lse: &ViewMut,
@@ -141,14 +141,15 @@ fn shares(
     let Shape { batch, past, heads, width, prefix, .. } = shape;
     let keys = prefix + past + 1;
     let splits = key_shares(keys);
+    let (counts, slots) = (rows.map(|rows| rows.counts), rows.map(|rows| rows.slots));
     gpu.scratch(attention_decode(batch, keys, heads, width), |parts| {
         let most = Argument::int(KEYS);
         let mut all = operands.to_vec();
-        all.extend_from_slice(arguments![count, most, parts]);
+        all.extend_from_slice(arguments![counts, slots, most, parts]);
         let grid = tiles(splits, shape).with_shared(4 * (9 * width + 8));
         gpu.launch(&IMAGE, &named("attention_decode", dtype), grid, &all);
         let arguments =
-            arguments![parts, Argument::int(splits), raw_shape(shape, scale), count, most, out, lse];
+            arguments![parts, Argument::int(splits), raw_shape(shape, scale), counts, most, out, lse];
         gpu.launch(
             &IMAGE,
             &named("attention_decode_finish", dtype),
@@ -226,7 +227,7 @@ pub fn append(
     (to_keys, to_values): (ViewMut, Option<ViewMut>),
     (rows, tokens, c): (usize, usize, usize),
     (first, batch): (usize, usize),
-    count: Option<View>,
+    at: Option<CacheRows>,
 ) {
     let dtype = to_keys.dtype();
     let alike = |heads: &Heads| heads.data.dtype() == dtype;
@@ -236,9 +237,11 @@ pub fn append(
     let sizes = [rows, tokens, c].map(Argument::int);
     let heads = [Some(keys), values].map(|h| Argument::structure(h.map_or(RawHeads::NONE, RawHeads::of)));
     let places = [first, batch].map(Argument::long);
+    let (counts, slots) = (at.map(|rows| rows.counts), at.map(|rows| rows.slots));
     let to_values = to_values.as_ref().map_or(Argument::NULL, Argument::from);
     let arguments = arguments![
-        heads[0], heads[1], &to_keys, to_values, sizes[0], sizes[1], sizes[2], places[0], places[1], count
+        heads[0], heads[1], &to_keys, to_values, sizes[0], sizes[1], sizes[2], places[0], places[1], counts,
+        slots
     ];
     let grid = Grid::of(((tokens * c).div_ceil(2048), rows, both), 256);
     gpu.launch(&IMAGE, &named("attention_append", dtype), grid, arguments);

@@ -60,19 +60,19 @@ extern "C" __global__ void attention_sum_prefix(const float *parts, float *gradi
 LAUNCHER(attention_sum_prefix)
 
 /// Copies (rows, tokens, c) keys into a cache whose rows stand `batch` apart, from element `first` of each on, and values
-/// into another; with a `count` from as many tokens further on.
+/// into another; with `counts (rows)` from as many tokens further on, with `slots (rows)` in those rows of the cache.
 /// Grid: (ceil(tokens c / 2048), rows, 2 or, for keys alone, 1) blocks of 256.
 template <class T>
 __device__ void attention_append(Heads<T> keys, Heads<T> values, T *to_keys, T *to_values, int rows, int tokens, int c,
-                                 i64 first, i64 batch, const unsigned *count) {
+                                 i64 first, i64 batch, const unsigned *counts, const unsigned *slots) {
   int row = blockIdx.y;
   Heads<T> from = blockIdx.z ? values : keys;
   T *to = blockIdx.z ? to_values : to_keys;
-  if (count) first += i64(*count) * c;
-  const T *source = from.data + row * from.batch;
-  T *target = to + first + row * batch;
   i64 at = own(), all = i64(tokens) * c;
   if (row >= rows || at >= all) return;
+  if (counts) first += i64(counts[row]) * c;
+  const T *source = from.data + row * from.batch;
+  T *target = to + first + (slots ? slots[row] : row) * batch;
   if (at % c + WIDE <= c) {
     float run[WIDE];
     load(source + at / c * from.row + at % c, WIDE, run);
@@ -82,8 +82,8 @@ __device__ void attention_append(Heads<T> keys, Heads<T> values, T *to_keys, T *
 }
 EXPORT(attention_append,
        (Heads<T> keys, Heads<T> values, T *to_keys, T *to_values, int rows, int tokens, int c, i64 first, i64 batch,
-        const unsigned *count),
-       (keys, values, to_keys, to_values, rows, tokens, c, first, batch, count))
+        const unsigned *counts, const unsigned *slots),
+       (keys, values, to_keys, to_values, rows, tokens, c, first, batch, counts, slots))
 
 /// Shares of at most `most` keys that those of a single query are cut into: all that a grid of `grid` has, or fewer where
 /// it was made for more keys.
@@ -92,19 +92,23 @@ __device__ __forceinline__ int key_shares(const Shape &s, int most, int grid) {
 }
 
 /// One query a row of the batch, its keys cut into shares: parts (b, h, splits, d + 2) = values weighted by
-/// exp(score - largest), the largest score, the sum of the weights. With a `count` that is how many tokens precede the
-/// query, and the shape says how many may.
+/// exp(score - largest), the largest score, the sum of the weights. With `counts (b)` these say how many tokens precede the
+/// query of a row, and the shape how many may; with `slots (b)` these say which row of k and v it reads.
 /// Grid: (splits, h, b) blocks of 128; 36 width + 32 bytes of shared memory at least.
 template <class T>
-__device__ void attention_decode(Operands<T> all, const unsigned *starts, Shape s, const unsigned *count, int most,
-                                 float *parts) {
+__device__ void attention_decode(Operands<T> all, const unsigned *starts, Shape s, const unsigned *counts,
+                                 const unsigned *slots, int most, float *parts) {
   DYNAMIC_SHARED(float, memory);
-  if (count) s.past = *count;
+  if (counts) s.past = counts[blockIdx.z];
   int shares = key_shares(s, most, gridDim.x);
   if (int(blockIdx.x) >= shares) return;
   int line = s.width + 2;
   float *q = memory + 4 * line, *own = memory + warp() * line;
   Operands<T> head = all.head(blockIdx.z, blockIdx.y, s.width);
+  if (slots) {
+    head.k = all.k.head(slots[blockIdx.z], blockIdx.y, s.width);
+    head.v = all.v.head(slots[blockIdx.z], blockIdx.y, s.width);
+  }
   for (int e = threadIdx.x; e < s.width; e += blockDim.x) q[e] = widen(head.q.data[e]);
   __syncthreads();
   int first = starts[blockIdx.z], columns = s.prefix + s.past + 1 - first;
@@ -121,14 +125,14 @@ __device__ void attention_decode(Operands<T> all, const unsigned *starts, Shape 
 }
 EXPORT(attention_decode,
        (Heads<T> q, Heads<T> k, Heads<T> v, Heads<T> pk, Heads<T> pv, const unsigned *starts, Shape shape,
-        const unsigned *count, int most, float *parts),
-       ({q, k, v, pk, pv}, starts, shape, count, most, parts))
+        const unsigned *counts, const unsigned *slots, int most, float *parts),
+       ({q, k, v, pk, pv}, starts, shape, counts, slots, most, parts))
 
 /// out (b, 1, h d) and lse (b, h, 1) from parts (b, h, splits, d + 2), of a grid of `splits`. Grid: (h, b) blocks of 128.
 template <class T>
-__device__ void attention_decode_finish(const float *parts, int splits, Shape s, const unsigned *count, int most, T *out,
+__device__ void attention_decode_finish(const float *parts, int splits, Shape s, const unsigned *counts, int most, T *out,
                                         float *lse) {
-  if (count) s.past = *count;
+  if (counts) s.past = counts[blockIdx.y];
   i64 at = i64(blockIdx.y) * s.heads + blockIdx.x;
   join_parts(parts + at * splits * (s.width + 2), key_shares(s, most, splits), s.width, [&](int e, float most, float sum, float value) {
     out[at * s.width + e] = narrow<T>(value / sum);
@@ -136,5 +140,5 @@ __device__ void attention_decode_finish(const float *parts, int splits, Shape s,
   });
 }
 EXPORT(attention_decode_finish,
-       (const float *parts, int splits, Shape shape, const unsigned *count, int most, T *out, float *lse),
-       (parts, splits, shape, count, most, out, lse))
+       (const float *parts, int splits, Shape shape, const unsigned *counts, int most, T *out, float *lse),
+       (parts, splits, shape, counts, most, out, lse))

@@ -79,38 +79,49 @@ pub fn forward(
 ) {
     match out.device() {
         Device::Cpu => {
-            cpu::forward((q, k, v), prefix, starts.host(), scale, shape, out.host(), lse.host());
+            cpu::forward((q, k, v), prefix, starts.host(), scale, (shape, None), out.host(), lse.host());
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(gpu) => cuda::forward(gpu, (q, k, v), prefix, starts, scale, shape, out, lse),
     }
 }
 
-/// Forward of one query a row, `out (b, 1, h d)` and `lse (b, h, 1)`, behind as many tokens as `count (1)` says in the
-/// memory of the device; `shape.past` is the most that there may be. The launches are the same for any count.
+/// Which rows of a cache the rows of a batch go on from, as 32-bit numbers in the memory of the device.
+#[derive(Clone, Copy)]
+pub struct CacheRows<'a> {
+    /// How many tokens the cache has of each row `(b)`.
+    pub counts: View<'a>,
+    /// Which row of the cache each one is `(b)`.
+    pub slots: View<'a>,
+}
+
+impl CacheRows<'_> {
+    /// Of a host: the row of the cache that row `b` is, and how many tokens it has there.
+    fn of(&self, b: usize) -> (usize, usize) {
+        (self.slots.host::<u32>()[b] as usize, self.counts.host::<u32>()[b] as usize)
+    }
+}
+
+/// Forward of one query a row, `out (b, 1, h d)` and `lse (b, h, 1)`, after as many tokens as the cache has of each row;
+/// k and v are the whole cache, and `shape.past` is the most tokens that a row may have there. The launches are the same
+/// for any counts and slots.
 #[allow(clippy::too_many_arguments, reason = "mirrors the forward")]
 pub fn decode(
     qkv: (Heads, Heads, Heads),
     prefix: Option<Prefix>,
     starts: View,
     scale: f32,
-    (shape, count): (Shape, View),
+    (shape, rows): (Shape, CacheRows),
     out: ViewMut,
     lse: ViewMut,
 ) {
     match out.device() {
         Device::Cpu => {
-            let shape = Shape { past: first(count), ..shape };
-            cpu::forward(qkv, prefix, starts.host(), scale, shape, out.host(), lse.host());
+            cpu::forward(qkv, prefix, starts.host(), scale, (shape, Some(rows)), out.host(), lse.host());
         }
         #[cfg(feature = "cuda")]
-        Device::Cuda(gpu) => cuda::decode(gpu, qkv, prefix, starts, scale, (shape, count), out, lse),
+        Device::Cuda(gpu) => cuda::decode(gpu, qkv, prefix, starts, scale, (shape, rows), out, lse),
     }
-}
-
-/// The number in `count (1)` of a host.
-fn first(count: View) -> usize {
-    count.host::<u32>().first().map_or(0, |count| *count as usize)
 }
 
 /// What the backward needs of the forward.
@@ -158,24 +169,22 @@ pub fn append(from: Heads, to: ViewMut, sizes: (usize, usize, usize), place: (us
     }
 }
 
-/// The same of keys and values, behind the tokens that each row has already, of which `count (1)` in the memory of the
-/// device says how many; rows stand `batch` apart.
-pub fn append_behind(
+/// The same of keys and values, after the tokens that the cache has of each row; rows of it stand `batch` apart.
+pub fn append_rows(
     (k, v): (Heads, Heads),
     (to_k, to_v): (ViewMut, ViewMut),
     sizes: (usize, usize, usize),
     batch: usize,
-    count: View,
+    at: CacheRows,
 ) {
     match to_k.device() {
         Device::Cpu => {
-            let place = (first(count) * sizes.2, batch);
-            cpu::append(k, to_k.host(), sizes, place);
-            cpu::append(v, to_v.host(), sizes, place);
+            cpu::append_rows(k, to_k.host(), sizes, batch, at);
+            cpu::append_rows(v, to_v.host(), sizes, batch, at);
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(gpu) => {
-            cuda::append(gpu, (k, Some(v)), (to_k, Some(to_v)), sizes, (0, batch), Some(count));
+            cuda::append(gpu, (k, Some(v)), (to_k, Some(to_v)), sizes, (0, batch), Some(at));
         }
     }
 }

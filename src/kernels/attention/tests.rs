@@ -224,3 +224,53 @@ fn large_scores_do_not_overflow() {
         assert_close(&lse, &(0..t).map(likeliest).collect::<Vec<_>>(), 1e-6, "lse");
     }
 }
+
+/// Each row of a batch goes on from its own row of a cache and its own count, as it would alone.
+#[test]
+fn rows_of_a_cache_have_counts_and_places_of_their_own() {
+    let (capacity, heads, width, p) = (90, 3, 8, 4);
+    let (c, counts, slots) = (heads * width, [70u32, 0, 13], [2u32, 3, 0]);
+    let row = capacity * c;
+    let mut caches = [numbers(1, 4 * row), numbers(2, 4 * row)];
+    let (qkv, pk, pv) = (numbers(3, 3 * 3 * c), numbers(4, p * c), numbers(5, p * c));
+    let dense = |data| Heads { data, row: c, batch: 0 };
+    let prefix = Some(Prefix { k: dense(View::from(&pk[..])), v: dense(View::from(&pv[..])) });
+    let (q, k, v) = packed(qkv[..].into(), 1, c);
+    let rows = CacheRows { counts: counts[..].into(), slots: slots[..].into() };
+    let before = caches.clone();
+    let [to_k, to_v] = &mut caches;
+    let to = (to_k.as_mut_slice().into(), to_v.as_mut_slice().into());
+    append_rows((k, v), to, (3, 1, c), row, rows);
+    for (cache, (before, part)) in caches.iter().zip(before.iter().zip([c, 2 * c])) {
+        let mut expected = before.clone();
+        for b in 0..3 {
+            let at = slots[b] as usize * row + counts[b] as usize * c;
+            expected[at..][..c].copy_from_slice(&qkv[b * 3 * c + part..][..c]);
+        }
+        assert!(*cache == expected, "one token a row was written, in its place");
+    }
+    let shape =
+        |batch, past| Shape { batch, queries: 1, past, heads, width, prefix: p, arithmetic: Arithmetic::F32 };
+    let whole = |index: usize| Heads { data: View::from(&caches[index][..]), row: c, batch: row };
+    let (mut out, mut lse) = (vec![0f32; 3 * c], vec![0f32; 3 * heads]);
+    let starts = [0u32; 3];
+    decode(
+        (q, whole(0), whole(1)),
+        prefix,
+        starts[..].into(),
+        0.3,
+        (shape(3, capacity - 1), rows),
+        out.as_mut_slice().into(),
+        lse.as_mut_slice().into(),
+    );
+    for b in 0..3 {
+        let (mut own, mut own_lse) = (vec![0f32; c], vec![0f32; heads]);
+        let place = slots[b] as usize * row;
+        let cache = |index: usize| dense(View::from(&caches[index][place..place + row]));
+        let q = Heads { data: View::from(&qkv[b * 3 * c..]), ..q };
+        let to = (own.as_mut_slice().into(), own_lse.as_mut_slice().into());
+        let shape = shape(1, counts[b] as usize);
+        forward((q, cache(0), cache(1)), prefix, starts[..1].into(), 0.3, shape, to.0, to.1);
+        assert!(out[b * c..][..c] == own && lse[b * heads..][..heads] == own_lse, "row {b}");
+    }
+}

@@ -42,7 +42,7 @@ impl Entry {
             hasher.update(format!("{path:?} {} {:?}\n", metadata.len(), times(&metadata)).as_bytes());
         }
         // The same files under another config.json are another base.
-        hasher.update(format!("{wanted:?}").as_bytes());
+        hasher.update(described(wanted).as_bytes());
         let key = hasher.finalize().to_hex();
         Ok(Self { folder: cache.join(&key.as_str()[..32]), dtype })
     }
@@ -110,6 +110,13 @@ impl Entry {
     }
 }
 
+/// Names and shapes of all tensors, in the words that keys were made of from the first version on.
+fn described(wanted: &[Wanted]) -> String {
+    let tensors =
+        wanted.iter().map(|Wanted { name, shape }| format!("Wanted {{ name: {name:?}, shape: {shape:?} }}"));
+    format!("[{}]", tensors.collect::<Vec<_>>().join(", "))
+}
+
 /// Puts a written file in its place, on disk before it is seen.
 fn finish(file: NamedTempFile, path: &Path) -> Result<()> {
     file.as_file().sync_all().map_err(|cause| Error::writing(path, &cause))?;
@@ -143,4 +150,19 @@ fn times(metadata: &Metadata) -> (u128, i128) {
     #[cfg(not(unix))]
     let changed = 0;
     (modified.unwrap_or_default().as_nanos(), changed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Copies that earlier versions made are found under keys of this text.
+    #[test]
+    fn tensors_are_described_as_ever() {
+        let tensor = |name: &str, shape: &[usize]| Wanted { name: name.into(), shape: shape.to_vec() };
+        assert_eq!(
+            described(&[tensor("a.weight", &[3, 4]), tensor("b", &[5])]),
+            r#"[Wanted { name: "a.weight", shape: [3, 4] }, Wanted { name: "b", shape: [5] }]"#
+        );
+    }
 }

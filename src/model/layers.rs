@@ -1,0 +1,233 @@
+//! The way through the layers of a base, for training, evaluation and generation: embedding, blocks, last norm; and the
+//! way back.
+
+use std::{ops::Range, sync::Arc};
+
+use crate::{
+    device::View,
+    error::{Error, Result},
+    kernels::{adapted_linear::Dropout, embed, layernorm},
+};
+
+use super::{
+    Base,
+    activations::{ANY, ActivationBuffers},
+    bindings::LayerDeltas,
+    block::{Block, Gradients, rows},
+    cache::{CachedRows, LayerCache},
+    weight_streamer::{Input, Stage, WeightStreamer},
+};
+
+/// Rows that follow one another in a pass, of one length and with the same adapters.
+#[derive(Clone)]
+pub struct RowGroup<'a> {
+    /// First of its tokens among the n of the pass.
+    pub first: usize,
+    /// Rows b.
+    pub batch: usize,
+    /// Tokens t of each row.
+    pub tokens: usize,
+    /// Which of the wanted tokens are of these rows, where not all tokens are wanted.
+    pub wanted: Range<usize>,
+    /// Deltas by layer.
+    pub deltas: &'a [LayerDeltas],
+    /// The flat store that deltas point into.
+    pub values: View<'a>,
+    /// Keys and values of the prefix `(p, 2 l c)`, and p.
+    pub prefix: Option<(View<'a>, usize)>,
+    /// Where the rows go on in a cache.
+    pub cached: Option<CachedRows<'a>>,
+}
+
+impl RowGroup<'_> {
+    /// b t.
+    pub fn len(&self) -> usize {
+        self.batch * self.tokens
+    }
+}
+
+/// What a pass reads: n tokens, in memory of the device, and what each group of rows brings along.
+#[derive(Clone, Copy)]
+pub struct MicroBatch<'a> {
+    /// Token ids `(n)`.
+    pub ids: View<'a>,
+    /// Rows of the position embedding `(n)`.
+    pub positions: View<'a>,
+    /// First visible token of each token `(n)`.
+    pub starts: View<'a>,
+    /// All rows, in the order of their tokens.
+    pub groups: &'a [RowGroup<'a>],
+    /// The tokens whose output of the last block anything reads `(m)`, ascending; `None` where that is all of them.
+    pub wanted: Option<View<'a>>,
+    /// Dropout in front of every A; none after attention of the last block where not all tokens are `wanted`.
+    pub dropout: Dropout,
+}
+
+impl MicroBatch<'_> {
+    /// n.
+    pub fn len(&self) -> usize {
+        self.ids.len()
+    }
+
+    /// Tokens that leave the last block: m, or n where all are wanted.
+    pub fn outputs(&self) -> usize {
+        self.wanted.map_or(self.len(), |wanted| wanted.len())
+    }
+}
+
+/// A base and the memory of a pass through it.
+pub struct Layers {
+    pub base: Arc<Base>,
+    pub buffers: ActivationBuffers,
+    pub streamer: WeightStreamer,
+}
+
+/// The activations that a forward left in its layers, to be consumed by the backward.
+#[must_use = "activations that nobody differentiates were kept for nothing"]
+pub struct Kept(());
+
+impl Layers {
+    /// Embedding and blocks, each of which keeps what the policy says; `next` is read after the last block.
+    ///
+    /// # Errors
+    /// When an earlier failure left memory unaccounted for.
+    pub fn forward_keeping(&mut self, batch: MicroBatch, next: Stage) -> Result<Kept> {
+        self.forward(batch, Some(next), Keeping::Policy, None).map(|()| Kept(()))
+    }
+
+    /// Embedding and blocks without a backward after them. One block's memory serves all layers. Rows of a cache go on
+    /// in `caches`, one for each layer.
+    ///
+    /// # Errors
+    /// As [`Layers::forward_keeping`].
+    pub fn forward_only(
+        &mut self,
+        batch: MicroBatch,
+        next: Option<Stage>,
+        caches: Option<&mut [LayerCache]>,
+    ) -> Result<()> {
+        self.forward(batch, next, Keeping::Nothing, caches)
+    }
+
+    fn forward(
+        &mut self,
+        batch: MicroBatch,
+        next: Option<Stage>,
+        keeping: Keeping,
+        mut caches: Option<&mut [LayerCache]>,
+    ) -> Result<()> {
+        let (n, base) = (batch.len(), Arc::clone(&self.base));
+        let (c, layers, weights) = (base.config.width, base.config.layers, &base.weights);
+        self.streamer.enter(weights, Stage::Embed, Some(Stage::Block(0)), Input::default());
+        let x = rows!(mut self.buffers.input_mut(0), n, c);
+        embed::forward(batch.ids, batch.positions, weights.wte.view(), weights.wpe.view(), x);
+        for layer in 0..layers {
+            let after = if layer + 1 < layers { Some(Stage::Block(layer + 1)) } else { next };
+            self.streamer.enter(weights, Stage::Block(layer), after, self.passed(layer));
+            let (buffers, owned) = match keeping {
+                Keeping::Policy => self.buffers.block(layer)?,
+                Keeping::Nothing => self.buffers.any_block()?,
+            };
+            let block = block(&base, &self.streamer, &batch, layer);
+            let (x, y, work) = self.buffers.step(layer);
+            let cache = caches.as_deref_mut().and_then(|caches| caches.get_mut(layer));
+            let saved = block.forward(rows!(x, n, c), buffers, work, cache, rows!(mut y, n, c));
+            // A layer's own buffers keep their content until the backward.
+            match keeping {
+                Keeping::Policy => {
+                    self.buffers.give_back(layer, saved.discard(), owned);
+                    self.buffers.send(layer, n * c);
+                }
+                Keeping::Nothing => self.buffers.give_back(ANY, saved.discard(), owned),
+            }
+        }
+        Ok(())
+    }
+
+    /// Backward through the blocks from the top to block `lowest`.
+    ///
+    /// # Errors
+    /// As [`Layers::forward_keeping`], and when the buffers are not those of a training.
+    pub fn backward(
+        &mut self,
+        batch: MicroBatch,
+        to: &mut Gradients,
+        lowest: usize,
+        Kept(()): Kept,
+    ) -> Result<()> {
+        let (n, base) = (batch.len(), Arc::clone(&self.base));
+        let c = base.config.width;
+        for layer in (lowest..base.config.layers).rev() {
+            let below = layer.checked_sub(1).filter(|&below| below >= lowest);
+            let input = Input {
+                release: self.buffers.pages(layer + 1),
+                fetch: below.and_then(|below| self.buffers.pages(below)),
+            };
+            self.streamer.enter(&base.weights, Stage::Block(layer), below.map(Stage::Block), input);
+            if let Some(below) = below {
+                self.buffers.fetch(below, n * c);
+            }
+            let block = block(&base, &self.streamer, &batch, layer);
+            let (buffers, owned) = self.buffers.block(layer)?;
+            // A layer's own buffers tell what it kept; all others are computed again.
+            let keep = owned.keep();
+            let (x, work, back) = self.buffers.back(layer).ok_or_else(lost)?;
+            let x = rows!(x, n, c);
+            let saved = block.again(x, buffers, work, keep);
+            let buffers = block.backward(x, saved, work, back, to, layer > lowest);
+            self.buffers.give_back(layer, buffers, owned);
+        }
+        self.streamer.leave(&base.weights, self.buffers.pages(lowest));
+        Ok(())
+    }
+
+    /// The last norm of the first `n` rows that left the last block, into the workspace.
+    pub fn last_norm(&mut self, n: usize) {
+        let c = self.base.config.width;
+        let (x, work, head, _) = self.buffers.head();
+        let (normed, stats) = (rows!(mut work.normed, n, c), rows!(mut head.stats, n, 2));
+        layernorm::forward(rows!(x, n, c), last_norm(&self.base), normed, stats);
+    }
+
+    /// The input that the forward no longer needs when it enters block `layer`, or the head after the last block.
+    pub fn passed(&self, layer: usize) -> Input {
+        Input { release: layer.checked_sub(1).and_then(|below| self.buffers.pages(below)), fetch: None }
+    }
+}
+
+/// What blocks keep of a forward.
+#[derive(Clone, Copy)]
+enum Keeping {
+    /// What the policy says.
+    Policy,
+    Nothing,
+}
+
+/// Block `layer` as it sees a micro-batch.
+fn block<'a>(
+    base: &'a Base,
+    streamer: &'a WeightStreamer,
+    batch: &MicroBatch<'a>,
+    layer: usize,
+) -> Block<'a> {
+    Block {
+        config: &base.config,
+        layer,
+        weights: streamer.block(&base.weights, layer),
+        groups: batch.groups,
+        starts: batch.starts,
+        dropout: batch.dropout,
+        wanted: batch.wanted.filter(|_| layer + 1 == base.config.layers),
+    }
+}
+
+/// The norm after the last block.
+pub fn last_norm(base: &Base) -> layernorm::Norm<'_> {
+    let norm = &base.weights.ln_f;
+    layernorm::Norm { gain: norm.gain.view(), bias: norm.bias.view(), epsilon: base.config.layer_norm_eps }
+}
+
+/// Only an earlier error in the middle of a pass can leave memory unaccounted for.
+pub fn lost() -> Error {
+    Error::failed("an earlier failure left the model without workspace; start again")
+}
