@@ -100,7 +100,7 @@ impl AdapterBindings {
                 rank: lora.rank,
                 columns: lora.columns.clone(),
                 scale: lora.scale * factor,
-                turned: false,
+                ..Delta::default()
             });
         }
         if let Some(prefix) = &set.prefix {
@@ -132,11 +132,11 @@ impl AdapterBindings {
     pub(super) fn turn(&mut self, values: &mut [f32], config: &Config) {
         for (site, delta) in self.layers.iter_mut().flat_map(|sites| sites.iter_mut().enumerate()) {
             let inputs = if site == Site::MlpProj as usize { config.inner } else { config.width };
-            for delta in delta.iter_mut().filter(|delta| !delta.turned) {
+            for delta in delta.iter_mut().filter(|delta| !delta.transposed) {
                 let columns = delta.columns.len();
                 turn(&mut values[delta.a..][..delta.rank * inputs], inputs);
                 turn(&mut values[delta.b..][..columns * delta.rank], delta.rank);
-                delta.turned = true;
+                delta.transposed = true;
             }
         }
     }

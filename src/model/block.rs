@@ -9,7 +9,9 @@ use crate::{
     device::{View, ViewMut},
     kernels::{
         activation,
-        adapted_linear::{self, Dropout, Layer},
+        adapted_linear::{
+            self, AdaptedLinear, BackwardBuffers, Dropout, ForwardBuffers, Layer, SavedProducts,
+        },
         attention::{self, Heads, Prefix, Seen, Shape},
         gather::{gather, spread},
         layernorm,
@@ -157,10 +159,14 @@ impl<'a> Block<'a> {
         y: ViewMut,
     ) {
         let n = self.seen_by(site);
+        let xa = rows!(mut buffers[site as usize], n, self.ranks(site));
+        adapted_linear::forward(self.adapted(site), x, residual, n, ForwardBuffers::new(xa, y));
+    }
+
+    /// The layer at `site` with its deltas.
+    fn adapted(&self, site: Site) -> AdaptedLinear<'a> {
         let layer = layer(self.site(site));
-        let low = rows!(mut buffers[site as usize], n, self.ranks(site));
-        let deltas = &self.deltas[site as usize];
-        adapted_linear::forward(x, layer, residual, deltas, self.values, self.dropout, low, y, n);
+        AdaptedLinear::new(layer, &self.deltas[site as usize], self.values, self.dropout)
     }
 
     fn site(&self, site: Site) -> &'a Linear {
@@ -284,9 +290,9 @@ impl<'a> Block<'a> {
             let (n, f) = (self.outputs(), self.config.inner);
             let kind = self.config.activation;
             activation::forward(kind, rows!(kept.inner, n, f), work.room.activated_mut().slice(0, n * f));
-            let low = rows!(mut kept.small.low[Site::MlpProj as usize], n, self.ranks(Site::MlpProj));
-            let (x, deltas) = (work.room.activated().slice(0, n * f), &self.deltas[Site::MlpProj as usize]);
-            adapted_linear::low(x, f, deltas, self.values, self.dropout, low, n);
+            let xa = rows!(mut kept.small.low[Site::MlpProj as usize], n, self.ranks(Site::MlpProj));
+            let x = work.room.activated().slice(0, n * f);
+            adapted_linear::xa(self.adapted(Site::MlpProj), x, xa, n);
         }
         Saved(kept)
     }
@@ -453,19 +459,9 @@ impl<'a> Block<'a> {
         dx: Option<ViewMut>,
     ) {
         let (n, ranks) = (self.seen_by(site), self.ranks(site));
-        adapted_linear::backward(
-            dy,
-            x,
-            layer(self.site(site)),
-            &self.deltas[site as usize],
-            self.values,
-            to.store.reborrow(),
-            self.dropout,
-            rows!(kept.small.low[site as usize], n, ranks),
-            rows!(mut d_low, n, ranks),
-            dx,
-            n,
-        );
+        let saved = SavedProducts { xa: rows!(kept.small.low[site as usize], n, ranks), product: None };
+        let to = BackwardBuffers::new(to.store.reborrow(), rows!(mut d_low, n, ranks), dx);
+        adapted_linear::backward(self.adapted(site), dy, x, saved, n, to);
     }
 }
 
