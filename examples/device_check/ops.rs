@@ -11,7 +11,9 @@ use engraft::{
     kernels::{
         activation::{self, Activation},
         adamw, adamw8,
-        adapted_linear::{self, Delta, Dropout, Layer},
+        adapted_linear::{
+            self, AdaptedLinear, BackwardBuffers, Delta, Dropout, ForwardBuffers, Layer, SavedProducts,
+        },
         attention::{self, CacheRows, Heads, Prefix, Seen, Shape},
         embed,
         head_loss::{self, Supervised},
@@ -213,45 +215,28 @@ fn linears(on: On, n: usize) -> Result<Outputs> {
     let (w, bias) = (on.frozen(1, inputs * outputs)?, on.frozen(2, outputs)?);
     let layer = Layer { weight: Matrix::f16(w.view(), inputs, outputs), bias: bias.view() };
     // A at 1, B after it; then a second delta on some columns.
-    let first = Delta { a: 1, b: 1 + 3 * inputs, rank: 3, columns: 0..outputs, scale: 1.7, turned: false };
+    let first =
+        Delta { a: 1, b: 1 + 3 * inputs, rank: 3, columns: 0..outputs, scale: 1.7, ..Delta::default() };
     let at = first.b + 3 * outputs;
-    let second = Delta { a: at, b: at + 17 * inputs, rank: 17, columns: 40..77, scale: 0.3, turned: false };
+    let second =
+        Delta { a: at, b: at + 17 * inputs, rank: 17, columns: 40..77, scale: 0.3, ..Delta::default() };
     let trainables = second.b + 17 * 37;
     let deltas = [first, second];
     let dropout = Dropout { key: 99, p: 0.2, first_row: 2, seq_len: n.div_ceil(2), stride: n };
     let (values, x, dy) =
         (on.wide(3, trainables)?, on.activations(4, n * inputs)?, on.activations(5, n * outputs)?);
     let residual = on.activations(6, n * outputs)?;
-    let (mut low, mut d_low) = (on.zeros(F32, n * 20)?, on.zeros(F32, n * 20)?);
+    let (mut xa, mut d_xa) = (on.zeros(F32, n * 20)?, on.zeros(F32, n * 20)?);
     let (mut y, mut dx, mut grads) = (on.room(n * outputs)?, on.room(n * inputs)?, on.wide(7, trainables)?);
     let skip = Some(residual.view());
-    adapted_linear::forward(
-        x.view(),
-        layer,
-        skip,
-        &deltas,
-        values.view(),
-        dropout,
-        low.view_mut(),
-        y.view_mut(),
-        n,
-    );
-    adapted_linear::backward(
-        dy.view(),
-        x.view(),
-        layer,
-        &deltas,
-        values.view(),
-        grads.view_mut(),
-        dropout,
-        low.view(),
-        d_low.view_mut(),
-        Some(dx.view_mut()),
-        n,
-    );
+    let linear = AdaptedLinear::new(layer, &deltas, values.view(), dropout);
+    adapted_linear::forward(linear, x.view(), skip, n, ForwardBuffers::new(xa.view_mut(), y.view_mut()));
+    let saved = SavedProducts { xa: xa.view(), product: None };
+    let to = BackwardBuffers::new(grads.view_mut(), d_xa.view_mut(), Some(dx.view_mut()));
+    adapted_linear::backward(linear, dy.view(), x.view(), saved, n, to);
     Ok(vec![
         ("y", y.view().to_floats()),
-        ("low", low.view().to_vec()),
+        ("x A^T", xa.view().to_vec()),
         ("gradients of A and B", grads.view().to_vec()),
         ("dx", dx.view().to_floats()),
     ])

@@ -85,7 +85,7 @@ impl AdapterBindings {
                 rank: lora.rank,
                 columns: lora.columns.clone(),
                 scale: lora.scale * factor,
-                turned: false,
+                ..Delta::default()
             });
         }
         if let Some(prefix) = &set.prefix {
@@ -118,11 +118,11 @@ impl AdapterBindings {
         let arch = Arch::of(config);
         for (site, delta) in self.layers.iter_mut().flat_map(|sites| sites.iter_mut().enumerate()) {
             let inputs = arch.sites[site].inputs;
-            for delta in delta.iter_mut().filter(|delta| !delta.turned) {
+            for delta in delta.iter_mut().filter(|delta| !delta.transposed) {
                 let columns = delta.columns.len();
                 turn(&mut values[delta.a..][..delta.rank * inputs], inputs);
                 turn(&mut values[delta.b..][..columns * delta.rank], delta.rank);
-                delta.turned = true;
+                delta.transposed = true;
             }
         }
     }

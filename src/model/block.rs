@@ -11,7 +11,9 @@ use crate::{
     device::{View, ViewMut},
     kernels::{
         activation,
-        adapted_linear::{self, Delta, Dropout, Layer},
+        adapted_linear::{
+            self, AdaptedLinear, BackwardBuffers, Delta, Dropout, ForwardBuffers, Layer, SavedProducts,
+        },
         attention::{self, Heads, Prefix, Seen, Shape},
         gather::{gather, spread},
         layernorm,
@@ -175,29 +177,38 @@ impl<'a> Block<'a> {
         y: ViewMut,
     ) {
         let (n, ranks) = (self.seen_by(site), self.ranks(site));
-        let layer = layer(self.site(site));
-        let low = rows!(mut buffers[site as usize], n, ranks);
+        let xa = rows!(mut buffers[site as usize], n, ranks);
         let [first, others @ ..] = self.groups else { return };
         if others.is_empty() {
-            let deltas = self.deltas_of(first, site);
-            adapted_linear::forward(x, layer, residual, deltas, first.values, self.dropout, low, y, n);
-            return;
+            return adapted_linear::forward(
+                self.adapted(first, site),
+                x,
+                residual,
+                n,
+                ForwardBuffers::new(xa, y),
+            );
         }
-        let (mut low, mut y) = (low, y);
-        let (inputs, outputs) = (layer.weight.rows, layer.weight.cols);
-        let none = low.reborrow().slice(0, 0);
-        adapted_linear::forward(x, layer, residual, &[], first.values, self.dropout, none, y.reborrow(), n);
+        let (mut xa, mut y) = (xa, y);
+        let frozen = AdaptedLinear { deltas: &[], ..self.adapted(first, site) };
+        let (inputs, outputs) = (frozen.layer.weight.rows, frozen.layer.weight.cols);
+        let to = ForwardBuffers::new(xa.reborrow().slice(0, 0), y.reborrow());
+        adapted_linear::forward(frozen, x, residual, n, to);
         for group in self.groups {
             let (Range { start, .. }, n) = (self.tokens_of(group, site), self.tokens_of(group, site).len());
             adapted_linear::add_deltas(
+                self.adapted(group, site),
                 x.slice(start * inputs, n * inputs),
-                self.deltas_of(group, site),
-                group.values,
-                low.reborrow().slice(start * ranks, n * ranks),
+                xa.reborrow().slice(start * ranks, n * ranks),
                 y.reborrow().slice(start * outputs, n * outputs),
-                (n, inputs, outputs),
+                n,
             );
         }
+    }
+
+    /// The layer at `site` with the deltas of `group`.
+    fn adapted(&self, group: &RowGroup<'a>, site: Site) -> AdaptedLinear<'a> {
+        let layer = layer(self.site(site));
+        AdaptedLinear::new(layer, self.deltas_of(group, site), group.values, self.dropout)
     }
 
     fn site(&self, site: Site) -> &'a Linear {
@@ -331,10 +342,9 @@ impl<'a> Block<'a> {
             let (n, f) = (self.outputs(), self.config.inner);
             let kind = self.config.activation;
             activation::forward(kind, rows!(kept.inner, n, f), work.room.activated_mut().slice(0, n * f));
-            let low = rows!(mut kept.small.low[Site::MlpProj as usize], n, self.ranks(Site::MlpProj));
-            let (x, group) = (work.room.activated().slice(0, n * f), self.group());
-            let deltas = self.deltas_of(group, Site::MlpProj);
-            adapted_linear::low(x, f, deltas, group.values, self.dropout, low, n);
+            let xa = rows!(mut kept.small.low[Site::MlpProj as usize], n, self.ranks(Site::MlpProj));
+            let x = work.room.activated().slice(0, n * f);
+            adapted_linear::xa(self.adapted(self.group(), Site::MlpProj), x, xa, n);
         }
         Saved(kept)
     }
@@ -502,19 +512,9 @@ impl<'a> Block<'a> {
         dx: Option<ViewMut>,
     ) {
         let (n, ranks) = (self.seen_by(site), self.ranks(site));
-        adapted_linear::backward(
-            dy,
-            x,
-            layer(self.site(site)),
-            self.deltas_of(self.group(), site),
-            self.group().values,
-            to.store.reborrow(),
-            self.dropout,
-            rows!(kept.small.low[site as usize], n, ranks),
-            rows!(mut d_low, n, ranks),
-            dx,
-            n,
-        );
+        let saved = SavedProducts { xa: rows!(kept.small.low[site as usize], n, ranks), product: None };
+        let to = BackwardBuffers::new(to.store.reborrow(), rows!(mut d_low, n, ranks), dx);
+        adapted_linear::backward(self.adapted(self.group(), site), dy, x, saved, n, to);
     }
 }
 

@@ -5,7 +5,9 @@ use super::{Config, arch::Arch};
 use crate::{
     device::{DType, cpu},
     kernels::{
-        adamw, adapted_linear, attention,
+        adamw,
+        adapted_linear::{self, DeltaScratch},
+        attention,
         matmul::{
             self, Arithmetic,
             device_scratch::{SMALL_BATCH, product},
@@ -34,7 +36,13 @@ pub fn bytes(needs: ScratchNeeds, threads: usize, arithmetic: Arithmetic) -> usi
     let ops = [
         matmul::scratch(needs.rows),
         attention::scratch(needs.keys, needs.config.head_width()),
-        adapted_linear::scratch(needs.rows, widest, needs.rank, needs.dropout),
+        adapted_linear::scratch(DeltaScratch {
+            tokens: needs.rows,
+            widest,
+            rank: needs.rank,
+            dropout: needs.dropout,
+            vectors: false,
+        }),
     ];
     let tiles = ops.iter().map(|op| op.0).max().unwrap_or(0);
     let packed = ops.iter().map(|op| op.1).max().unwrap_or(0);

@@ -1,10 +1,10 @@
-//! CUDA side: tiled thin products; sums over rows go through shares that are added in order.
+//! CUDA side: tiled thin products; sums over tokens go through shares that are added in order.
 
-use super::device_scratch::{deltas as parts_of, row_shares};
-use super::{Delta, Dropout, InitialValue, Matrix};
+use super::device_scratch::{deltas as parts_of, row_shares, scaled_factor};
+use super::{AdaptedLinear, BackwardBuffers, Delta, Dropout, Summands, Vector, columns::Block};
 use crate::{
     device::{
-        View, ViewMut,
+        DType, View, ViewMut,
         cuda::{Argument, Gpu, Grid, Image, arguments, image, named},
     },
     kernels::matmul::{
@@ -16,9 +16,7 @@ use crate::{
 
 static IMAGE: Image = image!("adapted_linear");
 
-type Sizes = (usize, usize, usize);
-
-/// A [`Dropout`] as the kernels take it, the delta's place mixed into its key.
+/// A [`Dropout`] as the kernels take it, the delta's masks mixed into its key.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Dropped {
@@ -29,67 +27,133 @@ struct Dropped {
     stride: i32,
 }
 
-fn dropped(dropout: Dropout, delta: &Delta) -> Argument {
-    Argument::structure(Dropped {
-        key: dropout.key_of(delta.a),
-        p: dropout.p,
-        first_row: dropout.first_row as i32,
-        seq_len: dropout.seq_len.max(1) as i32,
-        stride: dropout.stride as i32,
-    })
-}
-
-fn a_of<'a>(values: View<'a>, delta: &Delta, inputs: usize) -> View<'a> {
-    values.slice(delta.a, delta.rank * inputs)
-}
-
-fn b_of<'a>(values: View<'a>, delta: &Delta) -> View<'a> {
-    values.slice(delta.b, delta.rank * delta.columns.len())
-}
-
-#[allow(clippy::too_many_arguments, reason = "mirrors the op")]
-pub fn forward(
+/// A delta with its values, for its own n tokens.
+#[derive(Clone, Copy)]
+struct Part<'a> {
     gpu: &'static Gpu,
-    (x, weight, start): (View, Matrix, InitialValue),
-    deltas: &[Delta],
-    values: View,
+    delta: &'a Delta,
+    values: View<'a>,
     dropout: Dropout,
-    low: ViewMut,
-    y: ViewMut,
+    /// Its first token of all.
+    first: usize,
     n: usize,
-) {
-    if let ([delta], 1..=SMALL_BATCH) = (deltas, n) {
-        return few(gpu, (x, weight, start), delta, values, dropout, low, y, n);
+    inputs: usize,
+    outputs: usize,
+    /// Where its part of xa begins.
+    xa: usize,
+}
+
+impl<'a> Part<'a> {
+    fn a(&self) -> View<'a> {
+        self.values.slice(self.delta.a, self.delta.rank * self.inputs)
+    }
+
+    fn b(&self) -> View<'a> {
+        self.values.slice(self.delta.b, self.delta.rank * self.delta.columns.len())
+    }
+
+    fn d(&self) -> Option<View<'a>> {
+        self.delta.d.map(|d| self.values.slice(d.at, self.delta.rank))
+    }
+
+    fn e(&self) -> Option<View<'a>> {
+        self.delta.e.map(|e| self.values.slice(e.at, self.delta.columns.len()))
+    }
+
+    /// Hands out `e * B * d`: B itself where neither is present.
+    fn with_b(&self, work: impl FnOnce(Argument)) {
+        if !self.delta.scales() {
+            return work(Argument::from(self.b()));
+        }
+        let (columns, rank) = (self.delta.columns.len(), self.delta.rank);
+        self.gpu.scratch(scaled_factor(columns, rank), |to| {
+            let [columns_, rank_] = [columns, rank].map(Argument::int);
+            let arguments = arguments![self.b(), self.d(), self.e(), to, columns_, rank_];
+            let grid = Grid::row((columns * rank).div_ceil(256), 256);
+            self.gpu.launch(&IMAGE, "lora_scaled_b", grid, arguments);
+            work(Argument::from(to));
+        });
+    }
+
+    /// This delta's tokens of activations with rows of `width`.
+    fn tokens<'v>(&self, view: View<'v>, width: usize) -> View<'v> {
+        view.slice(self.first * width, self.n * width)
+    }
+
+    fn tokens_mut<'v>(&self, view: ViewMut<'v>, width: usize) -> ViewMut<'v> {
+        view.slice(self.first * width, self.n * width)
+    }
+
+    /// Elements of its part of xa.
+    fn xa_len(&self) -> usize {
+        self.n * self.delta.rank
+    }
+
+    fn dropped(&self) -> Argument {
+        Argument::structure(Dropped {
+            key: self.dropout.key_of(self.delta.mask_id()),
+            p: self.dropout.p,
+            first_row: self.dropout.first_row as i32,
+            seq_len: self.dropout.seq_len.max(1) as i32,
+            stride: self.dropout.stride as i32,
+        })
+    }
+}
+
+fn parts<'a>(gpu: &'static Gpu, linear: &AdaptedLinear<'a>, n: usize) -> impl Iterator<Item = Part<'a>> {
+    let (inputs, outputs, values, dropout) =
+        (linear.inputs(), linear.outputs(), linear.values, linear.dropout);
+    let mut xa = 0;
+    let all = linear.deltas.iter().map(move |delta| {
+        let tokens = delta.tokens_of(n);
+        let (first, n) = (tokens.start, tokens.len());
+        let part =
+            Part { gpu, delta, values, dropout: dropout.from_token(first), first, n, inputs, outputs, xa };
+        xa += part.xa_len();
+        part
+    });
+    all.filter(|part| part.xa_len() > 0)
+}
+
+pub fn forward(gpu: &'static Gpu, to: Summands, x: View, xa: ViewMut, y: ViewMut, n: usize) {
+    let linear = &to.linear;
+    if let ([delta], 1..=SMALL_BATCH, true) = (linear.deltas, n, linear.vectors.u.is_empty())
+        && delta.tokens.is_none()
+        && !delta.scales()
+        && let Some(part) = parts(gpu, linear, n).next()
+    {
+        return small_batch(part, to, x, xa, y);
     }
     let mut y = y;
-    matmul::frozen_nn(x, weight, start, y.reborrow(), n);
-    add_deltas(gpu, x, deltas, values, dropout, low, y, (n, weight.rows, weight.cols));
+    matmul::frozen_nn(to.input, linear.layer.weight, to.start, y.reborrow(), n);
+    add_deltas(gpu, linear, x, xa, y, n);
 }
 
-/// Few rows and one delta, as most adapters have at a site: low beside the frozen product, B where its shares are added. Two
-/// launches where there would be four, each as long as the little that it does.
-#[allow(clippy::too_many_arguments, reason = "mirrors the op")]
-fn few(
-    gpu: &'static Gpu,
-    (x, weight, start): (View, Matrix, InitialValue),
-    delta: &Delta,
-    values: View,
-    dropout: Dropout,
-    low: ViewMut,
-    y: ViewMut,
-    n: usize,
-) {
-    let (inputs, outputs, rank) = (weight.rows, weight.cols, delta.rank);
-    assert!(x.len() >= n * inputs && y.len() >= n * outputs && low.len() >= n * rank, "shapes of a delta");
-    let (residual, bias) = operands(start, &y);
+pub fn add_deltas(gpu: &'static Gpu, linear: &AdaptedLinear, x: View, xa: ViewMut, y: ViewMut, n: usize) {
+    let (mut xa, mut y) = (xa, y);
+    for part in parts(gpu, linear, n) {
+        let xa = xa.reborrow().slice(part.xa, part.xa_len());
+        thin(part, x, &xa);
+        add_delta(part, &xa, y.reborrow());
+    }
+}
+
+/// Few tokens and one delta, as most adapters have at a site: xa beside the frozen product, B where its shares are
+/// added. Two launches where there would be four, and each is launch-bound.
+fn small_batch(part: Part, to: Summands, x: View, xa: ViewMut, y: ViewMut) {
+    let Part { gpu, delta, n, inputs, outputs, .. } = part;
+    let (rank, weight) = (delta.rank, to.linear.layer.weight);
+    assert!(x.len() >= n * inputs && y.len() >= n * outputs && xa.len() >= n * rank, "shapes of a delta");
+    let (residual, bias) = operands(to.start, &y);
     let splits = product_shares(inputs, outputs);
     gpu.scratch(4 * splits * n * outputs, |parts| {
         let [n_, rows, cols, rank_] = [n, inputs, outputs, rank].map(Argument::int);
-        let (a, dropout) = (a_of(values, delta, inputs), dropped(dropout, delta));
-        let arguments = arguments![x, weight.data, parts, n_, rows, cols, a, dropout, &low, rank_];
+        let arguments =
+            arguments![x, weight.data, parts, n_, rows, cols, part.a(), part.dropped(), &xa, rank_];
         let blocks = outputs.div_ceil(32) + (n * rank).div_ceil(8);
-        gpu.launch(&IMAGE, &named("lora_few", y.dtype()), Grid::of((blocks, splits, 1), 256), arguments);
-        let (b, splits) = (b_of(values, delta), Argument::int(splits));
+        let kernel = named("lora_small_batch", y.dtype());
+        gpu.launch(&IMAGE, &kernel, Grid::of((blocks, splits, 1), 256), arguments);
+        let splits = Argument::int(splits);
         let [first, columns] = [delta.columns.start, delta.columns.len()].map(Argument::int);
         let arguments = arguments![
             parts,
@@ -99,150 +163,133 @@ fn few(
             &y,
             n_,
             cols,
-            &low,
-            b,
+            &xa,
+            part.b(),
             delta.scale,
             first,
             columns,
             rank_
         ];
         let grid = Grid::row((n * outputs).div_ceil(256), 256);
-        gpu.launch(&IMAGE, &named("lora_few_finish", y.dtype()), grid, arguments);
+        gpu.launch(&IMAGE, &named("lora_small_batch_finish", y.dtype()), grid, arguments);
     });
 }
 
-#[allow(clippy::too_many_arguments, reason = "mirrors the op")]
-pub fn add_deltas(
-    gpu: &'static Gpu,
-    x: View,
-    deltas: &[Delta],
-    values: View,
-    dropout: Dropout,
-    low: ViewMut,
-    y: ViewMut,
-    (n, inputs, outputs): Sizes,
-) {
-    let mut low = low;
-    let mut start = 0;
-    for delta in deltas {
-        let low = low.reborrow().slice(start, n * delta.rank);
-        start += n * delta.rank;
-        thin(gpu, x, delta, values, dropout, &low, (n, inputs));
-        let columns = delta.columns.len();
+/// `y[:, columns] += scale * e * ((xa * d) B^T)`.
+fn add_delta(part: Part, xa: &ViewMut, y: ViewMut) {
+    let Part { gpu, delta, n, outputs, .. } = part;
+    let (columns, y) = (delta.columns.len(), part.tokens_mut(y, outputs));
+    part.with_b(|b| {
         let sizes = [n, outputs, delta.columns.start, columns, delta.rank].map(Argument::int);
         let [n_, outputs, first, columns_, rank] = sizes;
-        let b = b_of(values, delta);
-        let arguments = arguments![&low, b, delta.scale, &y, n_, outputs, first, columns_, rank];
+        let arguments = arguments![xa, b, delta.scale, &y, n_, outputs, first, columns_, rank];
         let grid = Grid::of((n.div_ceil(64), columns.div_ceil(64), 1), 256);
         gpu.launch(&IMAGE, &named("lora_add", y.dtype()), grid, arguments);
+    });
+}
+
+/// xa of a forward alone, with the same sums in the same order.
+pub fn xa(gpu: &'static Gpu, linear: &AdaptedLinear, x: View, xa: ViewMut, n: usize) {
+    let mut xa = xa;
+    for part in parts(gpu, linear, n) {
+        thin(part, x, &xa.reborrow().slice(part.xa, part.xa_len()));
     }
 }
 
-/// `low` of a forward alone, with the same sums in the same order.
-pub fn low(
-    gpu: &'static Gpu,
-    x: View,
-    deltas: &[Delta],
-    values: View,
-    dropout: Dropout,
-    low: ViewMut,
-    sizes: (usize, usize),
-) {
-    let mut low = low;
-    let mut start = 0;
-    for delta in deltas {
-        let count = sizes.0 * delta.rank;
-        thin(gpu, x, delta, values, dropout, &low.reborrow().slice(start, count), sizes);
-        start += count;
-    }
-}
-
-/// `low (n, r) = drop(x) A^T`.
-fn thin(
-    gpu: &'static Gpu,
-    x: View,
-    delta: &Delta,
-    values: View,
-    dropout: Dropout,
-    low: &ViewMut,
-    (n, inputs): (usize, usize),
-) {
-    let rank = delta.rank;
+/// `xa (n, r) = drop(x) A^T`.
+fn thin(part: Part, x: View, xa: &ViewMut) {
+    let Part { gpu, n, inputs, .. } = part;
+    let (rank, x) = (part.delta.rank, part.tokens(x, inputs));
     let sizes = [n, inputs, rank].map(Argument::int);
-    let (a, dropout) = (a_of(values, delta, inputs), dropped(dropout, delta));
-    let arguments = arguments![x, a, dropout, low, sizes[0], sizes[1], sizes[2]];
+    let arguments = arguments![x, part.a(), part.dropped(), xa, sizes[0], sizes[1], sizes[2]];
     let (kernel, grid) = if n <= SMALL_BATCH {
-        ("lora_low_few", Grid::of((rank.div_ceil(4), n, 1), 128))
+        ("lora_xa_small_batch", Grid::of((rank.div_ceil(4), n, 1), 128))
     } else {
-        ("lora_low", Grid::of((n.div_ceil(64), rank.div_ceil(16), 1), 256))
+        ("lora_xa", Grid::of((n.div_ceil(64), rank.div_ceil(16), 1), 256))
     };
     gpu.launch(&IMAGE, &named(kernel, x.dtype()), grid, arguments);
 }
 
-#[allow(clippy::too_many_arguments, reason = "mirrors the op")]
+/// The deltas' part of the backward: `dy (n, out)` is the gradient of what g multiplies.
 pub fn backward_deltas(
     gpu: &'static Gpu,
-    dy: View,
-    x: View,
-    deltas: &[Delta],
-    (values, grads): (View, ViewMut),
-    dropout: Dropout,
-    (low, d_low): (View, ViewMut),
-    dx: Option<ViewMut>,
-    sizes: Sizes,
+    linear: &AdaptedLinear,
+    (dy, x, xa): (View, View, View),
+    to: BackwardBuffers,
+    n: usize,
 ) {
-    let (mut grads, mut d_low) = (grads, d_low);
-    let (n, inputs, outputs) = sizes;
-    let mut start = 0;
-    for delta in deltas {
-        let count = n * delta.rank;
-        let (low, d_low) = (low.slice(start, count), d_low.reborrow().slice(start, count));
-        start += count;
-        let [n_, outputs_, first, columns, rank] =
-            [n, outputs, delta.columns.start, delta.columns.len(), delta.rank].map(Argument::int);
-        let b = b_of(values, delta);
-        let arguments = arguments![dy, b, delta.scale, &d_low, n_, outputs_, first, columns, rank];
-        let grid = Grid::of((n.div_ceil(64), delta.rank.div_ceil(16), 1), 256);
-        gpu.launch(&IMAGE, &named("lora_d_low", dy.dtype()), grid, arguments);
-        b_gradient(gpu, dy, low, delta, grads.reborrow(), sizes);
-        a_gradient(gpu, x, d_low.as_view(), delta, dropout, grads.reborrow(), sizes);
-        if let Some(dx) = &dx {
-            let a = a_of(values, delta, inputs);
-            let arguments =
-                arguments![&d_low, a, dropped(dropout, delta), dx, n_, Argument::int(inputs), rank];
+    let BackwardBuffers { mut grads, mut d_xa, dx, .. } = to;
+    let mut dx = dx;
+    for part in parts(gpu, linear, n) {
+        let Part { delta, n, inputs, outputs, .. } = part;
+        let (x, dy) = (part.tokens(x, inputs), part.tokens(dy, outputs));
+        let d_xa = d_xa.reborrow().slice(part.xa, part.xa_len());
+        part.with_b(|b| {
+            let [n_, outputs_, first, columns, rank] =
+                [n, outputs, delta.columns.start, delta.columns.len(), delta.rank].map(Argument::int);
+            let arguments = arguments![dy, b, delta.scale, &d_xa, n_, outputs_, first, columns, rank];
+            let grid = Grid::of((n.div_ceil(64), delta.rank.div_ceil(16), 1), 256);
+            gpu.launch(&IMAGE, &named("lora_d_xa", dy.dtype()), grid, arguments);
+        });
+        b_gradient(part, dy, xa.slice(part.xa, part.xa_len()), grads.reborrow());
+        if !delta.a_frozen {
+            a_gradient(part, x, d_xa.as_view(), grads.reborrow());
+        }
+        if let Some(dx) = &mut dx {
+            let dx = part.tokens_mut(dx.reborrow(), inputs);
+            let [n_, inputs_, rank] = [n, inputs, delta.rank].map(Argument::int);
+            let arguments = arguments![&d_xa, part.a(), part.dropped(), &dx, n_, inputs_, rank];
             let grid = Grid::of((n.div_ceil(64), inputs.div_ceil(64), 1), 256);
             gpu.launch(&IMAGE, &named("lora_dx", dx.dtype()), grid, arguments);
         }
     }
 }
 
-/// `dB (columns, r) += scale * dy[:, columns]^T low`.
-fn b_gradient(gpu: &'static Gpu, dy: View, low: View, delta: &Delta, grads: ViewMut, (n, _, outputs): Sizes) {
+/// With `M (columns, r) = scale * dy[:, columns]^T xa`: `dB += e * M * d`, and the gradients of d and e.
+fn b_gradient(part: Part, dy: View, xa: View, grads: ViewMut) {
+    let Part { gpu, delta, n, outputs, .. } = part;
+    let trained = |vector: Option<Vector>| vector.is_some_and(|vector| !vector.frozen);
+    if delta.b_frozen && !trained(delta.d) && !trained(delta.e) {
+        return;
+    }
     let (columns, rank, splits) = (delta.columns.len(), delta.rank, row_shares(n));
+    let mut grads = grads;
     gpu.scratch(parts_of(n, columns, rank), |parts| {
         let [n, outputs, first, count, r] =
             [n, outputs, delta.columns.start, columns, rank].map(Argument::int);
-        let arguments = arguments![dy, low, parts, n, outputs, first, count, r];
+        let arguments = arguments![dy, xa, parts, n, outputs, first, count, r];
         let grid = Grid::of((columns.div_ceil(64), rank.div_ceil(16), splits), 256);
         gpu.launch(&IMAGE, &named("lora_db", dy.dtype()), grid, arguments);
-        sum(gpu, parts, splits, delta.scale, grads.slice(delta.b, columns * rank));
+        if !delta.scales() {
+            return sum(gpu, parts, splits, delta.scale, grads.slice(delta.b, columns * rank));
+        }
+        let (splits, scale) = (Argument::int(splits), delta.scale);
+        if !delta.b_frozen {
+            let to = grads.reborrow().slice(delta.b, columns * rank);
+            let arguments = arguments![parts, splits, scale, part.d(), part.e(), &to, count, r];
+            let grid = Grid::row((columns * rank).div_ceil(256), 256);
+            gpu.launch(&IMAGE, "lora_db_scaled", grid, arguments);
+        }
+        if let Some(Vector { at, frozen: false }) = delta.e {
+            let to = grads.reborrow().slice(at, columns);
+            let arguments = arguments![parts, splits, scale, part.b(), part.d(), &to, count, r];
+            gpu.launch(&IMAGE, "lora_de", Grid::row(columns.div_ceil(8), 256), arguments);
+        }
+        if let Some(Vector { at, frozen: false }) = delta.d {
+            let to = grads.reborrow().slice(at, rank);
+            let arguments = arguments![parts, splits, scale, part.b(), part.e(), &to, count, r];
+            gpu.launch(&IMAGE, "lora_dd", Grid::row(rank, 256), arguments);
+        }
     });
 }
 
-/// `dA (r, in) += d_low^T drop(x)`.
-fn a_gradient(
-    gpu: &'static Gpu,
-    x: View,
-    d_low: View,
-    delta: &Delta,
-    dropout: Dropout,
-    grads: ViewMut,
-    (n, inputs, _): Sizes,
-) {
+/// `dA (r, in) += d_xa^T drop(x)`.
+fn a_gradient(part: Part, x: View, d_xa: View, grads: ViewMut) {
+    let Part { gpu, delta, n, inputs, .. } = part;
     let (rank, splits) = (delta.rank, row_shares(n));
     gpu.scratch(parts_of(n, inputs, rank), |parts| {
         let sizes = [n, inputs, rank].map(Argument::int);
-        let arguments = arguments![x, d_low, dropped(dropout, delta), parts, sizes[0], sizes[1], sizes[2]];
+        let arguments = arguments![x, d_xa, part.dropped(), parts, sizes[0], sizes[1], sizes[2]];
         let grid = Grid::of((inputs.div_ceil(64), rank.div_ceil(16), splits), 256);
         gpu.launch(&IMAGE, &named("lora_da", x.dtype()), grid, arguments);
         sum(gpu, parts, splits, 1.0, grads.slice(delta.a, rank * inputs));
@@ -254,4 +301,44 @@ fn sum(gpu: &'static Gpu, parts: u64, splits: usize, scale: f32, gradient: ViewM
     let count = gradient.len();
     let arguments = arguments![parts, Argument::int(splits), scale, &gradient, Argument::long(count)];
     gpu.launch(&IMAGE, "sum_parts", Grid::row(count.div_ceil(256), 256), arguments);
+}
+
+/// Writes a block of `to`: that of `from`, or its own, times `factors`.
+pub fn scale_block(gpu: &'static Gpu, from: Option<View>, factors: Option<View>, to: ViewMut, block: Block) {
+    let to = to.slice(block.start(), block.len());
+    let from = from.map_or(Argument::from(&to), |from| from.slice(block.start(), block.len()).into());
+    let [n, columns, width] = [block.n, block.columns, block.width].map(Argument::int);
+    let grid = Grid::row((block.n * block.columns.div_ceil(8)).div_ceil(256), 256);
+    let arguments = arguments![from, factors, &to, n, columns, width];
+    gpu.launch(&IMAGE, &named("scale_columns", to.dtype()), grid, arguments);
+}
+
+/// `to (columns) += sum over tokens of x`, or of `x * y`.
+pub fn sum_block(gpu: &'static Gpu, x: View, y: Option<View>, to: ViewMut, block: Block) {
+    let splits = row_shares(block.n);
+    let of_block = |view: View| view.slice(block.start(), block.len()).address();
+    gpu.scratch(parts_of(block.n, block.columns, 1), |parts| {
+        let [n, columns, width] = [block.n, block.columns, block.width].map(Argument::int);
+        let y = y.map_or(Argument::NULL, |y| of_block(y).into());
+        let arguments = arguments![of_block(x), y, parts, n, columns, width];
+        let grid = Grid::of((block.columns.div_ceil(256), splits, 1), 256);
+        gpu.launch(&IMAGE, &named("sum_columns", x.dtype()), grid, arguments);
+        sum(gpu, parts, splits, 1.0, to);
+    });
+}
+
+/// `y (n, width) += bias (width) + residual (n, width)`.
+pub fn add_bias(
+    gpu: &'static Gpu,
+    y: ViewMut,
+    bias: Option<View>,
+    residual: Option<View>,
+    (n, width): (usize, usize),
+) {
+    let (half, trained) =
+        (bias.filter(|b| b.dtype() == DType::F16), bias.filter(|b| b.dtype() == DType::F32));
+    let sizes = [n, width].map(Argument::int);
+    let arguments = arguments![&y, half, trained, residual, sizes[0], sizes[1]];
+    let grid = Grid::row((n * width).div_ceil(256), 256);
+    gpu.launch(&IMAGE, &named("add_bias", y.dtype()), grid, arguments);
 }

@@ -10,3 +10,8 @@ pub fn row_shares(n: usize) -> usize {
 pub fn deltas(n: usize, widest: usize, rank: usize) -> usize {
     4 * row_shares(n) * rank * widest
 }
+
+/// Bytes of a B `(columns, r)` times d and e, which a forward of a delta with either takes.
+pub fn scaled_factor(columns: usize, rank: usize) -> usize {
+    4 * columns * rank
+}

@@ -19,7 +19,7 @@ struct Dropout {
   }
 
   /// x (8) of row `row` from `column` on, each element dropped or divided by 1 - p: the generator is that of
-  /// `engraft_adapters::rng`, bit for bit.
+  /// `engraft_util::rng`, bit for bit.
   __device__ __forceinline__ void apply(i64 row, int column, int inputs, float (&x)[WIDE]) const {
     if (p == 0.f) return;
     i64 token = (first_row + row / seq_len) * stride + row % seq_len;
@@ -184,20 +184,20 @@ template <class T> struct Add {
   }
 };
 
-/// low (n, r) = drop(x (n, in)) A (r, in)^T. Grid: (ceil(n / 64), ceil(r / 16)).
+/// xa (n, r) = drop(x (n, in)) A (r, in)^T. Grid: (ceil(n / 64), ceil(r / 16)).
 template <class T>
-__device__ void lora_low(const T *x, const float *a, Dropout dropout, float *low, int n, int inputs, int rank) {
+__device__ void lora_xa(const T *x, const float *a, Dropout dropout, float *xa, int n, int inputs, int rank) {
   Dropped<T> left = {{x, n, inputs, inputs}, dropout};
   Matrix<float> right = {a, rank, inputs, inputs};
   tile_product<16, true, true>(blockIdx.x * TILE, blockIdx.y * 16, 0, inputs, left, right,
-                               Write{low, n, rank, 1.f});
+                               Write{xa, n, rank, 1.f});
 }
-EXPORT(lora_low, (const T *x, const float *a, Dropout dropout, float *low, int n, int inputs, int rank),
-       (x, a, dropout, low, n, inputs, rank))
+EXPORT(lora_xa, (const T *x, const float *a, Dropout dropout, float *xa, int n, int inputs, int rank),
+       (x, a, dropout, xa, n, inputs, rank))
 
 /// Element r of row `row` of drop(x) A^T, by a warp.
 template <class T>
-__device__ __forceinline__ void low_element(const T *x, const float *a, const Dropout &dropout, float *low, int row, int r,
+__device__ __forceinline__ void xa_element(const T *x, const float *a, const Dropout &dropout, float *xa, int row, int r,
                                             int inputs, int rank) {
   float sum = 0, v[WIDE], w[WIDE];
   for (int at = lane() * WIDE; at < inputs; at += 32 * WIDE) {
@@ -208,37 +208,37 @@ __device__ __forceinline__ void low_element(const T *x, const float *a, const Dr
     for (int i = 0; i < WIDE; i++) sum += v[i] * w[i];
   }
   sum = warp_sum(sum);
-  if (lane() == 0) low[i64(row) * rank + r] = sum;
+  if (lane() == 0) xa[i64(row) * rank + r] = sum;
 }
 
-/// The same for few rows: a warp an element. Grid: (ceil(r / 4), n) blocks of 128.
+/// The same for few tokens: a warp an element. Grid: (ceil(r / 4), n) blocks of 128.
 template <class T>
-__device__ void lora_low_few(const T *x, const float *a, Dropout dropout, float *low, int n, int inputs, int rank) {
+__device__ void lora_xa_small_batch(const T *x, const float *a, Dropout dropout, float *xa, int n, int inputs, int rank) {
   int r = blockIdx.x * 4 + warp();
-  if (r < rank) low_element(x, a, dropout, low, blockIdx.y, r, inputs, rank);
+  if (r < rank) xa_element(x, a, dropout, xa, blockIdx.y, r, inputs, rank);
 }
-EXPORT(lora_low_few, (const T *x, const float *a, Dropout dropout, float *low, int n, int inputs, int rank),
-       (x, a, dropout, low, n, inputs, rank))
+EXPORT(lora_xa_small_batch, (const T *x, const float *a, Dropout dropout, float *xa, int n, int inputs, int rank),
+       (x, a, dropout, xa, n, inputs, rank))
 
-/// The same beside the frozen product of these rows, in one launch: low (n, r) as above, and parts (splits, n, cols) of
+/// The same beside the frozen product of these rows, in one launch: xa (n, r) as above, and parts (splits, n, cols) of
 /// x (n, rows) w (rows, cols), n <= 8. Grid: (ceil(cols / 32) + ceil(n r / 8), splits) blocks of 256.
 template <class T>
-__device__ void lora_few(const T *x, const half_t *w, float *parts, int n, int rows, int cols, const float *a,
-                         Dropout dropout, float *low, int rank) {
+__device__ void lora_small_batch(const T *x, const half_t *w, float *parts, int n, int rows, int cols, const float *a,
+                         Dropout dropout, float *xa, int rank) {
   int blocks = (cols + small_batch::COLUMNS - 1) / small_batch::COLUMNS, at = (int(blockIdx.x) - blocks) * small_batch::WARPS + warp();
   if (int(blockIdx.x) < blocks) return small_batch::shares(x, w, parts, n, rows, cols);
-  if (blockIdx.y == 0 && at < n * rank) low_element(x, a, dropout, low, at / rank, at % rank, rows, rank);
+  if (blockIdx.y == 0 && at < n * rank) xa_element(x, a, dropout, xa, at / rank, at % rank, rows, rank);
 }
-EXPORT(lora_few,
-       (const T *x, const half_t *w, float *parts, int n, int rows, int cols, const float *a, Dropout dropout, float *low,
+EXPORT(lora_small_batch,
+       (const T *x, const half_t *w, float *parts, int n, int rows, int cols, const float *a, Dropout dropout, float *xa,
         int rank),
-       (x, w, parts, n, rows, cols, a, dropout, low, rank))
+       (x, w, parts, n, rows, cols, a, dropout, xa, rank))
 
 /// y (n, cols) = residual + bias + sum of parts (splits, n, cols), in order, and of the `columns` from `first` on
-/// scale low (n, r) B (columns, r)^T. Grid: ceil(n cols / 256) blocks of 256.
+/// scale xa (n, r) B (columns, r)^T. Grid: ceil(n cols / 256) blocks of 256.
 template <class T>
-__device__ void lora_few_finish(const float *parts, int splits, const T *residual, const half_t *bias, T *y, int n,
-                                int cols, const float *low, const float *b, float scale, int first, int columns,
+__device__ void lora_small_batch_finish(const float *parts, int splits, const T *residual, const half_t *bias, T *y, int n,
+                                int cols, const float *xa, const float *b, float scale, int first, int columns,
                                 int rank) {
   int at = blockIdx.x * blockDim.x + threadIdx.x;
   if (at >= n * cols) return;
@@ -246,9 +246,9 @@ __device__ void lora_few_finish(const float *parts, int splits, const T *residua
   int column = at % cols - first;
   if (column >= 0 && column < columns) {
     float delta = 0, v[WIDE], w[WIDE];
-    low += i64(at / cols) * rank, b += i64(column) * rank;
+    xa += i64(at / cols) * rank, b += i64(column) * rank;
     for (int r = 0; r < rank; r += WIDE) {
-      load(low + r, rank - r, v);
+      load(xa + r, rank - r, v);
       load(b + r, rank - r, w);
 #pragma unroll
       for (int i = 0; i < WIDE; i++) delta += v[i] * w[i];
@@ -257,36 +257,36 @@ __device__ void lora_few_finish(const float *parts, int splits, const T *residua
   }
   y[at] = narrow<T>(sum);
 }
-EXPORT(lora_few_finish,
-       (const float *parts, int splits, const T *residual, const half_t *bias, T *y, int n, int cols, const float *low,
+EXPORT(lora_small_batch_finish,
+       (const float *parts, int splits, const T *residual, const half_t *bias, T *y, int n, int cols, const float *xa,
         const float *b, float scale, int first, int columns, int rank),
-       (parts, splits, residual, bias, y, n, cols, low, b, scale, first, columns, rank))
+       (parts, splits, residual, bias, y, n, cols, xa, b, scale, first, columns, rank))
 
-/// y (n, outputs)[:, first ..][:, .. columns] += scale low (n, r) B (columns, r)^T.
+/// y (n, outputs)[:, first ..][:, .. columns] += scale xa (n, r) B (columns, r)^T.
 /// Grid: (ceil(n / 64), ceil(columns / 64)).
 template <class T>
-__device__ void lora_add(const float *low, const float *b, float scale, T *y, int n, int outputs, int first,
+__device__ void lora_add(const float *xa, const float *b, float scale, T *y, int n, int outputs, int first,
                          int columns, int rank) {
-  Matrix<float> left = {low, n, rank, rank}, right = {b, columns, rank, rank};
+  Matrix<float> left = {xa, n, rank, rank}, right = {b, columns, rank, rank};
   tile_product<64, true, true>(blockIdx.x * TILE, blockIdx.y * 64, 0, rank, left, right,
                                Add<T>{y + first, n, columns, outputs, scale});
 }
 EXPORT(lora_add,
-       (const float *low, const float *b, float scale, T *y, int n, int outputs, int first, int columns, int rank),
-       (low, b, scale, y, n, outputs, first, columns, rank))
+       (const float *xa, const float *b, float scale, T *y, int n, int outputs, int first, int columns, int rank),
+       (xa, b, scale, y, n, outputs, first, columns, rank))
 
-/// d_low (n, r) = scale dy (n, outputs)[:, columns] B (columns, r). Grid: (ceil(n / 64), ceil(r / 16)).
+/// d_xa (n, r) = scale dy (n, outputs)[:, columns] B (columns, r). Grid: (ceil(n / 64), ceil(r / 16)).
 template <class T>
-__device__ void lora_d_low(const T *dy, const float *b, float scale, float *d_low, int n, int outputs, int first,
+__device__ void lora_d_xa(const T *dy, const float *b, float scale, float *d_xa, int n, int outputs, int first,
                            int columns, int rank) {
   Matrix<T> left = {dy + first, n, columns, outputs};
   Matrix<float> right = {b, columns, rank, rank};
   tile_product<16, true, false>(blockIdx.x * TILE, blockIdx.y * 16, 0, columns, left, right,
-                                Write{d_low, n, rank, scale});
+                                Write{d_xa, n, rank, scale});
 }
-EXPORT(lora_d_low,
-       (const T *dy, const float *b, float scale, float *d_low, int n, int outputs, int first, int columns, int rank),
-       (dy, b, scale, d_low, n, outputs, first, columns, rank))
+EXPORT(lora_d_xa,
+       (const T *dy, const float *b, float scale, float *d_xa, int n, int outputs, int first, int columns, int rank),
+       (dy, b, scale, d_xa, n, outputs, first, columns, rank))
 
 /// This block's share of the n rows, in whole steps.
 __device__ __forceinline__ int share_of(int n) {
@@ -295,12 +295,12 @@ __device__ __forceinline__ int share_of(int n) {
   return (share + DEPTH - 1) / DEPTH * DEPTH;
 }
 
-/// parts (splits, r, in): shares of d_low (n, r)^T drop(x (n, in)). A tile has 64 inputs and 16 ranks, so it is
+/// parts (splits, r, in): shares of d_xa (n, r)^T drop(x (n, in)). A tile has 64 inputs and 16 ranks, so it is
 /// made transposed. Grid: (ceil(in / 64), ceil(r / 16), splits).
 template <class T>
-__device__ void lora_da(const T *x, const float *d_low, Dropout dropout, float *parts, int n, int inputs, int rank) {
+__device__ void lora_da(const T *x, const float *d_xa, Dropout dropout, float *parts, int n, int inputs, int rank) {
   Dropped<T> left = {{x, n, inputs, inputs}, dropout};
-  Matrix<float> right = {d_low, n, rank, rank};
+  Matrix<float> right = {d_xa, n, rank, rank};
   int share = share_of(n), first = blockIdx.z * share;
   parts += i64(blockIdx.z) * rank * inputs;
   tile_product<16, false, false>(blockIdx.x * TILE, blockIdx.y * 16, first, min(n, first + share), left, right,
@@ -310,24 +310,24 @@ __device__ void lora_da(const T *x, const float *d_low, Dropout dropout, float *
                                      if (input < inputs && r + i < rank) parts[i64(r + i) * inputs + input] = sum[i];
                                  });
 }
-EXPORT(lora_da, (const T *x, const float *d_low, Dropout dropout, float *parts, int n, int inputs, int rank),
-       (x, d_low, dropout, parts, n, inputs, rank))
+EXPORT(lora_da, (const T *x, const float *d_xa, Dropout dropout, float *parts, int n, int inputs, int rank),
+       (x, d_xa, dropout, parts, n, inputs, rank))
 
-/// parts (splits, columns, r): shares of dy (n, outputs)[:, columns]^T low (n, r).
+/// parts (splits, columns, r): shares of dy (n, outputs)[:, columns]^T xa (n, r).
 /// Grid: (ceil(columns / 64), ceil(r / 16), splits).
 template <class T>
-__device__ void lora_db(const T *dy, const float *low, float *parts, int n, int outputs, int first, int columns,
+__device__ void lora_db(const T *dy, const float *xa, float *parts, int n, int outputs, int first, int columns,
                         int rank) {
   Matrix<T> left = {dy + first, n, columns, outputs};
-  Matrix<float> right = {low, n, rank, rank};
+  Matrix<float> right = {xa, n, rank, rank};
   int share = share_of(n), begin = blockIdx.z * share;
   parts += i64(blockIdx.z) * columns * rank;
   tile_product<16, false, false>(blockIdx.x * TILE, blockIdx.y * 16, begin, min(n, begin + share), left, right,
                                  Write{parts, columns, rank, 1.f});
 }
 EXPORT(lora_db,
-       (const T *dy, const float *low, float *parts, int n, int outputs, int first, int columns, int rank),
-       (dy, low, parts, n, outputs, first, columns, rank))
+       (const T *dy, const float *xa, float *parts, int n, int outputs, int first, int columns, int rank),
+       (dy, xa, parts, n, outputs, first, columns, rank))
 
 /// gradient (count) += scale times the sum of parts (splits, count), in order. Grid: ceil(count / 256) blocks of 256.
 extern "C" __global__ void sum_parts(const float *parts, int splits, float scale, float *gradient, i64 count) {
@@ -339,11 +339,11 @@ extern "C" __global__ void sum_parts(const float *parts, int splits, float scale
 }
 LAUNCHER(sum_parts)
 
-/// dx (n, in) += drop'(d_low (n, r) A (r, in)): the factors of the forward, replayed.
+/// dx (n, in) += drop'(d_xa (n, r) A (r, in)): the factors of the forward, replayed.
 /// Grid: (ceil(n / 64), ceil(in / 64)).
 template <class T>
-__device__ void lora_dx(const float *d_low, const float *a, Dropout dropout, T *dx, int n, int inputs, int rank) {
-  Matrix<float> left = {d_low, n, rank, rank}, right = {a, rank, inputs, inputs};
+__device__ void lora_dx(const float *d_xa, const float *a, Dropout dropout, T *dx, int n, int inputs, int rank) {
+  Matrix<float> left = {d_xa, n, rank, rank}, right = {a, rank, inputs, inputs};
   Add<T> add = {dx, n, inputs, inputs, 1.f};
   tile_product<64, true, false>(blockIdx.x * TILE, blockIdx.y * 64, 0, rank, left, right,
                                 [&](i64 row, int column, float(&x)[WIDE]) {
@@ -351,5 +351,113 @@ __device__ void lora_dx(const float *d_low, const float *a, Dropout dropout, T *
                                   add(row, column, x);
                                 });
 }
-EXPORT(lora_dx, (const float *d_low, const float *a, Dropout dropout, T *dx, int n, int inputs, int rank),
-       (d_low, a, dropout, dx, n, inputs, rank))
+EXPORT(lora_dx, (const float *d_xa, const float *a, Dropout dropout, T *dx, int n, int inputs, int rank),
+       (d_xa, a, dropout, dx, n, inputs, rank))
+
+// Vectors: none of what follows is launched where a layer or a delta has none.
+
+/// A block of `to`, n rows of `columns` with `stride` between rows: that of `from` times the vector v (columns), or as it
+/// is without one. `from` may be `to`. Grid: ceil(n ceil(columns / 8) / 256) blocks of 256.
+template <class T>
+__device__ void scale_columns(const T *from, const float *v, T *to, int n, int columns, int stride) {
+  int runs = (columns + WIDE - 1) / WIDE;
+  i64 at = i64(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (at >= i64(n) * runs) return;
+  int column = at % runs * WIDE;
+  i64 place = at / runs * stride + column;
+  float x[WIDE], factors[WIDE];
+  load(from + place, columns - column, x);
+  if (v) {
+    load(v + column, columns - column, factors);
+#pragma unroll
+    for (int i = 0; i < WIDE; i++) x[i] *= factors[i];
+  }
+  store(x, columns - column, to + place);
+}
+EXPORT(scale_columns, (const T *from, const float *v, T *to, int n, int columns, int stride),
+       (from, v, to, n, columns, stride))
+
+/// parts (splits, columns): shares of the sum over n rows of a block of x, or of x * y, `stride` between rows. A share
+/// is whole rows, added in order. Grid: (ceil(columns / 256), splits) blocks of 256.
+template <class T>
+__device__ void sum_columns(const T *x, const T *y, float *parts, int n, int columns, int stride) {
+  int column = blockIdx.x * blockDim.x + threadIdx.x;
+  if (column >= columns) return;
+  int share = (n + gridDim.y - 1) / gridDim.y, first = blockIdx.y * share, end = min(n, first + share);
+  float sum = 0;
+  for (int row = first; row < end; row++) {
+    i64 at = i64(row) * stride + column;
+    sum += widen(x[at]) * (y ? widen(y[at]) : 1.f);
+  }
+  parts[i64(blockIdx.y) * columns + column] = sum;
+}
+EXPORT(sum_columns, (const T *x, const T *y, float *parts, int n, int columns, int stride),
+       (x, y, parts, n, columns, stride))
+
+/// y (n, columns) += bias (columns) + residual (n, columns); of the biases one at most is there.
+/// Grid: ceil(n columns / 256) blocks of 256.
+template <class T>
+__device__ void add_bias(T *y, const half_t *bias, const float *trained, const T *residual, int n, int columns) {
+  i64 at = i64(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (at >= i64(n) * columns) return;
+  int column = at % columns;
+  float sum = widen(y[at]) + (bias ? widen(bias[column]) : 0.f) + (trained ? trained[column] : 0.f);
+  y[at] = narrow<T>(sum + (residual ? widen(residual[at]) : 0.f));
+}
+EXPORT(add_bias, (T *y, const half_t *bias, const float *trained, const T *residual, int n, int columns),
+       (y, bias, trained, residual, n, columns))
+
+/// Element `r` of d, 1 without one.
+__device__ __forceinline__ float factor(const float *d, int r) { return d ? d[r] : 1.f; }
+
+/// to (columns, r) = e * B (columns, r) * d. Grid: ceil(columns r / 256) blocks of 256.
+extern "C" __global__ void lora_scaled_b(const float *b, const float *d, const float *e, float *to, int columns,
+                                         int rank) {
+  int at = blockIdx.x * blockDim.x + threadIdx.x;
+  if (at < columns * rank) to[at] = b[at] * factor(e, at / rank) * factor(d, at % rank);
+}
+LAUNCHER(lora_scaled_b)
+
+/// Element `at` of M (columns, r) = scale dy^T xa, whose shares are parts (splits, columns, r).
+__device__ __forceinline__ float m_of(const float *parts, int splits, float scale, int count, int at) {
+  float sum = 0;
+  for (int part = 0; part < splits; part++) sum += parts[i64(part) * count + at];
+  return scale * sum;
+}
+
+/// dB (columns, r) += e * M * d, with M as `m_of` says. Grid: ceil(columns r / 256) blocks of 256.
+extern "C" __global__ void lora_db_scaled(const float *parts, int splits, float scale, const float *d, const float *e,
+                                          float *db, int columns, int rank) {
+  int at = blockIdx.x * blockDim.x + threadIdx.x, count = columns * rank;
+  if (at < count) db[at] += m_of(parts, splits, scale, count, at) * factor(e, at / rank) * factor(d, at % rank);
+}
+LAUNCHER(lora_db_scaled)
+
+/// de (columns) += sum over r of B * M * d. Grid: ceil(columns / 8) blocks of 256, a warp a column.
+extern "C" __global__ void lora_de(const float *parts, int splits, float scale, const float *b, const float *d,
+                                   float *de, int columns, int rank) {
+  int column = blockIdx.x * 8 + warp();
+  if (column >= columns) return;
+  float sum = 0;
+  for (int r = lane(); r < rank; r += 32) {
+    int at = column * rank + r;
+    sum += m_of(parts, splits, scale, columns * rank, at) * b[at] * factor(d, r);
+  }
+  sum = warp_sum(sum);
+  if (lane() == 0) de[column] += sum;
+}
+LAUNCHER(lora_de)
+
+/// dd (r) += sum over columns of e * B * M. Grid: r blocks of 256.
+extern "C" __global__ void lora_dd(const float *parts, int splits, float scale, const float *b, const float *e,
+                                   float *dd, int columns, int rank) {
+  int r = blockIdx.x;
+  float sum = 0;
+  for (int column = threadIdx.x; column < columns; column += blockDim.x) {
+    int at = column * rank + r;
+    sum += m_of(parts, splits, scale, columns * rank, at) * b[at] * factor(e, column);
+  }
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) dd[r] += sum;
+}
+LAUNCHER(lora_dd)

@@ -1,16 +1,24 @@
-//! The one op that carries all linear adapters: a frozen linear layer plus low-rank deltas.
+//! The one op that carries all linear adapters: a frozen linear layer, deltas of low rank, and vectors that scale.
 //!
-//! `y (n, out) = residual + x W + b`, and for each delta on its columns
-//! `y[:, columns] += scale * (drop(x) A^T) B^T` with `A (r, in)`, `B (columns, r)` (Hu et al. 2021).
-//! `drop` is inverted dropout: each element is zeroed with probability p or divided by 1 - p.
+//! ```text
+//! y = g * ((u * x) W [+ b] + sum of s e * (((drop(x) A^T) * d) B^T)) [+ b] + residual
+//! ```
 //!
-//! A, B and their gradients are ranges of two flat FP32 buffers, so an optimizer sees one vector.
+//! `*` is per element. `W (in, out)` is frozen. A delta has `A (r, in)` and `B (columns, r)` (LoRA, Hu et al. 2021), its
+//! scale `s`, and vectors `d (r)` and `e (columns)` (VeRA, Kopiczko et al. 2023). A layer has `u (in)` and `g (out)`: IA3
+//! (Liu et al. 2022) has b inside g; DoRA (Liu et al. 2024) has it outside, and derives g from trainables. `drop` is
+//! inverted dropout: each element is zeroed with probability p or divided by 1 - p. A part that is absent costs nothing.
+//!
+//! A delta adds to a range of the output columns, for a range of the n tokens; u and g have such ranges too.
+//!
+//! Factors, vectors and their gradients are ranges of two flat FP32 buffers, so an optimizer sees one vector. Layers may
+//! share a range: gradients add. After the trainables, both buffers may continue with what is derived from them, and
+//! `values` with what is frozen.
 
-use std::ops::Range;
-
-use super::matmul::{self, InitialValue, Matrix};
+use super::matmul::{self, InitialValue};
 use crate::device::{Device, View, ViewMut};
 
+mod columns;
 mod cpu;
 #[cfg(feature = "cuda")]
 pub(super) mod cuda;
@@ -18,178 +26,158 @@ pub mod device_scratch;
 pub mod reference;
 #[cfg(test)]
 mod tests;
+mod types;
 
-/// A frozen linear layer: Conv1D weight `(in, out)` and bias `(out)`, FP16.
-#[derive(Clone, Copy)]
-pub struct Layer<'a> {
-    /// Weight `(in, out)`.
-    pub weight: Matrix<'a>,
-    /// Bias `(out)`.
-    pub bias: View<'a>,
+pub use types::{
+    AdaptedLinear, BackwardBuffers, BiasPlace, Delta, DeltaScratch, Dropout, ForwardBuffers, Layer,
+    SavedProducts, Scaling, SiteVectors, Vector, xa_len,
+};
+
+/// Floats of scratch that a CPU thread uses, and floats that packing takes beside it.
+pub fn scratch(needs: DeltaScratch) -> (usize, usize) {
+    cpu::scratch(needs)
 }
 
-/// A low-rank delta of a linear layer.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Delta {
-    /// Where `A (r, in)` begins in the flat buffers.
-    pub a: usize,
-    /// Where `B (columns, r)` begins in the flat buffers.
-    pub b: usize,
-    /// r.
-    pub rank: usize,
-    /// Output columns that the delta adds to.
-    pub columns: Range<usize>,
-    /// Factor of the delta.
-    pub scale: f32,
-    /// Whether both lie transposed, A as `(in, r)` and B as `(r, columns)`: products of few rows then read them as they
-    /// are. For CPUs, and [`forward`] alone.
-    pub turned: bool,
-}
-
-/// Which elements of a delta's input are dropped: a pure function of seed, step, delta and element,
-/// so that recomputing a block replays it.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Dropout {
-    /// Key of step and seed; the delta's place is mixed in.
-    pub key: u64,
-    /// Probability of dropping an element; 0 turns dropout off.
-    pub p: f32,
-    /// Number of this micro-batch's first row within the optimizer step.
-    pub first_row: usize,
-    /// Length `t` of the rows of this micro-batch.
-    pub seq_len: usize,
-    /// Length that element numbers are counted with, the same for every micro-batch of a run.
-    pub stride: usize,
-}
-
-impl Dropout {
-    /// No dropout.
-    pub const NONE: Self = Self { key: 0, p: 0.0, first_row: 0, seq_len: 1, stride: 1 };
-
-    /// The key of a delta whose A begins at `a`.
-    #[inline(always)]
-    fn key_of(&self, a: usize) -> u64 {
-        self.key ^ (a as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)
-    }
-
-    /// The factor of input element `column` of row `row` of `n`, of a delta whose A begins at `a`.
-    #[inline(always)]
-    fn factor(&self, a: usize, inputs: usize, row: usize, column: usize) -> f32 {
-        let token = (self.first_row + row / self.seq_len) * self.stride + row % self.seq_len;
-        let kept = engraft_util::rng::uniform(self.key_of(a), (token * inputs + column) as u64) >= self.p;
-        if kept { 1.0 / (1.0 - self.p) } else { 0.0 }
-    }
-}
-
-/// Floats of scratch that a CPU thread uses for `n` rows and sites up to `widest` when deltas drop
-/// elements, and floats that packing takes for deltas up to `rank`.
-pub fn scratch(n: usize, widest: usize, rank: usize, dropout: bool) -> (usize, usize) {
-    cpu::scratch(n, widest, rank, dropout)
-}
-
-/// Forward. `low` receives `drop(x) A^T` of every delta, `(n, r)` one after another, for the backward.
-#[allow(clippy::too_many_arguments, reason = "an op with two frozen, two trained and two saved operands")]
-pub fn forward(
-    x: View,
-    layer: Layer,
-    residual: Option<View>,
-    deltas: &[Delta],
-    values: View,
-    dropout: Dropout,
-    low: ViewMut,
-    y: ViewMut,
-    n: usize,
-) {
-    let start = residual
-        .map_or(InitialValue::Bias(layer.bias), |residual| InitialValue::Residual(residual, layer.bias));
-    match y.device() {
-        Device::Cpu => {
-            let (mut y, shape) = (y, (n, layer.weight.rows, layer.weight.cols));
-            matmul::frozen_nn(x, layer.weight, start, y.reborrow(), n);
-            cpu::add_deltas(x.host(), deltas, values.host(), dropout, low.host(), y.host(), shape);
-        }
-        #[cfg(feature = "cuda")]
-        Device::Cuda(gpu) => {
-            cuda::forward(gpu, (x, layer.weight, start), deltas, values, dropout, low, y, n);
-        }
-    }
-}
-
-/// What deltas alone add to `y (n, out)` in [`forward`], without dropout: for rows that have other adapters than their
-/// neighbours, after one frozen product of all rows. `low` receives `x A^T` of every delta; `sizes` are n, in and out.
-pub fn add_deltas(
-    x: View,
-    deltas: &[Delta],
-    values: View,
-    low: ViewMut,
-    y: ViewMut,
-    sizes: (usize, usize, usize),
-) {
-    if deltas.is_empty() {
-        return;
-    }
-    match y.device() {
-        Device::Cpu => {
-            cpu::add_deltas(x.host(), deltas, values.host(), Dropout::NONE, low.host(), y.host(), sizes);
-        }
-        #[cfg(feature = "cuda")]
-        Device::Cuda(gpu) => cuda::add_deltas(gpu, x, deltas, values, Dropout::NONE, low, y, sizes),
-    }
-}
-
-/// The part of [`forward`] that the backward needs: `low` receives `drop(x) A^T` of every delta.
-#[allow(clippy::too_many_arguments, reason = "mirrors the forward")]
-pub fn low(x: View, inputs: usize, deltas: &[Delta], values: View, dropout: Dropout, low: ViewMut, n: usize) {
-    assert!(deltas.iter().all(|delta| !delta.turned), "factors of training lie as they are saved");
-    match x.device() {
-        Device::Cpu => cpu::low(x.host(), deltas, values.host(), dropout, low.host(), (n, inputs)),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(gpu) => cuda::low(gpu, x, deltas, values, dropout, low, (n, inputs)),
-    }
-}
-
-/// Backward: adds the gradients of A and B to `grads`, and writes `dx (n, in)` where asked for.
+/// Forward of the `n` tokens `x (n, in)`.
 ///
-/// `x` is the forward's input, needed only when there are deltas; `low` is what the forward saved;
-/// `d_low` is workspace of the same size.
-#[allow(clippy::too_many_arguments, reason = "an op with two frozen, two trained and two saved operands")]
+/// # Panics
+/// When a buffer that [`SiteVectors`] asks for is missing.
+pub fn forward(linear: AdaptedLinear, x: View, residual: Option<View>, n: usize, to: ForwardBuffers) {
+    let ForwardBuffers { xa, mut y, scaled_x, product } = to;
+    let (layer, vectors, shape) = (linear.layer, linear.vectors, (n, linear.outputs()));
+    let mut scaled_x = scaled_x;
+    let input = if vectors.u.is_empty() {
+        x
+    } else {
+        let to = scaled_x.as_mut().expect("u * x has a buffer");
+        columns::scale(Some(x), vectors.u, linear.values, to.reborrow(), (n, linear.inputs()));
+        to.as_view()
+    };
+    if vectors.g.is_empty() && vectors.bias.is_none() {
+        let start =
+            residual.map_or(InitialValue::Bias(layer.bias), |r| InitialValue::Residual(r, layer.bias));
+        return sum(Summands { linear, input, start }, x, xa, y, n);
+    }
+    // What g multiplies is made where it is kept.
+    let trained = vectors.bias.map(|bias| linear.values.slice(bias.at, shape.1));
+    let bias = trained.unwrap_or(layer.bias);
+    let inside = vectors.bias_place == BiasPlace::Inside;
+    let make = |mut z: ViewMut| {
+        let in_product = inside && trained.is_none();
+        let start = if in_product { InitialValue::Bias(layer.bias) } else { InitialValue::Zero };
+        sum(Summands { linear, input, start }, x, xa, z.reborrow(), n);
+        if inside && !in_product {
+            columns::add_bias(z, Some(bias), None, shape);
+        }
+    };
+    match product {
+        Some(mut product) => {
+            make(product.reborrow());
+            columns::scale(Some(product.as_view()), vectors.g, linear.values, y.reborrow(), shape);
+        }
+        None => {
+            make(y.reborrow());
+            columns::scale(None, vectors.g, linear.values, y.reborrow(), shape);
+        }
+    }
+    columns::add_bias(y, (!inside).then_some(bias), residual, shape);
+}
+
+/// What a forward adds the deltas to: `start + input W`.
+#[derive(Clone, Copy)]
+struct Summands<'a> {
+    linear: AdaptedLinear<'a>,
+    /// `u * x`.
+    input: View<'a>,
+    start: InitialValue<'a>,
+}
+
+/// `y = start + input W`, plus the deltas of `x`.
+fn sum(to: Summands, x: View, xa: ViewMut, y: ViewMut, n: usize) {
+    match y.device() {
+        Device::Cpu => {
+            let mut y = y;
+            matmul::frozen_nn(to.input, to.linear.layer.weight, to.start, y.reborrow(), n);
+            cpu::add_deltas(&to.linear, x.host(), xa.host(), y.host(), n);
+        }
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::forward(gpu, to, x, xa, y, n),
+    }
+}
+
+/// What the deltas of `linear` add to `y (n, out)` in [`forward`], without dropout: for tokens whose adapters are not
+/// those of their neighbours, after one frozen product of all tokens. `xa` receives `x A^T` of every delta.
+pub fn add_deltas(linear: AdaptedLinear, x: View, xa: ViewMut, y: ViewMut, n: usize) {
+    match y.device() {
+        Device::Cpu => cpu::add_deltas(&linear, x.host(), xa.host(), y.host(), n),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::add_deltas(gpu, &linear, x, xa, y, n),
+    }
+}
+
+/// The part of [`forward`] that the backward of the deltas needs: `xa` receives `drop(x) A^T` of every delta.
+pub fn xa(linear: AdaptedLinear, x: View, xa: ViewMut, n: usize) {
+    assert!(
+        linear.deltas.iter().all(|delta| !delta.transposed),
+        "factors are stored as they are saved in training"
+    );
+    match x.device() {
+        Device::Cpu => cpu::xa(&linear, x.host(), xa.host(), n),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::xa(gpu, &linear, x, xa, n),
+    }
+}
+
+/// Backward of [`forward`]: adds the gradients of all trainables, and writes `dx (n, in)` where it is asked for.
+///
+/// `x` is the forward's input; only deltas and a trainable u read it.
+///
+/// # Panics
+/// When a buffer that [`SiteVectors`] asks for is missing, or trainable vectors of one side overlap.
 pub fn backward(
+    linear: AdaptedLinear,
     dy: View,
     x: View,
-    layer: Layer,
-    deltas: &[Delta],
-    values: View,
-    grads: ViewMut,
-    dropout: Dropout,
-    low: View,
-    d_low: ViewMut,
-    dx: Option<ViewMut>,
+    saved: SavedProducts,
     n: usize,
+    to: BackwardBuffers,
 ) {
-    let mut dx = dx;
-    if let Some(dx) = &mut dx {
-        matmul::frozen_nt(dy, layer.weight, InitialValue::Zero, dx.reborrow(), n);
+    let BackwardBuffers { mut grads, d_xa, dx, d_product } = to;
+    let (vectors, shape) = (linear.vectors, (n, linear.outputs()));
+    let (mut dx, mut d_product) = (dx, d_product);
+    if vectors.keeps_product() {
+        let product = saved.product.expect("what a trainable g multiplies is kept");
+        columns::gradient(vectors.g, dy, product, grads.reborrow(), shape);
     }
+    let dz = if vectors.g.is_empty() {
+        dy
+    } else {
+        let to = d_product.as_mut().expect("g * dy has a buffer");
+        columns::scale(Some(dy), vectors.g, linear.values, to.reborrow(), shape);
+        to.as_view()
+    };
+    if let Some(Vector { at, frozen: false }) = vectors.bias {
+        let dy = if vectors.bias_place == BiasPlace::Inside { dz } else { dy };
+        columns::sum(dy, grads.reborrow().slice(at, shape.1), n);
+    }
+    assert!(dx.is_some() || !vectors.needs_dx(), "the gradient of u needs a buffer for dx");
+    if let Some(dx) = &mut dx {
+        let shape = (n, linear.inputs());
+        matmul::frozen_nt(dz, linear.layer.weight, InitialValue::Zero, dx.reborrow(), n);
+        if vectors.needs_dx() {
+            columns::gradient(vectors.u, dx.as_view(), x, grads.reborrow(), shape);
+        }
+        if !vectors.u.is_empty() {
+            columns::scale(None, vectors.u, linear.values, dx.reborrow(), shape);
+        }
+    }
+    if linear.deltas.is_empty() {
+        return;
+    }
+    let to = BackwardBuffers { grads, d_xa, dx, d_product: None };
     match dy.device() {
-        Device::Cpu => {
-            let shape = (n, layer.weight.rows, layer.weight.cols);
-            let dx = dx.map(ViewMut::host);
-            let (x, low) = if deltas.is_empty() { (&[][..], &[][..]) } else { (x.host(), low.host()) };
-            cpu::backward_deltas(
-                dy.host(),
-                x,
-                deltas,
-                (values.host(), grads.host()),
-                dropout,
-                (low, d_low.host()),
-                dx,
-                shape,
-            );
-        }
+        Device::Cpu => cpu::backward_deltas(&linear, dz.host(), x.host(), saved.xa.host(), to, n),
         #[cfg(feature = "cuda")]
-        Device::Cuda(gpu) => {
-            let shape = (n, layer.weight.rows, layer.weight.cols);
-            cuda::backward_deltas(gpu, dy, x, deltas, (values, grads), dropout, (low, d_low), dx, shape);
-        }
+        Device::Cuda(gpu) => cuda::backward_deltas(gpu, &linear, (dz, x, saved.xa), to, n),
     }
 }

@@ -1,86 +1,182 @@
-//! REFERENCE twin, in any precision; `factors (n, in)` are the dropout factors of the one delta.
+//! REFERENCE twin, in any precision, written out element by element.
+
+use std::ops::Range;
 
 use engraft_util::real::Real;
 
-/// Sizes of an adapted linear layer with one delta on `columns` outputs from `first` on.
-#[derive(Clone, Copy)]
-pub struct Shape {
-    /// Rows.
+/// An adapted linear layer for n tokens. Vectors are whole: 1 where the op has none.
+pub struct Site<'a, T> {
+    /// Tokens.
     pub n: usize,
     /// Inputs.
     pub inputs: usize,
     /// Outputs.
     pub outputs: usize,
-    /// Rank.
+    /// `W (in, out)`.
+    pub w: &'a [T],
+    /// `b (out)`.
+    pub bias: &'a [T],
+    /// `u (in)` of every token `(n, in)`.
+    pub u: Option<&'a [T]>,
+    /// `g (out)` of every token `(n, out)`.
+    pub g: Option<&'a [T]>,
+    /// Whether g multiplies the bias.
+    pub bias_inside: bool,
+    /// Low-rank deltas.
+    pub deltas: Vec<Delta<'a, T>>,
+}
+
+/// A delta of a [`Site`].
+#[derive(Clone)]
+pub struct Delta<'a, T> {
+    /// `A (r, in)`.
+    pub a: &'a [T],
+    /// `B (columns, r)`.
+    pub b: &'a [T],
+    /// r.
     pub rank: usize,
-    /// First adapted output column.
-    pub first: usize,
-    /// Number of adapted output columns.
-    pub columns: usize,
+    /// Output columns that it adds to.
+    pub columns: Range<usize>,
+    /// Tokens that it is for.
+    pub tokens: Range<usize>,
+    /// Its factor.
+    pub scale: T,
+    /// `d (r)`.
+    pub d: Option<&'a [T]>,
+    /// `e (columns)`.
+    pub e: Option<&'a [T]>,
+    /// Dropout factors `(n, in)`.
+    pub dropped: Option<&'a [T]>,
 }
 
-/// `y = x W + b + scale * ((x * factors) A^T) B^T` on the adapted columns.
-#[allow(clippy::too_many_arguments, reason = "plain maths")]
-pub fn forward<T: Real>(
-    x: &[T],
-    w: &[T],
-    bias: &[T],
-    a: &[T],
-    b: &[T],
-    scale: T,
-    factors: &[T],
-    s: Shape,
-) -> Vec<T> {
-    let mut y = Vec::with_capacity(s.n * s.outputs);
-    for row in 0..s.n {
-        let x_at = |i: usize| x[row * s.inputs + i];
-        let low: Vec<T> = (0..s.rank)
-            .map(|r| (0..s.inputs).map(|i| x_at(i) * factors[row * s.inputs + i] * a[r * s.inputs + i]).sum())
-            .collect();
-        for j in 0..s.outputs {
-            let mut sum = bias[j] + (0..s.inputs).map(|i| x_at(i) * w[i * s.outputs + j]).sum::<T>();
-            if (s.first..s.first + s.columns).contains(&j) {
-                sum += scale * (0..s.rank).map(|r| low[r] * b[(j - s.first) * s.rank + r]).sum::<T>();
-            }
-            y.push(sum);
-        }
-    }
-    y
+/// Gradients of a [`Site`].
+pub struct Gradients<T> {
+    /// Of the input `(n, in)`.
+    pub x: Vec<T>,
+    /// Of u, of every token `(n, in)`.
+    pub u: Vec<T>,
+    /// Of g, of every token `(n, out)`.
+    pub g: Vec<T>,
+    /// Of the bias `(out)`.
+    pub bias: Vec<T>,
+    /// Of each delta.
+    pub deltas: Vec<DeltaGradients<T>>,
 }
 
-/// Gradients `(dx, da, db)` of [`forward`].
-#[allow(clippy::too_many_arguments, reason = "plain maths")]
-pub fn backward<T: Real>(
-    dy: &[T],
-    x: &[T],
-    w: &[T],
-    a: &[T],
-    b: &[T],
-    scale: T,
-    factors: &[T],
-    s: Shape,
-) -> (Vec<T>, Vec<T>, Vec<T>) {
-    let mut dx = vec![T::zero(); x.len()];
-    let (mut da, mut db) = (vec![T::zero(); a.len()], vec![T::zero(); b.len()]);
-    for row in 0..s.n {
-        let dy = &dy[row * s.outputs..][..s.outputs];
-        for i in 0..s.inputs {
-            dx[row * s.inputs + i] = (0..s.outputs).map(|j| dy[j] * w[i * s.outputs + j]).sum();
-        }
-        for r in 0..s.rank {
-            let low: T = (0..s.inputs)
-                .map(|i| x[row * s.inputs + i] * factors[row * s.inputs + i] * a[r * s.inputs + i])
-                .sum();
-            let d_low: T = (0..s.columns).map(|j| scale * dy[s.first + j] * b[j * s.rank + r]).sum();
-            for j in 0..s.columns {
-                db[j * s.rank + r] += scale * dy[s.first + j] * low;
+/// Gradients of a [`Delta`].
+pub struct DeltaGradients<T> {
+    /// Of A.
+    pub a: Vec<T>,
+    /// Of B.
+    pub b: Vec<T>,
+    /// Of d `(r)`.
+    pub d: Vec<T>,
+    /// Of e `(columns)`.
+    pub e: Vec<T>,
+}
+
+fn at<T: Real>(vector: Option<&[T]>, index: usize) -> T {
+    vector.map_or(T::one(), |vector| vector[index])
+}
+
+impl<T: Real> Delta<'_, T> {
+    fn dropped(&self, x: &[T], index: usize) -> T {
+        x[index] * at(self.dropped, index)
+    }
+
+    /// Element r of `drop(x) A^T` of a token.
+    fn xa(&self, x: &[T], inputs: usize, token: usize, r: usize) -> T {
+        (0..inputs).map(|i| self.dropped(x, token * inputs + i) * self.a[r * inputs + i]).sum()
+    }
+
+    /// The delta of a token, without scale and e.
+    fn output(&self, x: &[T], inputs: usize, token: usize, column: usize) -> T {
+        let term = |r| self.xa(x, inputs, token, r) * at(self.d, r) * self.b[column * self.rank + r];
+        (0..self.rank).map(term).sum()
+    }
+}
+
+impl<T: Real> Site<'_, T> {
+    /// What g multiplies.
+    fn product(&self, x: &[T]) -> Vec<T> {
+        let mut z = Vec::with_capacity(self.n * self.outputs);
+        for (token, j) in (0..self.n).flat_map(|token| (0..self.outputs).map(move |j| (token, j))) {
+            let input = |i: usize| x[token * self.inputs + i] * at(self.u, token * self.inputs + i);
+            let mut sum = (0..self.inputs).map(|i| input(i) * self.w[i * self.outputs + j]).sum::<T>();
+            if self.bias_inside {
+                sum += self.bias[j];
             }
-            for i in 0..s.inputs {
-                let (at, factor) = (row * s.inputs + i, factors[row * s.inputs + i]);
-                da[r * s.inputs + i] += d_low * x[at] * factor;
-                dx[at] += d_low * a[r * s.inputs + i] * factor;
+            for delta in &self.deltas {
+                if delta.tokens.contains(&token) && delta.columns.contains(&j) {
+                    let column = j - delta.columns.start;
+                    sum += delta.scale * at(delta.e, column) * delta.output(x, self.inputs, token, column);
+                }
+            }
+            z.push(sum);
+        }
+        z
+    }
+}
+
+/// `y (n, out)`, without a residual.
+pub fn forward<T: Real>(site: &Site<T>, x: &[T]) -> Vec<T> {
+    let outside = |j: usize| if site.bias_inside { T::zero() } else { site.bias[j] };
+    let z = site.product(x).into_iter().enumerate();
+    z.map(|(index, z)| at(site.g, index) * z + outside(index % site.outputs)).collect()
+}
+
+/// Gradients of [`forward`].
+pub fn backward<T: Real>(site: &Site<T>, x: &[T], dy: &[T]) -> Gradients<T> {
+    let (n, inputs, outputs) = (site.n, site.inputs, site.outputs);
+    let g: Vec<T> = site.product(x).iter().zip(dy).map(|(&z, &dy)| z * dy).collect();
+    let dz: Vec<T> = dy.iter().enumerate().map(|(index, &dy)| at(site.g, index) * dy).collect();
+    let d_bias = if site.bias_inside { &dz[..] } else { dy };
+    let bias = (0..outputs).map(|j| (0..n).map(|token| d_bias[token * outputs + j]).sum()).collect();
+    let (mut d_x, mut u) = (vec![T::zero(); n * inputs], vec![T::zero(); n * inputs]);
+    for index in 0..n * inputs {
+        let (token, i) = (index / inputs, index % inputs);
+        let back: T = (0..outputs).map(|j| dz[token * outputs + j] * site.w[i * outputs + j]).sum();
+        u[index] = x[index] * back;
+        d_x[index] = at(site.u, index) * back;
+    }
+    let deltas = site.deltas.iter().map(|delta| delta_backward(site, delta, x, &dz, &mut d_x)).collect();
+    Gradients { x: d_x, u, g, bias, deltas }
+}
+
+/// Gradients of one delta; adds to that of the input.
+fn delta_backward<T: Real>(
+    site: &Site<T>,
+    delta: &Delta<T>,
+    x: &[T],
+    dz: &[T],
+    d_x: &mut [T],
+) -> DeltaGradients<T> {
+    let (inputs, rank, columns) = (site.inputs, delta.rank, delta.columns.len());
+    let zeros = |len: usize| vec![T::zero(); len];
+    let mut to = DeltaGradients {
+        a: zeros(rank * inputs),
+        b: zeros(columns * rank),
+        d: zeros(rank),
+        e: zeros(columns),
+    };
+    for token in delta.tokens.clone() {
+        let dz = |column: usize| delta.scale * dz[token * site.outputs + delta.columns.start + column];
+        for column in 0..columns {
+            to.e[column] += dz(column) * delta.output(x, inputs, token, column);
+        }
+        for r in 0..rank {
+            let (xa, d) = (delta.xa(x, inputs, token, r), at(delta.d, r));
+            let back: T = (0..columns).map(|j| dz(j) * at(delta.e, j) * delta.b[j * rank + r]).sum();
+            to.d[r] += back * xa;
+            for column in 0..columns {
+                to.b[column * rank + r] += dz(column) * at(delta.e, column) * xa * d;
+            }
+            for i in 0..inputs {
+                let index = token * inputs + i;
+                to.a[r * inputs + i] += back * d * delta.dropped(x, index);
+                d_x[index] += back * d * delta.a[r * inputs + i] * at(delta.dropped, index);
             }
         }
     }
-    (dx, da, db)
+    to
 }

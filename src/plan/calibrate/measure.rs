@@ -17,7 +17,7 @@ use crate::{
     kernels::{
         activation::{self, Activation},
         adamw::{self, Update},
-        adapted_linear::{self, Delta, Dropout},
+        adapted_linear::{self, AdaptedLinear, Delta, Dropout, Layer},
         attention::{self, Seen, Shape},
         layernorm::{self, Norm},
         matmul::{self, Arithmetic, InitialValue, Matrix},
@@ -164,19 +164,12 @@ fn affordable(rows: usize, least: usize, weights: usize, flops: f64) -> usize {
 fn thin(sizes: &Sizes) -> f64 {
     const RANK: usize = 16;
     let (n, inputs) = (sizes.rows.1, sizes.layer.0);
-    let (x, a, mut low) = (values(n * inputs), values(RANK * inputs), values(n * RANK));
-    let delta = Delta { a: 0, b: 0, rank: RANK, columns: 0..0, scale: 1.0, turned: false };
-    let time = seconds(|| {
-        adapted_linear::low(
-            view(&x),
-            inputs,
-            std::slice::from_ref(&delta),
-            view(&a),
-            Dropout::NONE,
-            view_mut(&mut low),
-            n,
-        );
-    });
+    let (x, a, mut xa) = (values(n * inputs), values(RANK * inputs), values(n * RANK));
+    let delta = Delta { rank: RANK, ..Delta::default() };
+    let nothing = View::from(&[][..] as &[f16]);
+    let layer = Layer { weight: Matrix::f16(nothing, inputs, 0), bias: nothing };
+    let linear = AdaptedLinear::new(layer, std::slice::from_ref(&delta), view(&a), Dropout::NONE);
+    let time = seconds(|| adapted_linear::xa(linear, view(&x), view_mut(&mut xa), n));
     2.0 * (n * inputs * RANK) as f64 / time
 }
 
