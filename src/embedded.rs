@@ -1,9 +1,9 @@
 //! The base and the data that are compiled into the programs, so that a first run needs no network.
 
-/// Its `config.json`.
+/// The `config.json` of the base.
 pub const CONFIG: &str = include_str!("../examples/base/config.json");
 
-/// Its `tokenizer.json`.
+/// The `tokenizer.json` of the base.
 pub const TOKENIZER: &[u8] = include_bytes!("../examples/base/tokenizer.json");
 
 /// Bytes on a cache line: views of FP16 tensors need at least their own alignment.
@@ -12,7 +12,7 @@ struct Aligned<T: ?Sized>(T);
 
 static MODEL: &Aligned<[u8]> = &Aligned(*include_bytes!("../examples/base/model.safetensors"));
 
-/// Its `model.safetensors`, FP16.
+/// The `model.safetensors` of the base, FP16.
 pub fn model() -> &'static [u8] {
     &MODEL.0
 }

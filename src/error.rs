@@ -1,4 +1,4 @@
-//! The one error of the library: what the user did wrong, or what failed while running.
+//! The one error of the library: a mistake of the user, or a failure while running.
 //!
 //! A message is one sentence that names the file, line or option, the value found and what to do;
 //! further lines are hints. The exit code follows from the variant alone.
@@ -13,7 +13,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub struct Report {
     /// One sentence: where, the value found, the remedy.
     pub message: String,
-    /// Lines printed after the sentence, each behind `hint: `.
+    /// Lines printed after the sentence, each after `hint: `.
     pub hints: Vec<String>,
 }
 
@@ -43,7 +43,7 @@ impl Error {
         Self::Failed(Report::new(message))
     }
 
-    /// [`Error::Memory`] without hints.
+    /// Too little memory, described by one sentence.
     pub fn memory(message: impl Into<String>) -> Self {
         Self::Memory(Report::new(message))
     }

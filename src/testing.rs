@@ -2,10 +2,7 @@
 
 use half::f16;
 
-#[path = "../tests/it/skip.rs"]
-mod skip;
-
-pub use skip::skip;
+pub use engraft_util::skip::skip;
 
 /// Repeatable values in -1 .. 1, different for every `seed`.
 pub fn numbers(seed: u64, len: usize) -> Vec<f32> {

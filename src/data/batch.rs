@@ -22,7 +22,7 @@ impl Row {
     }
 }
 
-/// A [`Row`] whose numbers lie elsewhere; all slices have the row's own length `t`.
+/// A [`Row`] that borrows its numbers; all slices have the row's own length `t`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowRef<'a> {
     /// Token ids, `(t)`.
@@ -49,7 +49,7 @@ pub struct Batch {
     pub rows: usize,
     /// Padded length `t`.
     pub seq_len: usize,
-    /// Token ids.
+    /// Token ids; 0 in padding.
     pub ids: Vec<u32>,
     /// Shifted targets; [`NO_LOSS`] where nothing is supervised.
     pub targets: Vec<i32>,

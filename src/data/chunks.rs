@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 /// it, is longer.
 pub(super) const CHUNK: usize = 4 << 20;
 
-/// The text of a file whose beginning is taken away as it is used. A byte-order mark is passed over.
+/// The text of a file whose beginning is taken away as it is used. A byte-order mark is skipped.
 pub(super) struct Chunks<'a, R> {
     name: &'a str,
     from: R,
@@ -18,7 +18,7 @@ pub(super) struct Chunks<'a, R> {
     text: String,
     /// Read and not yet text: after [`Chunks::fill`] the beginning of a character, at most 3 bytes.
     bytes: Vec<u8>,
-    /// Bytes of the file in front of `bytes`, and the newlines among them.
+    /// Bytes of the file before `bytes`, and the newlines among them.
     offset: usize,
     newlines: usize,
     ended: bool,
@@ -43,7 +43,7 @@ impl<'a, R: Read> Chunks<'a, R> {
         self.ended
     }
 
-    /// Puts more text behind that at hand; as much again if that is long, so that text without a
+    /// Appends more text to that at hand; as much again if that is long, so that text without a
     /// place to cut costs time in proportion to its length.
     ///
     /// # Errors

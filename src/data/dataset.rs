@@ -19,14 +19,14 @@ use crate::error::{Error, Result};
 /// Keys the shuffle that chooses held-out rows apart from the shuffles of training.
 const HOLD_OUT: u64 = 0x686f_6c64_6f75_7400;
 
-/// What was read, kept and left out.
+/// Counts of records and rows that were read, kept and left out.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct DataReport {
     /// Records read: lines of JSONL, text files, or lines of them.
     pub records: usize,
     /// Records that reached at least one row.
     pub documents: usize,
-    /// Rows.
+    /// Rows of the data set.
     pub rows: usize,
     /// Input positions of all rows.
     pub tokens: usize,
@@ -68,7 +68,7 @@ impl fmt::Display for DataReport {
 pub struct Dataset {
     /// The rows in the order of the files.
     pub rows: Rows,
-    /// The counts.
+    /// Counts of the records and rows.
     pub report: DataReport,
     /// BLAKE3 over all rows in order, in hex.
     pub fingerprint: String,
@@ -87,7 +87,7 @@ impl Dataset {
         Self { rows, report, fingerprint: fingerprint.finish() }
     }
 
-    /// Longest row, in positions: what a memory plan is for.
+    /// Longest row, in positions; a memory plan depends on it.
     pub fn longest(&self) -> usize {
         self.rows.longest()
     }

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 pub struct Document {
     /// Token ids, `(t)`.
     pub ids: Vec<u32>,
-    /// What position `i` should predict, or [`NO_LOSS`], `(t)`.
+    /// The token that position `i` should predict, or [`NO_LOSS`], `(t)`.
     pub targets: Vec<i32>,
     /// Whether a JSONL record was longer than a row and lost its end.
     pub cut: bool,
@@ -118,7 +118,7 @@ fn spans(record: &Record, tokenizer: &Tokenizer, options: &DataOptions) -> Resul
 /// Everything between two contents of the assistant is tokenised in one piece, so that a
 /// conversation with one answer is the record
 /// `{"prompt":"user:\nHi\n\nassistant:\n","completion":"Hello"}`. The loss is on the assistant's
-/// contents and the end-of-text behind each of them, where generation is to stop.
+/// contents and the end-of-text after each of them, where generation is to stop.
 fn conversation(
     messages: &[(Role, String)],
     tokenizer: &Tokenizer,
@@ -140,7 +140,7 @@ fn conversation(
         }
     }
     if !context.is_empty() {
-        // Turns behind the last answer: without loss unless asked for, ended like any document.
+        // Turns after the last answer: without loss unless asked for, ended like any document.
         spans.push(Span { ids: tokenizer.encode(&context)?, loss: options.train_on_prompt });
         spans.push(Span { ids: vec![options.end_of_text], loss: options.train_on_prompt });
     }

@@ -35,7 +35,8 @@ pub use tokenizer::Tokenizer;
 pub(crate) mod testing {
     use super::{DataOptions, Tokenizer};
 
-    /// End-of-text and vocabulary size of the fixture: 256 bytes, 10 merges (spaces and newlines too), end-of-text.
+    /// End-of-text and vocabulary size of the fixture: 256 bytes, 10 merges (spaces and newlines too),
+    /// end-of-text.
     pub(crate) const END: u32 = 266;
     pub(crate) const VOCAB: usize = 267;
     pub(crate) const FIXTURE: &[u8] = include_bytes!("fixtures/tokenizer.json");

@@ -33,7 +33,7 @@ impl DataOptions {
         }
         if self.end_of_text as usize >= self.vocab {
             return Err(Error::input(format!(
-                "the end-of-text token {} lies outside the base's {} tokens; correct eos_token_id in its config.json",
+                "the end-of-text token {} is outside the base's {} tokens; correct eos_token_id in its config.json",
                 self.end_of_text, self.vocab
             )));
         }

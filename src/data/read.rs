@@ -1,4 +1,4 @@
-//! From files to rows, a bounded part at a time: what is in memory does not grow with the files.
+//! From files to rows, a bounded part at a time: memory does not grow with the files.
 
 use std::io;
 

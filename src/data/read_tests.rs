@@ -7,7 +7,7 @@ use crate::data::{NO_LOSS, Row, records::Record};
 /// Sizes of chunks and groups, from absurd to the real ones.
 const PARTS: [(usize, usize); 5] = [(1, 1), (5, 2), (64, 3), (5000, 100), (CHUNK, GROUP)];
 
-/// What a data set says of itself.
+/// Counts and fingerprint of a data set.
 #[derive(Debug, PartialEq)]
 struct Outcome {
     rows: Vec<Row>,

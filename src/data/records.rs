@@ -1,4 +1,4 @@
-//! Lines to records: what a `.txt` or `.jsonl` says, checked, before any tokenizer sees it.
+//! Lines of `.txt` or `.jsonl` to records, checked before any tokenizer sees them.
 
 use std::{fmt, path::Path};
 
@@ -73,9 +73,9 @@ pub enum Record {
     Text(String),
     /// `{"prompt","completion"}`.
     Completion {
-        /// What the model is given.
+        /// The text that the model is given.
         prompt: String,
-        /// What it is to say.
+        /// The text that it is to say.
         completion: String,
     },
     /// `{"messages":[{"role","content"}]}`, at least one.
@@ -94,7 +94,7 @@ pub enum Record {
 pub struct SourceLine<'a> {
     /// The file as the user named it.
     pub name: &'a str,
-    /// Line, from 1.
+    /// Line of the file, from 1.
     pub line: Option<usize>,
 }
 

@@ -17,21 +17,21 @@ use crate::{
     error::{Error, Result},
 };
 
-/// Words that wait in memory before they go to the file; data of fewer words get no file. 1 MiB.
+/// Words that are kept in memory before they go to the file; data of fewer words get no file. 1 MiB.
 const WAITING: usize = 256 << 10;
 
 /// Words read in one pass before their pages are given back: 8 MiB.
-const BEHIND: usize = 2 << 20;
+const READ: usize = 2 << 20;
 
-/// Words before and behind a touched one that a system may map with it where they are in its cache: 2 MiB.
+/// Words before and after a touched one that a system may map with it where they are in its cache: 2 MiB.
 const AROUND: usize = AROUND_BYTES / 4;
 
-// The file holds little-endian numbers and is read as they lie.
+// The file holds little-endian numbers and is read without conversion.
 const _: () = assert!(cfg!(target_endian = "little"), "rows are mapped as little-endian numbers");
 
 /// The numbers of all rows as 32-bit words.
 ///
-/// For each row of length `t` its ids, targets and starts, `3 t` words; behind the last row the
+/// For each row of length `t` its ids, targets and starts, `3 t` words; after the last row the
 /// index: for each row, and for the end, the word where it begins, as two words, the low one first.
 struct Store {
     words: Words,
@@ -49,7 +49,7 @@ impl Store {
         match &self.words {
             Words::Heap(words) => words,
             // SAFETY: every four bytes are a u32; a mapping begins on a page, so nothing is left over
-            // in front, and behind it only if the file were no whole number of words.
+            // before it, and after it only if the file were no whole number of words.
             Words::Mapped(map) => unsafe { map.align_to::<u32>() }.1,
         }
     }
@@ -97,7 +97,7 @@ fn signed(words: &[u32]) -> &[i32] {
     unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), words.len()) }
 }
 
-/// The bytes of `words` as they lie, little-endian.
+/// The bytes of `words`, little-endian.
 pub(super) fn bytes_of(words: &[u32]) -> &[u8] {
     // SAFETY: a u32 is four bytes without padding, and a byte needs no alignment.
     unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), size_of_val(words)) }
@@ -121,7 +121,7 @@ impl Rows {
         rows
     }
 
-    /// Number of rows.
+    /// Rows of the set or of the part.
     pub fn len(&self) -> usize {
         self.part.as_ref().map_or(self.store.rows, |part| part.len())
     }
@@ -155,14 +155,14 @@ impl Rows {
 
     /// Calls `visit` with every row in order, holding few of the pages it has read.
     pub(super) fn for_each(&self, mut visit: impl FnMut(RowRef)) {
-        let mut behind = 0..0;
+        let mut read = 0..0;
         for index in 0..self.len() {
             let range = self.store.range(self.place(index));
             visit(self.get(index));
-            behind.end = range.end;
-            if behind.len() >= BEHIND {
-                self.store.release(behind.clone());
-                behind.start = behind.end;
+            read.end = range.end;
+            if read.len() >= READ {
+                self.store.release(read.clone());
+                read.start = read.end;
             }
         }
         // Rows that are left, and the index.
@@ -289,8 +289,8 @@ impl Writer {
     }
 }
 
-/// The folder, or the nearest above it that is there: rows are read before a run is planned, and one that is refused then
-/// must leave nothing behind.
+/// The folder, or the nearest above it that is there: rows are read before a run is planned, and one that
+/// is refused then must leave no file.
 fn nearest(folder: &Path) -> &Path {
     folder.ancestors().find(|above| above.exists()).unwrap_or(Path::new("."))
 }

@@ -38,7 +38,7 @@ impl<'a> DecodeStream<'a> {
         Some(text).filter(|text| !text.is_empty())
     }
 
-    /// What was held back: an unfinished character becomes U+FFFD. The stream starts anew.
+    /// The text held back: an unfinished character becomes U+FFFD. The stream starts anew.
     pub fn finish(&mut self) -> Option<String> {
         let mut text = String::from_utf8_lossy(&std::mem::take(&mut self.pending)).into_owned();
         text += &self.unseen(false);
@@ -67,7 +67,7 @@ impl<'a> DecodeStream<'a> {
         text
     }
 
-    /// The text of `ids` behind what was given out; `stable`: without replaced bytes at its end.
+    /// The text of `ids` after that given out; `stable`: without replaced bytes at its end.
     fn unseen(&mut self, stable: bool) -> String {
         let mut text = self.tokenizer.decode(&self.ids).unwrap_or_default();
         if stable {

@@ -1,4 +1,4 @@
-//! Text to token ids and back, by the tokenizer files that lie beside a base.
+//! Text to token ids and back, by the tokenizer files beside a base.
 
 use std::{fs, path::Path};
 
@@ -117,7 +117,7 @@ impl Tokenizer {
     }
 
     /// `text` in pieces of about 64 KiB whose ids, one after the other, are those of the whole. Unless
-    /// the text has `ended`, its rest behind the last sure cut is left out; with more text behind it
+    /// the text has `ended`, its rest after the last sure cut is left out; with more text after it
     /// the pieces stay the same.
     pub(super) fn pieces<'a>(&self, text: &'a str, ended: bool) -> Vec<&'a str> {
         match &self.cuts {
@@ -202,7 +202,7 @@ impl Tokenizer {
 }
 
 fn lonely(present: &Path, missing: &str) -> Error {
-    Error::input(format!("{}: lies there without {missing}; add {missing} beside it", present.display()))
+    Error::input(format!("{}: is there without {missing}; add {missing} beside it", present.display()))
 }
 
 /// Inverse of GPT-2's `bytes_to_unicode` (openai/gpt-2, `src/encoder.py`): a printable byte is its
@@ -215,17 +215,17 @@ fn byte_of(character: char) -> Option<u8> {
     }
 }
 
-/// Where a text may be cut in front of a newline without changing a token, as far as the tokenizer's
+/// Where a text may be cut before a newline without changing a token, as far as the tokenizer's
 /// parts allow it at all.
 ///
 /// Under GPT-2's pre-tokenizer (contractions, ` ?\p{L}+`, ` ?\p{N}+`, ` ?[^\s\p{L}\p{N}]+`,
-/// `\s+(?!\S)`, `\s+`) a match ends in front of a newline
-/// - that follows a non-space: no alternative matches a non-space and a newline behind it;
+/// `\s+(?!\S)`, `\s+`) a match ends before a newline
+/// - that follows a non-space: no alternative matches a non-space and a newline after it;
 /// - that a non-space follows: it is the last of a run of spaces, and `\s+(?!\S)` takes the run
-///   without its last character. An added token behind the newline would end the text there, so
+///   without its last character. An added token after the newline would end the text there, so
 ///   its first characters are excepted.
 ///
-/// Nothing looks behind, so the tail matches as before. An added token must not reach over the
+/// No alternative looks back, so the tail matches as before. An added token must not reach over the
 /// cut, nor a normalizer look over it.
 #[derive(Debug, Clone)]
 struct Cuts {
@@ -341,9 +341,7 @@ mod tests {
         fs::write(folder.path().join("vocab.json"), json["model"]["vocab"].to_string()).unwrap();
         let lonely = Tokenizer::from_folder(folder.path()).unwrap_err();
         assert!(
-            lonely
-                .to_string()
-                .ends_with("vocab.json: lies there without merges.txt; add merges.txt beside it")
+            lonely.to_string().ends_with("vocab.json: is there without merges.txt; add merges.txt beside it")
         );
         fs::write(folder.path().join("merges.txt"), format!("#version: 0.2\n{}\n", lines.join("\n")))
             .unwrap();

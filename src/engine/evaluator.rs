@@ -1,4 +1,4 @@
-//! Evaluation of a base with or without an adapter, with no memory for training.
+//! Evaluation of a base with or without an adapter, without memory for training.
 
 use std::sync::Arc;
 

@@ -26,16 +26,16 @@ use crate::{
 /// Name of the trainable values among the tensors of a save.
 pub const VALUES: &str = "values";
 
-/// What a [`Trainer`] is made for.
+/// Sizes, policy and optimizer of a [`Trainer`].
 #[derive(Debug, Clone, Copy)]
 pub struct TrainerOptions {
-    /// Rows of a micro-batch at most.
+    /// Most sequences of a micro-batch.
     pub rows: usize,
     /// Tokens of the longest row.
     pub seq_len: usize,
-    /// What is kept and what is computed again.
+    /// Which activations are kept and which are computed again.
     pub policy: Policy,
-    /// How the moments are held.
+    /// Element type of the moments.
     pub optimizer: OptimizerKind,
     /// Betas, eps and decay.
     pub adamw: AdamWOptions,
@@ -43,7 +43,7 @@ pub struct TrainerOptions {
     pub clip: f64,
     /// Part of the target probability spread over the vocabulary.
     pub label_smoothing: f64,
-    /// Seed of dropout.
+    /// Seed of the dropout masks.
     pub seed: u64,
 }
 
@@ -52,7 +52,7 @@ impl TrainerOptions {
         Limits { rows: self.rows, tokens: self.seq_len }
     }
 
-    /// What scratch depends on, for `set` on a base of `config`.
+    /// The sizes that scratch depends on, for `set` on a base of `config`.
     pub fn needs<'a>(&self, config: &'a Config, set: &AdapterSet) -> ScratchNeeds<'a> {
         ScratchNeeds {
             config,
@@ -63,24 +63,24 @@ impl TrainerOptions {
         }
     }
 
-    /// Bytes that the kernels of a CUDA device share.
+    /// Bytes of scratch that the kernels of a device share.
     pub fn device_scratch(&self, config: &Config, set: &AdapterSet) -> usize {
         scratch::training(self.needs(config, set), self.policy.activations, set.layout.len)
     }
 }
 
-/// What an optimizer step did.
+/// The numbers of one optimizer step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepReport {
     /// Mean loss over the supervised tokens of the step.
     pub loss: f64,
     /// Global L2 norm of the gradient before clipping.
     pub grad_norm: f64,
-    /// Supervised tokens.
+    /// Supervised tokens of the step.
     pub tokens: usize,
     /// Input tokens, padding included.
     pub input_tokens: usize,
-    /// The loss scale behind the step, and how often gradients overflowed so far.
+    /// The loss scale after the step, and how often gradients overflowed so far.
     pub scale: LossScale,
 }
 
@@ -89,9 +89,9 @@ pub struct StepReport {
 pub struct Evaluation {
     /// Mean over all supervised tokens.
     pub loss: f64,
-    /// How many there are.
+    /// Number of supervised tokens.
     pub tokens: usize,
-    /// Rows read.
+    /// Rows that were evaluated.
     pub rows: usize,
 }
 
@@ -102,7 +102,7 @@ impl Evaluation {
     }
 }
 
-/// What is trained, with its gradient and the optimizer's memory.
+/// The trained values, with their gradient and the optimizer's memory.
 struct Trainables {
     prompt: Option<PrefixState>,
     store: Buffer,
@@ -142,7 +142,7 @@ pub struct Trainer {
     dropout: f64,
     table: Vec<TableRow>,
     scale: LossScale,
-    /// What the gradient in its buffer is too large by.
+    /// Factor by which the gradient in its buffer is too large.
     gradient_scale: f64,
 }
 
@@ -304,13 +304,13 @@ impl Trainer {
         evaluate(&mut self.stack, Trained { values, prompt }, batches)
     }
 
-    /// Optimizer steps done.
+    /// Number of optimizer steps done.
     pub fn steps_done(&self) -> u64 {
         self.optimizer.step()
     }
 
-    /// Everything that changes in training besides the count of steps: the values, then what the
-    /// optimizer keeps, by name. Views of the buffers, for a resume file.
+    /// Everything that changes in training besides the count of steps: the values, then the
+    /// optimizer's state, by name. Views of the buffers, for a resume file.
     pub fn tensors(&self) -> Vec<StateTensor<'_>> {
         let mut tensors = vec![(VALUES, self.values.view(), self.values.region())];
         tensors.extend(self.optimizer.tensors());
@@ -339,7 +339,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// What it computes on.
+    /// The device of the base and of all buffers.
     pub fn device(&self) -> Device {
         self.stack.base().device
     }
@@ -349,7 +349,7 @@ impl Trainer {
         &self.set
     }
 
-    /// The flat store.
+    /// The trained values, in the order of the set's layout.
     pub fn values(&self) -> Cow<'_, [f32]> {
         let view = self.values.view();
         if view.device().is_host_visible() { Cow::Borrowed(view.host()) } else { Cow::Owned(view.to_vec()) }
@@ -388,7 +388,7 @@ impl Trainer {
         }
     }
 
-    /// Every buffer held.
+    /// Every buffer that it holds, as it was allocated.
     pub fn memory(&self) -> Vec<TableRow> {
         self.table.clone()
     }

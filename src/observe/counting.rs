@@ -107,7 +107,7 @@ pub fn measured_peak() -> usize {
     MEASURED_PEAK.load(Relaxed)
 }
 
-/// Both peaks begin anew at what is in use. For one thread: bytes that others allocate meanwhile may
+/// Both peaks begin anew at the bytes in use. For one thread: bytes that others allocate meanwhile may
 /// be missed.
 pub fn reset_peak() {
     PEAK.store(live(), Relaxed);

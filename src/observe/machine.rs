@@ -1,4 +1,4 @@
-//! What the machine has for this process, and what of it is resident: `/proc` and control groups of Linux.
+//! Memory of the machine for this process, and its resident part: `/proc` and control groups of Linux.
 //!
 //! Elsewhere every answer is `None`. A process may take the least of what the machine, each control group
 //! around it (versions 1 and 2) and its own resource limits leave.
@@ -10,7 +10,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-/// What results depend on besides the options: runs on machines that differ here differ in bits.
+/// The part of a machine that results depend on: runs on machines that differ here differ in bits.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
     /// Kind of device, such as `cpu`.
@@ -46,7 +46,7 @@ pub fn limit() -> Option<u64> {
     System::new("/").limit()
 }
 
-/// What of this process is in memory now.
+/// Resident memory of this process now.
 pub fn resident() -> Option<Resident> {
     parse_resident(&fs::read_to_string("/proc/self/status").ok()?)
 }
@@ -56,7 +56,7 @@ struct System {
     root: PathBuf,
 }
 
-/// What one control group grants, in bytes.
+/// The grant of one control group, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Group {
     limit: u64,

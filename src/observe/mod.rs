@@ -1,6 +1,6 @@
-//! What a run takes of the machine: [`counting`] counts the heap and the arenas, [`machine`] reads what
-//! the system grants and what is resident, [`phase`] names what a run is doing, and [`trace`] records
-//! all of that over time.
+//! Memory and phase of this process: [`counting`] counts the heap and the arenas, [`machine`] reads the
+//! memory that the system grants and that is resident, [`phase`] names the phase of the run, and [`trace`]
+//! records all of that over time.
 
 pub mod counting;
 pub mod machine;

@@ -1,4 +1,4 @@
-//! What a run is doing right now, process-wide: the label of every sample of memory.
+//! The phase a run is in, process-wide: the label of every sample of memory.
 
 use std::{
     fmt,
@@ -62,13 +62,13 @@ impl fmt::Display for Phase {
 
 static CURRENT: AtomicU8 = AtomicU8::new(Phase::Loading as u8);
 
-/// From now on the process is in `moment`; costs one relaxed store.
+/// Enters `phase`, for the whole process; costs one relaxed store.
 #[inline]
-pub fn enter(moment: Phase) {
-    CURRENT.store(moment as u8, Relaxed);
+pub fn enter(phase: Phase) {
+    CURRENT.store(phase as u8, Relaxed);
 }
 
-/// The moment entered last; [`Phase::Loading`] before the first.
+/// The phase entered last; [`Phase::Loading`] before the first.
 pub fn current() -> Phase {
     let code = usize::from(CURRENT.load(Relaxed));
     Phase::ALL.get(code).copied().unwrap_or(Phase::Loading)
@@ -80,9 +80,9 @@ mod tests {
 
     #[test]
     fn codes_names_and_files_agree() {
-        for (code, moment) in Phase::ALL.into_iter().enumerate() {
-            assert_eq!(moment as usize, code);
-            assert_eq!(serde_json::to_string(&moment).unwrap(), format!("\"{moment}\""));
+        for (code, phase) in Phase::ALL.into_iter().enumerate() {
+            assert_eq!(phase as usize, code);
+            assert_eq!(serde_json::to_string(&phase).unwrap(), format!("\"{phase}\""));
         }
         assert_eq!(format!("{:>9}|", Phase::Head), "     head|");
     }

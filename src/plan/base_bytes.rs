@@ -15,9 +15,9 @@ use crate::{
 pub struct BaseBytes {
     /// Token and position embeddings.
     pub embeddings: u64,
-    /// One block.
+    /// One block, its biases and norms included.
     pub block: u64,
-    /// All blocks.
+    /// All blocks together.
     pub blocks: u64,
     /// The head, where it is not the token embedding.
     pub own_head: u64,
@@ -67,7 +67,7 @@ impl BaseBytes {
         Self { scales: u64::from(dtype == BaseDType::Q8), ..self }
     }
 
-    /// Everything.
+    /// Bytes of all parts.
     pub fn total(&self) -> u64 {
         self.embeddings + self.blocks + self.own_head + self.last_norm
     }
@@ -96,9 +96,9 @@ impl BaseBytes {
 /// The base of a job.
 #[derive(Debug, Clone, Copy)]
 pub struct PlannedBase<'a> {
-    /// Its sizes.
+    /// Widths and counts of its layers.
     pub config: &'a Config,
-    /// What its matrices are kept in.
+    /// Type that its matrices are kept in.
     pub dtype: BaseDType,
 }
 
@@ -107,7 +107,7 @@ const POSITIONS: &str = "position embedding";
 impl PlannedBase<'_> {
     /// Its parts in the memory of `device`, or else in its file.
     pub fn bytes(self, device: PlannedDevice) -> BaseBytes {
-        match device.own_memory {
+        match device.own_memory() {
             Some(memory) => BaseBytes::on_device(self.config, memory),
             None => BaseBytes::of(self.config, self.dtype),
         }
@@ -121,7 +121,7 @@ impl PlannedBase<'_> {
         rows.iter_mut().for_each(|row| row.resident = resident(row.bytes));
         let small = parts.total() - rows.iter().map(|row| row.bytes).sum::<u64>();
         rows.push(Row::new("base", "biases and norms", small, place, "run").with_resident(resident(small)));
-        match device.own_memory {
+        match device.own_memory() {
             _ if !streamed => {}
             None => {
                 let resident = parts.streamed();
@@ -154,13 +154,14 @@ impl PlannedBase<'_> {
     }
 }
 
-/// What of a streamed base is in the memory of a device, and the host's copies of what is on its way there.
+/// The parts of a streamed base in the memory of a device, and the host's copies of blocks on their way
+/// there.
 fn on_its_way(parts: BaseBytes) -> [Row; 3] {
     let (ends, blocks) = (parts.total() - parts.blocks, 2 * parts.block);
     let on_device = Placement::Memory;
     [
         Row::new("base", "embeddings, head, last norm", ends, on_device, "run").once_used(),
-        Row::new("stages", "two blocks in turn", blocks, on_device, "two stages").once_used(),
+        Row::new("stages", "two blocks alternately", blocks, on_device, "two stages").once_used(),
         Row::new("stages", "pinned copies of two blocks", blocks, Placement::Host, "two stages"),
     ]
 }

@@ -6,27 +6,27 @@ use crate::{
     observe::machine,
 };
 
-/// `--memory`.
+/// The value of `--memory`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Limit {
-    /// What is free.
+    /// Nine tenths of the free memory.
     #[default]
     Auto,
     /// That many bytes, the whole process included.
     Bytes(u64),
 }
 
-/// Part of the free memory that `auto` takes: others need some, and what is free changes.
+/// Part of the free memory that `auto` takes: others need some, and it changes.
 const OF_FREE: f64 = 0.9;
 
-/// What a process grows by while it runs, beside its plan: stacks of threads, the progress bar, buffers of
+/// Growth of a process while it runs, beside its plan: stacks of threads, the progress bar, buffers of
 /// writers, heap that the system's allocator does not give back.
 const GROWTH: u64 = 8 << 20;
 
-/// Code, runtime and a tokenizer of GPT-2's size, where the system tells nothing.
+/// Code, runtime and a tokenizer of GPT-2's size, where the system does not tell.
 const PROGRAM: u64 = 56 << 20;
 
-/// Bytes that a process which holds `program` may take in all; `None` where nobody can say.
+/// Bytes that a process which holds `program` may take in all; `None` where the system does not tell.
 pub fn bytes(limit: Limit, program: u64) -> Option<u64> {
     match limit {
         Limit::Bytes(bytes) => Some(bytes),
@@ -34,7 +34,7 @@ pub fn bytes(limit: Limit, program: u64) -> Option<u64> {
     }
 }
 
-/// What this process holds now and will hold beside its plan.
+/// Bytes that this process holds now, and will hold beside its plan.
 pub fn program() -> u64 {
     machine::resident().map_or(PROGRAM, |resident| resident.total + GROWTH)
 }
@@ -44,8 +44,8 @@ pub fn assumed_program() -> u64 {
     PROGRAM
 }
 
-/// Bytes of a device's `memory` that a process may take in all, which has its runtime and `held` bytes there, where
-/// `free` bytes are left.
+/// Bytes of a device's `memory` that a process may take in all, which has its runtime and `held` bytes
+/// there, where `free` bytes are left.
 pub fn device_bytes(limit: Limit, memory: &OwnMemory, free: Option<u64>, held: u64) -> Option<u64> {
     match limit {
         Limit::Bytes(bytes) => Some(bytes),
@@ -60,9 +60,9 @@ pub fn wanted<C>(plan: &Plan<C>) -> u64 {
         Placement::Memory => matches!(row.role, "program" | "base"),
         Placement::Disk => false,
     };
-    // What a device's plan only lists takes none of its memory.
+    // Rows that a device's plan only lists take none of its memory.
     plan.peak().1.saturating_sub(plan.rows.iter().filter(held).map(Row::most_resident).sum())
 }
 
-/// With less free memory than this the next page that somebody touches may be the last.
+/// With less free memory than this touching the next page may end the process.
 pub const LOW: u64 = 1 << 20;

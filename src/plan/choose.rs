@@ -1,14 +1,14 @@
-//! The choice: the fastest predicted way that fits, and what every other choice would cost.
+//! The choice: the fastest predicted way that fits, and the cost of every other one.
 
 use std::cmp::Reverse;
 
-use super::{LastResort, Plan, Ways, calibrate::Rates, plan, size, size_up};
+use super::{Candidates, LastResort, Plan, calibrate::Rates, plan, size, size_up};
 use crate::error::{Error, Report, Result};
 
 /// A plan with its predicted time.
 #[derive(Debug, Clone)]
 pub struct Predicted<C> {
-    /// The plan.
+    /// The memory of the way.
     pub plan: Plan<C>,
     /// Seconds that it takes, on a machine of the rates it was predicted with.
     pub seconds: f64,
@@ -17,7 +17,7 @@ pub struct Predicted<C> {
 }
 
 impl<C> Predicted<C> {
-    /// Peak bytes.
+    /// Bytes of the planned memory in the phase that takes most.
     pub fn peak(&self) -> u64 {
         self.plan.peak().1
     }
@@ -36,7 +36,7 @@ pub struct Alternative {
     pub fits: bool,
 }
 
-/// What was chosen, and what could have been.
+/// The chosen way and its alternatives.
 #[derive(Debug, Clone)]
 pub struct Selection<C> {
     /// The plan to run.
@@ -45,7 +45,8 @@ pub struct Selection<C> {
     pub budget: Option<u64>,
     /// Other values of what was left to the choice.
     pub alternatives: Vec<Alternative>,
-    /// What takes less memory, each by itself and whatever was asked for: at most three, the best first.
+    /// Options that take less memory, each by itself and whatever was asked for: at most three, the best
+    /// first.
     pub remedies: Vec<String>,
 }
 
@@ -57,7 +58,7 @@ impl<C> Selection<C> {
         self
     }
 
-    /// `report` with what would take less.
+    /// `report` with the options that would take less.
     pub fn with_remedies(&self, report: Report) -> Report {
         match self.remedies.as_slice() {
             [] => report,
@@ -66,7 +67,7 @@ impl<C> Selection<C> {
     }
 }
 
-/// Ways whose predicted times differ by less are equally fast, and the smaller one is taken.
+/// Candidates whose predicted times differ by less are equally fast, and the smaller one is taken.
 const AS_FAST: f64 = 1.01;
 /// Saving less than this is no remedy.
 const WORTH: u64 = 1 << 20;
@@ -75,16 +76,19 @@ const WORTH: u64 = 1 << 20;
 ///
 /// # Errors
 /// [`Error::Input`] when none fits, with the smallest that there is.
-pub fn choose<J: Ways>(job: &J, budget: Option<u64>, rates: &Rates) -> Result<Selection<J::Config>> {
-    let mut ways: Vec<(J::Config, f64)> =
-        job.ways().into_iter().map(|way| (way, job.risk(way) * job.seconds(way, rates))).collect();
-    ways.sort_by(|a, b| a.1.total_cmp(&b.1));
-    let ways: Vec<J::Config> = ways.into_iter().map(|(way, _)| way).collect();
-    let best = match first_that_fits(job, &ways, budget)? {
+pub fn choose<J: Candidates>(job: &J, budget: Option<u64>, rates: &Rates) -> Result<Selection<J::Config>> {
+    let mut candidates: Vec<(J::Config, f64)> = job
+        .candidates()
+        .into_iter()
+        .map(|config| (config, job.risk(config) * job.seconds(config, rates)))
+        .collect();
+    candidates.sort_by(|a, b| a.1.total_cmp(&b.1));
+    let candidates: Vec<J::Config> = candidates.into_iter().map(|(config, _)| config).collect();
+    let best = match first_that_fits(job, &candidates, budget)? {
         Found::Fits(plan) => plan,
-        Found::Smallest(least) => return Err(Error::Input(nothing_fits(job, budget, &ways, &least)?)),
+        Found::Smallest(least) => return Err(Error::Input(nothing_fits(job, budget, &candidates, &least)?)),
     };
-    let best = same_everywhere(job, &ways, best, budget)?;
+    let best = same_everywhere(job, &candidates, best, budget)?;
     let seconds = job.seconds(best.config, rates);
     let chosen = Predicted { plan: best, seconds, measured: true };
     let alternatives = alternatives(job, budget, &chosen, rates)?;
@@ -92,18 +96,22 @@ pub fn choose<J: Ways>(job: &J, budget: Option<u64>, rates: &Rates) -> Result<Se
     Ok(Selection { chosen, budget, alternatives, remedies })
 }
 
-/// What there is within a budget.
+/// The result of a search within a budget.
 enum Found<C> {
     Fits(Plan<C>),
     /// Nothing; this is the smallest plan.
     Smallest(Plan<C>),
 }
 
-/// The first of `ways` whose plan fits.
-fn first_that_fits<J: Ways>(job: &J, ways: &[J::Config], budget: Option<u64>) -> Result<Found<J::Config>> {
+/// The first of `candidates` whose plan fits.
+fn first_that_fits<J: Candidates>(
+    job: &J,
+    candidates: &[J::Config],
+    budget: Option<u64>,
+) -> Result<Found<J::Config>> {
     let mut smallest: Option<Plan<J::Config>> = None;
-    for &way in ways {
-        let plan = plan(job, way)?;
+    for &config in candidates {
+        let plan = plan(job, config)?;
         let peak = plan.peak().1;
         if budget.is_none_or(|budget| peak <= budget) {
             return Ok(Found::Fits(plan));
@@ -117,12 +125,12 @@ fn first_that_fits<J: Ways>(job: &J, ways: &[J::Config], budget: Option<u64>) ->
 }
 
 /// The single changes that save most at the peak of `chosen`, with what they save.
-fn remedies<J: Ways>(job: &J, chosen: &Predicted<J::Config>) -> Result<Vec<String>> {
+fn remedies<J: Candidates>(job: &J, chosen: &Predicted<J::Config>) -> Result<Vec<String>> {
     let now = chosen.plan.config;
     let mut less: Vec<(u64, String)> = Vec::new();
-    for way in job.savings(now) {
-        let Some(option) = only_difference(job, now, way) else { continue };
-        let saved = chosen.peak().saturating_sub(plan(job, way)?.peak().1);
+    for config in job.savings(now) {
+        let Some(option) = only_difference(job, now, config) else { continue };
+        let saved = chosen.peak().saturating_sub(plan(job, config)?.peak().1);
         // Of several values of an option the one that saves most.
         let name = |option: &str| option.split(' ').next().map(str::to_owned);
         match less.iter_mut().find(|(_, known)| name(known) == name(&option)) {
@@ -138,17 +146,17 @@ fn remedies<J: Ways>(job: &J, chosen: &Predicted<J::Config>) -> Result<Vec<Strin
 
 /// `best` with those parts on which rounding depends that are as fast as any by nominal speeds and take
 /// the least memory: they must not follow the noise of a measurement.
-fn same_everywhere<J: Ways>(
+fn same_everywhere<J: Candidates>(
     job: &J,
-    ways: &[J::Config],
+    candidates: &[J::Config],
     best: Plan<J::Config>,
     budget: Option<u64>,
 ) -> Result<Plan<J::Config>> {
     let mut family = Vec::new();
-    for &way in ways.iter().filter(|way| job.are_alike(**way, best.config)) {
-        let plan = plan(job, way)?;
+    for &config in candidates.iter().filter(|config| job.are_alike(**config, best.config)) {
+        let plan = plan(job, config)?;
         if budget.is_none_or(|budget| plan.peak().1 <= budget) {
-            family.push((job.seconds(way, &Rates::NOMINAL), plan));
+            family.push((job.seconds(config, &Rates::NOMINAL), plan));
         }
     }
     let fastest = family.iter().map(|(time, _)| *time).fold(f64::INFINITY, f64::min);
@@ -157,20 +165,20 @@ fn same_everywhere<J: Ways>(
 }
 
 /// Every single choice made otherwise.
-fn alternatives<J: Ways>(
+fn alternatives<J: Candidates>(
     job: &J,
     budget: Option<u64>,
     chosen: &Predicted<J::Config>,
     rates: &Rates,
 ) -> Result<Vec<Alternative>> {
     let mut list = Vec::new();
-    for way in job.ways() {
-        let Some(option) = only_difference(job, chosen.plan.config, way) else { continue };
-        let peak = plan(job, way)?.peak().1;
+    for config in job.candidates() {
+        let Some(option) = only_difference(job, chosen.plan.config, config) else { continue };
+        let peak = plan(job, config)?.peak().1;
         list.push(Alternative {
             option,
             bytes: peak as i64 - chosen.peak() as i64,
-            time: job.seconds(way, rates) / chosen.seconds,
+            time: job.seconds(config, rates) / chosen.seconds,
             fits: budget.is_none_or(|budget| peak <= budget),
         });
     }
@@ -178,23 +186,23 @@ fn alternatives<J: Ways>(
 }
 
 /// The option in which `other` differs, if it is one.
-fn only_difference<J: Ways>(job: &J, now: J::Config, other: J::Config) -> Option<String> {
+fn only_difference<J: Candidates>(job: &J, now: J::Config, other: J::Config) -> Option<String> {
     let mut differences = job.differences(now, other);
     let first = differences.pop()?;
     differences.is_empty().then_some(first)
 }
 
-/// The sentence for a job of which no way fits, `least` being the smallest; `ways` begin with the fastest.
-fn nothing_fits<J: Ways>(
+/// The sentence for a job of which no way fits, `least` being the smallest; `candidates` begin with the fastest.
+fn nothing_fits<J: Candidates>(
     job: &J,
     budget: Option<u64>,
-    ways: &[J::Config],
+    candidates: &[J::Config],
     least: &Plan<J::Config>,
 ) -> Result<Report> {
     // With as many whole MiB as it takes, a faster way may fit too.
     let enough = least.peak().1.next_multiple_of(1 << 20);
-    let would = match first_that_fits(job, ways, Some(enough))? {
-        Found::Fits(plan) => same_everywhere(job, ways, plan, Some(enough))?.config,
+    let would = match first_that_fits(job, candidates, Some(enough))? {
+        Found::Fits(plan) => same_everywhere(job, candidates, plan, Some(enough))?.config,
         Found::Smallest(plan) => plan.config,
     };
     let mut report = Report::new(format!(
@@ -204,8 +212,8 @@ fn nothing_fits<J: Ways>(
         size_up(enough)
     ));
     report = report.with_hint(format!("--memory {} would fit: {would}", size_up(enough)));
-    for LastResort { option, ways } in job.last_resorts() {
-        let (Found::Smallest(plan) | Found::Fits(plan)) = first_that_fits(job, &ways, Some(0))?;
+    for LastResort { option, candidates } in job.last_resorts() {
+        let (Found::Smallest(plan) | Found::Fits(plan)) = first_that_fits(job, &candidates, Some(0))?;
         let peak = plan.peak().1;
         let saved = least.peak().1.saturating_sub(peak);
         if saved >= WORTH {

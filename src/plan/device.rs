@@ -1,4 +1,4 @@
-//! What a plan must know of the device that would compute; it need not be here.
+//! The properties of a device that its plan depends on; the device need not be here.
 
 use crate::{
     device::{DType, Device, DeviceKind, OwnMemory, arena::Placement},
@@ -8,11 +8,8 @@ use crate::{
 /// A device to plan for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PlannedDevice {
-    /// Its kind.
+    /// Memory, types and habits of its kind.
     pub kind: &'static DeviceKind,
-    /// Memory beside the host's, which is then planned, and the host's only listed; `None`: the host's
-    /// memory holds everything, the process included.
-    pub own_memory: Option<&'static OwnMemory>,
     /// The host's cores, if they compute.
     pub cores: Option<Cores>,
 }
@@ -22,39 +19,37 @@ pub struct PlannedDevice {
 pub struct Cores {
     /// Threads of the pool.
     pub threads: usize,
-    /// What frozen products and attention are computed in.
+    /// Number type of factors in frozen products and attention.
     pub arithmetic: Arithmetic,
 }
 
 impl PlannedDevice {
-    /// The host: the pool of this process, computing in `arithmetic`.
-    pub fn host(arithmetic: Arithmetic) -> Self {
-        let cores = Cores { threads: rayon::current_num_threads(), arithmetic };
-        Self { kind: DeviceKind::CPU, own_memory: None, cores: Some(cores) }
-    }
-
-    /// `device`, whose products are in `arithmetic` where cores of the host compute them.
+    /// An opened device, as [`PlannedDevice::of_kind`].
     pub fn of(device: Device, arithmetic: Arithmetic) -> Self {
         Self::of_kind(device.kind(), arithmetic)
     }
 
-    /// A device of `kind`, whose products are in `arithmetic` where cores of the host compute them.
+    /// A device of `kind`. The host's cores are those of this process's pool and compute in `arithmetic`.
     pub fn of_kind(kind: &'static DeviceKind, arithmetic: Arithmetic) -> Self {
-        match &kind.own_memory {
-            None => Self::host(arithmetic),
-            own_memory @ Some(_) => Self { kind, own_memory: own_memory.as_ref(), cores: None },
-        }
+        let cores = || Cores { threads: rayon::current_num_threads(), arithmetic };
+        Self { kind, cores: (kind == Device::HOST.kind()).then(cores) }
     }
 
-    /// Where what is moved out of the planned memory goes.
+    /// Memory beside the host's, which is then planned, and the host's only listed; `None`: the host's
+    /// memory holds everything, the process included.
+    pub fn own_memory(self) -> Option<&'static OwnMemory> {
+        self.kind.own_memory.as_ref()
+    }
+
+    /// Where buffers go that are moved out of the planned memory.
     pub fn away(self) -> Placement {
         self.kind.offload_placement()
     }
 
-    /// Where what an arena places at `place` is: the memory of the host has one name in a plan.
+    /// Where buffers of an arena at `place` are: the memory of the host has one name in a plan.
     pub(super) fn place(self, place: Placement) -> Placement {
         match place {
-            Placement::Memory if self.own_memory.is_none() => Placement::Host,
+            Placement::Memory if self.own_memory().is_none() => Placement::Host,
             place => place,
         }
     }

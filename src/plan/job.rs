@@ -1,4 +1,4 @@
-//! What a job tells its plan.
+//! The questions that a plan asks a job.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ pub trait Job {
     /// The frozen base that it computes on.
     fn base(&self) -> PlannedBase<'_>;
 
-    /// What would compute.
+    /// The device that would compute.
     fn device(&self) -> PlannedDevice;
 
     /// Whether blocks of the base are in memory only while they are used.
@@ -31,7 +31,7 @@ pub trait Job {
     /// Bytes of buffers in a file that are in memory, by phase. `row` has all their bytes and their count.
     fn resident_of_file(&self, config: Self::Config, row: &Row) -> ByPhase;
 
-    /// What no arena holds: the process itself, data, lists.
+    /// Memory that no arena holds: the process itself, data, lists.
     fn beside(&self, config: Self::Config) -> Vec<Row>;
 
     /// Bytes of the scratch that kernels share.
@@ -39,29 +39,30 @@ pub trait Job {
 }
 
 /// A job that can be done in several ways, which trade memory for time.
-pub trait Ways: Job {
+pub trait Candidates: Job {
     /// The ways to choose from.
-    fn ways(&self) -> Vec<Self::Config>;
+    fn candidates(&self) -> Vec<Self::Config>;
 
     /// Seconds that `config` takes with the speeds `rates`.
     fn seconds(&self, config: Self::Config, rates: &Rates) -> f64;
 
-    /// Factor on the predicted seconds before ways are compared: what a prediction leaves out.
+    /// Factor on the predicted seconds before ways are compared, for time that the prediction leaves out.
     fn risk(&self, config: Self::Config) -> f64;
 
-    /// Whether two ways differ at most in what rounding depends on.
+    /// Whether two ways differ at most in sizes that rounding depends on.
     fn are_alike(&self, one: Self::Config, other: Self::Config) -> bool;
 
     /// The options in which `other` differs from `now`, with the values of `other`.
     fn differences(&self, now: Self::Config, other: Self::Config) -> Vec<String>;
 
-    /// Ways to take less memory than `now` does, some of which no choice considers unless they are asked for.
+    /// Ways to take less memory than `now` does, some of which no choice considers unless they are asked
+    /// for.
     fn savings(&self, now: Self::Config) -> Vec<Self::Config>;
 
     /// Options that change results more than rounding does, so that only a user may choose them.
     fn last_resorts(&self) -> Vec<LastResort<Self::Config>>;
 
-    /// What is to be done, for a sentence: `8 rows of up to 256 tokens`.
+    /// The work, for a sentence: `8 rows of up to 256 tokens`.
     fn title(&self) -> String;
 
     /// Hints for a user whose budget no way fits into.
@@ -74,5 +75,5 @@ pub struct LastResort<C> {
     /// The option with its value, without dashes.
     pub option: &'static str,
     /// The ways to choose from with it.
-    pub ways: Vec<C>,
+    pub candidates: Vec<C>,
 }

@@ -1,7 +1,7 @@
-//! The memory plan: what a job will take, before it starts.
+//! The memory plan: the bytes that a job will take, counted before it starts.
 //!
-//! A [`Job`] says which buffers it would allocate for one way to do it; [`plan()`] adds what the base, the
-//! process and the device take, phase by phase. [`choose()`] picks the fastest plan within a [`budget`]:
+//! A [`Job`] says which buffers it would allocate for one way to do it; [`plan()`] adds the memory of
+//! the base and of the device, phase by phase. [`choose()`] picks the fastest plan within a [`budget`]:
 //! [`predict`] says how long counted work takes at the [`calibrate`]d rates of this machine. Nothing here
 //! knows what the job is: training, generation and serving are planned by the same functions.
 
@@ -20,6 +20,6 @@ mod tests;
 pub use base_bytes::{BaseBytes, PlannedBase};
 pub use choose::{Alternative, Predicted, Selection, choose};
 pub use device::{Cores, PlannedDevice};
-pub use job::{Job, LastResort, Ways};
+pub use job::{Candidates, Job, LastResort};
 pub use size::{size, size_up};
 pub use table::{ByPhase, Plan, Row, by_phase, from_the_first_pass, plan};

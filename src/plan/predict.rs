@@ -1,7 +1,7 @@
 //! How long counted work takes at the speeds of this machine.
 //!
 //! Counted are products (2 FLOP a weight and row; weights are widened once a call), attention, the
-//! pointwise ops by their bytes, the head by chunks, what is computed again, the optimizer, and bytes
+//! pointwise ops by their bytes, the head by chunks, recomputation, the optimizer, and bytes
 //! that are read or written. c width, f inner width, v vocabulary, n rows of activations.
 
 use engraft_adapters::AdapterSet;
@@ -24,27 +24,27 @@ const WRITING: f64 = 3.0;
 /// Forward and backward of a micro-batch.
 #[derive(Debug, Clone, Copy)]
 pub struct MicroBatch<'a> {
-    /// The frozen base.
+    /// The frozen base that it runs on.
     pub base: PlannedBase<'a>,
     /// The adapter, whose gradient is wanted.
     pub set: &'a AdapterSet,
-    /// What computes.
+    /// The device that computes.
     pub device: PlannedDevice,
-    /// Sequences b.
+    /// Sequences b of the pass.
     pub batch: usize,
     /// Tokens t of the longest.
     pub seq_len: usize,
-    /// What is kept, computed again and moved.
+    /// Which activations are kept, computed again and moved.
     pub policy: Policy,
 }
 
 impl MicroBatch<'_> {
-    /// Tokens n.
+    /// Tokens n = b t.
     fn n(&self) -> usize {
         self.batch * self.seq_len
     }
 
-    /// Predicted seconds.
+    /// Predicted seconds of the pass.
     pub fn seconds(&self, rates: &Rates) -> f64 {
         let layers = self.base.config.layers;
         let lowest = self.lowest();
@@ -54,8 +54,7 @@ impl MicroBatch<'_> {
         total += (lowest..layers).map(|layer| block.again(self.policy.recompute.keeps(layer))).sum::<f64>();
         total += self.deltas(rates) + self.head(rates);
         let moved = self.moved(rates);
-        // Copies to and from a device go on beside its kernels.
-        if self.device.cores.is_some() { total + moved } else { total.max(moved) }
+        if self.device.kind.copies_beside_kernels { total.max(moved) } else { total + moved }
     }
 
     /// The lowest layer with anything trainable.
@@ -94,8 +93,8 @@ impl MicroBatch<'_> {
         chunks * both + softmax
     }
 
-    /// Seconds for bytes of the base and of inputs that come and go; the core that moves them takes its time from those
-    /// that compute.
+    /// Seconds for bytes of the base and of inputs that come and go; the core that moves them takes its
+    /// time from those that compute.
     fn moved(&self, rates: &Rates) -> f64 {
         let PlannedBase { config, dtype } = self.base;
         let threads = self.device.cores.map_or(1.0, |cores| cores.threads.max(1) as f64);
@@ -114,7 +113,7 @@ impl MicroBatch<'_> {
 /// Norm, clipping and AdamW.
 #[derive(Debug, Clone, Copy)]
 pub struct Update {
-    /// Trainable values.
+    /// Number of trainable values.
     pub trainables: usize,
     /// Time of an update over that with FP32 moments.
     pub work: f64,
@@ -125,7 +124,7 @@ pub struct Update {
 }
 
 impl Update {
-    /// Predicted seconds.
+    /// Predicted seconds of the update.
     pub fn seconds(&self, rates: &Rates) -> f64 {
         let len = self.trainables as f64;
         let moved = match self.moments {
@@ -147,7 +146,7 @@ struct Block {
     mlp_proj: f64,
     norm: (f64, f64),
     activation: (f64, f64),
-    /// All products backward.
+    /// All frozen products of the backward pass.
     products_backward: f64,
 }
 
@@ -198,7 +197,7 @@ impl Block {
             + self.activation.1
     }
 
-    /// What a block that keeps `keep` makes again.
+    /// Recomputation in a block that keeps `keep`.
     fn again(&self, keep: Keep) -> f64 {
         match keep {
             Keep::All => 0.0,

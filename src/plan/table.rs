@@ -32,7 +32,7 @@ pub fn from_the_first_pass(bytes: u64) -> ByPhase {
 pub struct Row {
     /// base, saved activations, workspace, trainables, moments, data, scratch, program ...
     pub role: &'static str,
-    /// What it holds; a number in a buffer's name is `*` where several are alike.
+    /// Its content; a number in a buffer's name is `*` where several are alike.
     pub name: String,
     /// Element type; `None` for memory without elements.
     pub dtype: Option<DType>,
@@ -40,7 +40,7 @@ pub struct Row {
     pub shape: Vec<usize>,
     /// How many there are.
     pub count: usize,
-    /// Bytes of all.
+    /// Bytes of all of them together.
     pub bytes: u64,
     /// Where they are; without a device that has memory of its own, memory is the host's.
     pub place: Placement,
@@ -117,8 +117,8 @@ impl<C> Plan<C> {
         self.by_phase().into_iter().rev().max_by_key(|(_, bytes)| *bytes).unwrap_or((Phase::Loading, 0))
     }
 
-    /// Most bytes that pass through the allocator or an arena: all but what the process had before, the
-    /// pages of the base and what is in files.
+    /// Most bytes that pass through the allocator or an arena: all but the process itself, the
+    /// pages of the base and files.
     pub fn counted(&self) -> u64 {
         let counts = |row: &&Row| row.place == Placement::Host && !matches!(row.role, "base" | "program");
         self.rows.iter().filter(counts).map(|row| row.bytes).sum()
@@ -147,11 +147,11 @@ pub fn plan<J: Job>(job: &J, config: J::Config) -> Result<Plan<J::Config>> {
     rows.extend(job.beside(config));
     rows.extend(
         device
-            .own_memory
+            .own_memory()
             .map(|own| Row::new("program", own.runtime_name, own.runtime, Placement::Memory, "run").always()),
     );
     rows.push(scratch(device, job.scratch(config)));
-    if device.own_memory.is_some() {
+    if device.own_memory().is_some() {
         let of_host = rows.iter_mut().filter(|row| row.place == Placement::Host);
         of_host.for_each(|row| row.resident = by_phase(|_| 0));
     }

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     device::{
-        DType, DeviceKind,
+        DType, DeviceKind, OwnMemory,
         arena::{Arenas, Placement, TableRow},
     },
     error::Result,
@@ -19,6 +19,10 @@ use crate::{
     model::{BaseDType, Config, Policy},
     observe::phase::Phase,
 };
+
+fn cuda_memory() -> &'static OwnMemory {
+    DeviceKind::CUDA.own_memory.as_ref().unwrap()
+}
 
 fn xl() -> Config {
     let text = r#"{"model_type":"gpt2","n_layer":48,"n_embd":1600,"n_head":25,"n_positions":1024,"vocab_size":50257}"#;
@@ -40,7 +44,7 @@ fn a_tensor_of_a_device_begins_at_a_multiple_of_256_bytes() {
     let linears = [(24, 72), (24, 24), (24, 96), (96, 24)];
     let linears: u64 = linears.into_iter().map(|(a, b)| tensor(a * b) + tensor(b)).sum();
     let total = tensor(61 * 24) + tensor(40 * 24) + norm + 2 * (2 * norm + linears);
-    assert_eq!(BaseBytes::on_device(&config, DeviceKind::CUDA.own_memory.as_ref().unwrap()).total(), total);
+    assert_eq!(BaseBytes::on_device(&config, cuda_memory()).total(), total);
     assert!(total > BaseBytes::of(&config, BaseDType::F16).total());
 }
 
@@ -106,8 +110,8 @@ impl Job for Server<'_> {
     }
 }
 
-impl Ways for Server<'_> {
-    fn ways(&self) -> Vec<Together> {
+impl Candidates for Server<'_> {
+    fn candidates(&self) -> Vec<Together> {
         (1..=self.requests).map(Together).collect()
     }
 
@@ -136,7 +140,7 @@ impl Ways for Server<'_> {
     }
 
     fn savings(&self, _: Together) -> Vec<Together> {
-        self.ways()
+        self.candidates()
     }
 
     fn last_resorts(&self) -> Vec<LastResort<Together>> {
@@ -160,7 +164,6 @@ fn a_job_that_trains_nothing_is_planned_and_chosen_alike() {
     let host = PlannedDevice {
         kind: DeviceKind::CPU,
         cores: Some(Cores { threads: 2, arithmetic: Arithmetic::F32 }),
-        own_memory: None,
     };
     // Keys and values of 1024 tokens, FP16.
     let cache = 48 * 1024 * 2 * 1600 * 2;
@@ -170,8 +173,7 @@ fn a_job_that_trains_nothing_is_planned_and_chosen_alike() {
         let row = four.rows.iter().find(|row| row.role == "cache").unwrap();
         assert_eq!((row.name.as_str(), row.count, row.bytes), ("block * kv", 48, 4 * cache));
         let base = server.base().bytes(device).total();
-        let program =
-            if device == host { 50 << 20 } else { DeviceKind::CUDA.own_memory.as_ref().unwrap().runtime };
+        let program = if device == host { 50 << 20 } else { cuda_memory().runtime };
         assert_eq!(four.peak(), (Phase::Forward, base + 4 * cache + program + 4 * 50257 * 4));
         let chosen = choose(&server, Some(four.peak().1), &Rates::NOMINAL).unwrap();
         assert_eq!(chosen.chosen.plan.config, Together(4));

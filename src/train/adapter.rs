@@ -1,4 +1,4 @@
-//! What was asked of the adapter, and the adapter that comes of it.
+//! The options of the adapter, and the adapter made from them.
 
 use std::{collections::BTreeMap, path::Path, sync::Arc};
 
@@ -14,9 +14,9 @@ use crate::{
 /// Which kinds of adapter are trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Kinds {
-    /// A LoRA.
+    /// Whether a LoRA is trained.
     pub lora: bool,
-    /// A prefix.
+    /// Whether a prefix is trained.
     pub prefix: bool,
 }
 
@@ -34,14 +34,14 @@ impl Kinds {
     }
 }
 
-/// What a new prefix starts from.
+/// The initial value of a new prefix.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PrefixStart {
-    /// What the base computes for this text; `None`: for the first training row.
+    /// Keys and values that the base computes for this text; `None`: for the first training row.
     Text(Option<String>),
-    /// Random numbers.
+    /// Random numbers of the run's seed.
     Random,
-    /// Zeros.
+    /// Zeros for all keys and values.
     Zero,
 }
 
@@ -53,11 +53,11 @@ pub struct AdapterOptions {
     pub kinds: Option<Kinds>,
     /// Rank of the LoRA.
     pub rank: Option<usize>,
-    /// Its alpha.
+    /// Numerator of the LoRA's scale.
     pub alpha: Option<f64>,
-    /// Its sites.
+    /// Sites that the LoRA adapts.
     pub targets: Option<Targets>,
-    /// Its layers.
+    /// Layers that the LoRA adapts, from 0.
     pub layers: Option<Vec<usize>>,
     /// Dropout on its input; a matter of training, so never in contradiction to an adapter.
     pub dropout: Option<f64>,
@@ -165,11 +165,11 @@ impl AdapterOptions {
 /// An adapter with the values it starts from.
 #[derive(Debug)]
 pub struct Fresh {
-    /// The adapter.
+    /// The adapter and the layout of its values.
     pub set: AdapterSet,
-    /// Its flat store.
+    /// Its values in the order of the layout.
     pub values: Vec<f32>,
-    /// What the user should know.
+    /// Sentences that the user should read.
     pub hints: Vec<String>,
 }
 

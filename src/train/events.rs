@@ -1,4 +1,4 @@
-//! What a run tells while it works. The loop prints nothing itself.
+//! The events of a run. The loop prints nothing itself.
 
 use std::path::{Path, PathBuf};
 
@@ -7,7 +7,7 @@ use crate::{data::DataReport, error::Result, optim::LossScale, plan::Selection};
 
 /// Receives events; an error it returns ends the run.
 pub trait Reporter {
-    /// Takes one event.
+    /// Takes the next event of the run.
     ///
     /// # Errors
     /// When it cannot be delivered, such as to a closed pipe.
@@ -40,32 +40,32 @@ pub struct Start {
     pub base: String,
     /// One line for each kind of site that is adapted.
     pub matched: Vec<String>,
-    /// Trainable values.
+    /// Number of trainable values.
     pub trainables: usize,
-    /// The training rows.
+    /// Counts of the training data.
     pub data: DataReport,
-    /// Held-out rows.
+    /// Number of held-out rows.
     pub eval_rows: usize,
     /// Steps done before, in an earlier process.
     pub done: u64,
-    /// Steps in all.
+    /// Steps of the whole run.
     pub steps: u64,
-    /// Rows per step.
+    /// Rows per optimizer step.
     pub batch: usize,
-    /// Rows at a time.
+    /// Rows per forward and backward pass.
     pub micro_batch: usize,
-    /// Longest row.
+    /// Most tokens of a row.
     pub seq_len: usize,
-    /// Run folder.
+    /// Path of the run folder.
     pub output: PathBuf,
 }
 
-/// One optimizer step.
+/// The numbers of one optimizer step.
 #[derive(Debug)]
 pub struct Step {
     /// Steps done, this one included.
     pub step: u64,
-    /// Steps in all.
+    /// Steps of the whole run.
     pub steps: u64,
     /// Mean loss over the supervised tokens of the step.
     pub loss: f64,
@@ -73,27 +73,27 @@ pub struct Step {
     pub lr: f64,
     /// Global gradient norm before clipping.
     pub grad_norm: f64,
-    /// Supervised tokens.
+    /// Number of supervised tokens.
     pub tokens: usize,
     /// All input tokens over seconds.
     pub tokens_per_s: f64,
-    /// The loss scale behind the step, and how often gradients overflowed so far.
+    /// The loss scale after the step, and how often gradients overflowed so far.
     pub scale: LossScale,
 }
 
-/// One evaluation.
+/// The loss of one evaluation.
 #[derive(Debug)]
 pub struct Eval {
-    /// Steps done.
+    /// Number of steps done.
     pub step: u64,
     /// Mean loss over the supervised tokens of the held-out rows.
     pub loss: f64,
-    /// Supervised tokens.
+    /// Number of supervised tokens.
     pub tokens: usize,
 }
 
 impl Eval {
-    /// `exp(loss)`.
+    /// e to the mean loss.
     pub fn perplexity(&self) -> f64 {
         self.loss.exp()
     }
@@ -102,16 +102,16 @@ impl Eval {
 /// Bytes of heap and arenas at their peak.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Counted {
-    /// Planned.
+    /// Bytes that the plan says.
     pub planned: u64,
-    /// Counted.
+    /// Bytes that were counted.
     pub counted: u64,
 }
 
-/// A finished run.
+/// The numbers of a finished run.
 #[derive(Debug)]
 pub struct Done {
-    /// Steps done.
+    /// Number of steps done.
     pub step: u64,
     /// Folder of the adapter.
     pub adapter: PathBuf,
@@ -119,7 +119,7 @@ pub struct Done {
     pub peak_bytes: u64,
     /// Measured peak of the process's resident memory; `None` where the system does not tell.
     pub measured_bytes: Option<u64>,
-    /// Heap and arenas together at their peak, by the allocator's count, and what the plan says of them;
+    /// Heap and arenas together at their peak, by the allocator's count, and the plan's bytes of them;
     /// `None` in a program that does not count.
     pub counted: Option<Counted>,
     /// Input tokens over seconds of this process's steps; 0 when it made none.

@@ -1,4 +1,4 @@
-//! The run folder: who may write into it, and what lies where.
+//! The run folder: who may write into it, and where its files are.
 
 use std::{
     fs::{self, File, OpenOptions, TryLockError},
@@ -76,17 +76,17 @@ impl RunFolder {
         Ok(atomic::write(&path, text.as_bytes())?)
     }
 
-    /// The folder itself.
+    /// Path of the folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Where the saves lie.
+    /// The folder of the saves.
     pub fn saves(&self) -> PathBuf {
         self.path.join("saves")
     }
 
-    /// Where the finished adapter lies.
+    /// The folder of the finished adapter.
     pub fn adapter(&self) -> PathBuf {
         self.path.join("adapter")
     }
@@ -189,7 +189,7 @@ mod tests {
         assert!(RunFolder::look(&path, true).unwrap_err().to_string().contains("another process"));
         drop((first, late));
         assert!(RunFolder::look(&path, false).unwrap_err().to_string().contains("--resume"));
-        // What a run left that was killed while it replaced its adapter's tensors.
+        // Left by a run that was killed while it replaced its adapter's tensors.
         let unfinished = path.join("adapter/prefix/.engraft-x.tmp");
         fs::create_dir_all(path.join("adapter/prefix")).unwrap();
         fs::write(&unfinished, "x").unwrap();

@@ -16,13 +16,13 @@ use crate::{
     observe::phase::Phase,
     optim::{AdamWOptions, OptimizerKind},
     plan::{
-        ByPhase, Job, LastResort, PlannedBase, PlannedDevice, Row, Ways, by_phase,
+        ByPhase, Candidates, Job, LastResort, PlannedBase, PlannedDevice, Row, by_phase,
         calibrate::Rates,
         predict::{MicroBatch, Update},
     },
 };
 
-/// One way to train: what a plan chooses and options can fix.
+/// One way to train: chosen by a plan or fixed by options.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PlanConfig {
     /// Sequences per forward and backward pass.
@@ -58,12 +58,12 @@ impl PlanConfig {
     }
 }
 
-/// What of a [`PlanConfig`] is fixed; `None` leaves it to the choice.
+/// The fixed parts of a [`PlanConfig`]; `None` leaves it to the choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Constraints {
     /// Sequences per forward and backward pass.
     pub micro_batch: Option<usize>,
-    /// What blocks compute again.
+    /// Which activations blocks compute again.
     pub recompute: Option<Recompute>,
     /// Rows of logits in memory at a time.
     pub head_rows: Option<usize>,
@@ -81,7 +81,8 @@ pub struct Constraints {
     pub resumed: bool,
 }
 
-/// All is left to the choice but the optimizer: what the memory of a machine decides changes no result beyond rounding.
+/// All is left to the choice but the optimizer: the memory of a machine then changes results by rounding
+/// alone.
 impl Default for Constraints {
     fn default() -> Self {
         Self { optimizer: Some(OptimizerKind::default()), ..Self::NONE }
@@ -89,7 +90,7 @@ impl Default for Constraints {
 }
 
 impl Constraints {
-    /// Nothing is fixed.
+    /// Everything is left to the choice.
     pub const NONE: Self = Self {
         micro_batch: None,
         recompute: None,
@@ -103,20 +104,20 @@ impl Constraints {
     };
 }
 
-/// What is to be trained, whatever the memory of the machine.
+/// A training run, whatever the memory of the machine.
 #[derive(Debug, Clone, Copy)]
 pub struct TrainingJob<'a> {
     /// Sizes of the base.
     pub config: &'a Config,
-    /// What its matrices are kept in.
+    /// Type that its matrices are kept in.
     pub base_dtype: BaseDType,
-    /// The adapter.
+    /// The adapter to be trained.
     pub set: &'a AdapterSet,
     /// Sequences per optimizer step.
     pub batch: usize,
     /// Tokens of the longest row.
     pub seq_len: usize,
-    /// What computes.
+    /// The device that computes.
     pub device: PlannedDevice,
     /// Bytes of code, runtime, tokenizer and whatever else the process holds beside the plan.
     pub program: u64,
@@ -124,12 +125,12 @@ pub struct TrainingJob<'a> {
     pub rows_on_heap: u64,
     /// Whether the base is in a file that can be streamed.
     pub streamable: bool,
-    /// What is fixed.
+    /// The parts of a way that are fixed.
     pub constraints: Constraints,
 }
 
 impl TrainingJob<'_> {
-    /// Options that sizes depend on; the others are left at rest.
+    /// Options that sizes depend on; the others have any value.
     fn trainer_options(&self, config: PlanConfig) -> TrainerOptions {
         TrainerOptions {
             rows: config.micro_batch,
@@ -143,7 +144,7 @@ impl TrainingJob<'_> {
         }
     }
 
-    /// Whether `config` trades no memory for time: what speeds decide is as it would be with any memory.
+    /// Whether `config` trades no memory for time: with more memory the choice would be the same.
     pub fn trades_nothing(&self, config: PlanConfig) -> bool {
         let (PlanConfig { policy, optimizer, .. }, fixed) = (config, self.constraints);
         policy.recompute == fixed.recompute.unwrap_or_default()
@@ -155,7 +156,7 @@ impl TrainingJob<'_> {
 
     /// Whether the base was brought to a device as a whole before anything was planned.
     fn is_resident(&self) -> bool {
-        self.device.own_memory.is_some()
+        self.device.own_memory().is_some()
     }
 }
 
@@ -212,8 +213,8 @@ impl Job for TrainingJob<'_> {
         // Ids, targets, positions and starts of a batch, the tokenised rows they come from, and lists of a
         // micro-batch that are made on its way to the device.
         let step = cells * (16 + 12) + micro * 16;
-        // Strings and lists whose sizes nobody plans: names of tensors and headers of files while saving, losses of
-        // a micro-batch, events. Seen: up to 0.1 MiB.
+        // Strings and lists whose sizes are not planned one by one: names of tensors and headers of files
+        // while saving, losses of a micro-batch, events. Seen: up to 0.1 MiB.
         let small = (256 << 10) + 512 * self.set.layout.tensors.len() as u64;
         let file = BUFFER as u64;
         let row = |role, name, bytes, lifetime| Row::new(role, name, bytes, Placement::Host, lifetime);
@@ -247,9 +248,9 @@ const HEAD_ROWS: [usize; 3] = [Policy::HEAD_ROWS, 128, 32];
 /// An update of 8-bit moments takes this many times that of FP32 ones (docs/BENCHMARKS.md).
 const EIGHT_BIT: f64 = 1.35;
 
-impl Ways for TrainingJob<'_> {
-    fn ways(&self) -> Vec<PlanConfig> {
-        ways(self, self.constraints)
+impl Candidates for TrainingJob<'_> {
+    fn candidates(&self) -> Vec<PlanConfig> {
+        candidates(self, self.constraints)
     }
 
     /// Of an optimizer step.
@@ -287,7 +288,8 @@ impl Ways for TrainingJob<'_> {
         different.map(|(_, (option, value))| format!("{option} {value}")).collect()
     }
 
-    /// All single options but those of a save, and streaming, which on a device is only done where it is asked for.
+    /// All single options but those of a save, and streaming, which on a device is only done where it is
+    /// asked for.
     fn savings(&self, now: PlanConfig) -> Vec<PlanConfig> {
         let Constraints { micro_batch, head_rows, optimizer, activations, resumed, .. } = self.constraints;
         let free = match resumed {
@@ -296,7 +298,7 @@ impl Ways for TrainingJob<'_> {
         };
         let streamed = PlanConfig { policy: Policy { stream: true, ..now.policy }, ..now };
         let streamed = (self.is_resident() && self.streamable).then_some(streamed);
-        ways(self, free).into_iter().chain(streamed).collect()
+        candidates(self, free).into_iter().chain(streamed).collect()
     }
 
     fn last_resorts(&self) -> Vec<LastResort<PlanConfig>> {
@@ -305,7 +307,7 @@ impl Ways for TrainingJob<'_> {
             return Vec::new();
         }
         let eight_bit = Constraints { optimizer: Some(OptimizerKind::AdamW8bit), ..fixed };
-        vec![LastResort { option: "optimizer adamw8bit", ways: ways(self, eight_bit) }]
+        vec![LastResort { option: "optimizer adamw8bit", candidates: candidates(self, eight_bit) }]
     }
 
     fn title(&self) -> String {
@@ -323,7 +325,7 @@ impl Ways for TrainingJob<'_> {
 }
 
 /// Every way that `fixed` leaves.
-fn ways(job: &TrainingJob, fixed: Constraints) -> Vec<PlanConfig> {
+fn candidates(job: &TrainingJob, fixed: Constraints) -> Vec<PlanConfig> {
     let device = job.device;
     let activations = fixed.activations.unwrap_or(device.activations());
     let micro_batches = fixed.micro_batch.map_or_else(|| divisors(job.batch), |rows| vec![rows]);
@@ -358,7 +360,7 @@ fn ways(job: &TrainingJob, fixed: Constraints) -> Vec<PlanConfig> {
     all
 }
 
-/// What a choice between keeping and computing again may be.
+/// The choices between keeping activations and computing them again.
 fn recomputes(layers: usize) -> Vec<Recompute> {
     let mut all = vec![Recompute::None, Recompute::Mlp, Recompute::Linear];
     all.extend([2, 3].into_iter().filter(|&every| every < layers).map(Recompute::Every));

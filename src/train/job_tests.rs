@@ -6,7 +6,7 @@ use engraft_adapters::{AdapterSpec, LoraSpec, PrefixSpec};
 
 use super::*;
 use crate::{
-    device::DeviceKind,
+    device::{DeviceKind, OwnMemory},
     error::Result,
     kernels::matmul::Arithmetic,
     plan::{BaseBytes, Cores, Plan, Selection, budget, plan, size},
@@ -27,11 +27,11 @@ fn device() -> PlannedDevice {
 }
 
 fn host() -> PlannedDevice {
-    PlannedDevice {
-        kind: DeviceKind::CPU,
-        cores: Some(Cores { threads: 2, arithmetic: Arithmetic::F32 }),
-        own_memory: None,
-    }
+    PlannedDevice { kind: DeviceKind::CPU, cores: Some(Cores { threads: 2, arithmetic: Arithmetic::F32 }) }
+}
+
+fn cuda_memory() -> &'static OwnMemory {
+    DeviceKind::CUDA.own_memory.as_ref().unwrap()
 }
 
 fn xl() -> Config {
@@ -60,7 +60,7 @@ fn job<'a>(config: &'a Config, set: &'a AdapterSet, batch: usize) -> TrainingJob
     }
 }
 
-fn way(policy: Policy) -> PlanConfig {
+fn config_of(policy: Policy) -> PlanConfig {
     PlanConfig { micro_batch: 1, policy, optimizer: OptimizerKind::AdamW }
 }
 
@@ -69,7 +69,7 @@ fn the_base_counts_every_parameter() {
     // 1,557,611,200 parameters in GPT-2 XL.
     let (config, policy) = (xl(), Policy::default());
     let set = set(&config, "c_attn");
-    let plan = plan(&job(&config, &set, 1), way(policy)).unwrap();
+    let plan = plan(&job(&config, &set, 1), config_of(policy)).unwrap();
     let base: u64 = plan.rows.iter().filter(|row| row.role == "base").map(|row| row.bytes).sum();
     assert_eq!(base, 2 * 1_557_611_200);
 }
@@ -79,7 +79,7 @@ fn every_saving_saves_what_it_says() {
     let config = xl();
     let set = set(&config, "all-linear");
     let job = job(&config, &set, 1);
-    let peak = |policy| plan(&job, way(policy)).unwrap().peak().1;
+    let peak = |policy| plan(&job, config_of(policy)).unwrap().peak().1;
     let base = Policy::default();
     let steps = [Recompute::None, Recompute::Mlp, Recompute::Linear, Recompute::All]
         .map(|recompute| peak(Policy { recompute, ..base }));
@@ -98,7 +98,7 @@ fn rows_add_up_in_every_phase() {
     let config = xl();
     let set = set(&config, "c_attn");
     for stream in [false, true] {
-        let plan = plan(&job(&config, &set, 4), way(Policy { stream, ..Policy::default() })).unwrap();
+        let plan = plan(&job(&config, &set, 4), config_of(Policy { stream, ..Policy::default() })).unwrap();
         let (phase, peak) = plan.peak();
         assert_eq!(plan.at(phase), peak);
         for phase in crate::observe::phase::Phase::ALL {
@@ -183,7 +183,7 @@ fn remedies_are_the_single_changes_that_save_most() {
         let less = plan(&job, PlanConfig { micro_batch: 1, ..config }).unwrap().peak().1;
         let saved = size(selection.chosen.peak() - less);
         assert_eq!(selection.remedies[0], format!("--micro-batch 1 (-{saved})"));
-        // Rows at a time are those of the save.
+        // The micro-batch is that of the save.
         let resumed =
             choose(&job, Constraints { resumed: true, ..constraints }, None, &Rates::NOMINAL).unwrap();
         assert_eq!(resumed.remedies[..2], selection.remedies[1..], "{:?}", resumed.remedies);
@@ -262,23 +262,23 @@ fn a_streamed_base_takes_two_blocks_of_a_device() {
     let set = set(&config, "c_attn");
     let job = TrainingJob { device: device(), ..job(&config, &set, 8) };
     let of_base = |row: &&Row| matches!(row.role, "base" | "stages");
-    let planned = |stream| plan(&job, way(Policy { stream, ..Policy::default() })).unwrap();
+    let planned = |stream| plan(&job, config_of(Policy { stream, ..Policy::default() })).unwrap();
     let device = |plan: &Plan<PlanConfig>| -> u64 {
         let rows = plan.rows.iter().filter(of_base).filter(|row| row.place == Placement::Memory);
         rows.map(Row::most_resident).sum()
     };
     let (resident, streamed) = (planned(false), planned(true));
-    let parts = BaseBytes::on_device(&config, DeviceKind::CUDA.own_memory.as_ref().unwrap());
+    let parts = BaseBytes::on_device(&config, cuda_memory());
     assert_eq!(device(&resident), parts.total());
     assert_eq!(device(&resident) - device(&streamed), parts.blocks - 2 * parts.block);
     assert_eq!(resident.peak().1 - streamed.peak().1, parts.blocks - 2 * parts.block);
     let pinned =
         streamed.rows.iter().find(|row| row.role == "stages" && row.place == Placement::Host).unwrap();
     assert_eq!((pinned.bytes, pinned.most_resident()), (2 * parts.block, 0));
-    // Of the base what is there before a trainer is, and nothing of the places for blocks.
+    // The parts of the base that are there before a trainer is, and no slots for blocks.
     let held = |plan: &Plan<PlanConfig>| plan.peak().1 - budget::wanted(plan);
     assert_eq!(held(&resident) - held(&streamed), parts.blocks);
-    assert_eq!(held(&resident), parts.total() + DeviceKind::CUDA.own_memory.as_ref().unwrap().runtime);
+    assert_eq!(held(&resident), parts.total() + cuda_memory().runtime);
 }
 
 #[test]
@@ -287,7 +287,7 @@ fn what_a_device_offloads_is_listed_and_not_counted() {
     let set = set(&config, "c_attn");
     let job = TrainingJob { device: device(), ..job(&config, &set, 8) };
     let policy = Policy { recompute: Recompute::All, activations: DType::F16, ..Policy::default() };
-    let planned = |policy| plan(&job, way(policy)).unwrap();
+    let planned = |policy| plan(&job, config_of(policy)).unwrap();
     let kept = planned(policy);
     let inputs = planned(Policy { inputs: Placement::Host, ..policy });
     // 49 inputs and outputs of 1024 tokens where three take turns; the last three need no copy.
@@ -319,7 +319,7 @@ fn a_prefix_is_planned_too() {
     let config = xl();
     let spec = AdapterSpec { lora: None, prefix: Some(PrefixSpec { length: 20, projection: Some(64) }) };
     let set = AdapterSet::new(&spec, &config.describe("xl", None)).unwrap();
-    let plan = plan(&job(&config, &set, 2), way(Policy::default())).unwrap();
+    let plan = plan(&job(&config, &set, 2), config_of(Policy::default())).unwrap();
     let names: Vec<&str> = plan.rows.iter().map(|row| row.name.as_str()).collect();
     assert!(names.contains(&"projected") && names.contains(&"d hidden"), "{names:?}");
 }

@@ -1,5 +1,5 @@
-//! Which memory plan a run takes: what it is for, what it may take, what a save has fixed, and what to do
-//! when the machine has less than it said.
+//! Which memory plan a run takes: its budget, the parts that options or a save have fixed, and the next
+//! smaller plan when the machine has less memory than it said.
 
 use std::{path::Path, sync::Arc};
 
@@ -30,7 +30,7 @@ use crate::{
     },
 };
 
-/// What a plan of the run is made for; a run that goes on from `past` keeps what results depend on.
+/// The run as a job to plan; a run that goes on from `past` keeps all that results depend on.
 pub(super) fn job<'a>(
     options: &RunOptions,
     base: &'a Base,
@@ -55,7 +55,7 @@ pub(super) fn job<'a>(
     }
 }
 
-/// Refuses what a device cannot do.
+/// Refuses activations that a device cannot compute with.
 ///
 /// # Errors
 /// [`Error::Input`] with the option.
@@ -69,21 +69,21 @@ fn check_planned_activations(constraints: Constraints, device: PlannedDevice) ->
 /// A run that is only planned: no weights, perhaps no data.
 #[derive(Debug, Clone, Copy)]
 pub struct PlanRequest<'a> {
-    /// Sizes of the base.
+    /// Widths and counts of the base's layers.
     pub config: &'a Config,
-    /// What its matrices are kept in.
+    /// Type that its matrices are kept in.
     pub base_dtype: BaseDType,
-    /// The adapter.
+    /// The adapter to be trained.
     pub set: &'a AdapterSet,
     /// Tokens of the longest row.
     pub seq_len: usize,
-    /// What would compute.
+    /// The device that would compute.
     pub device: PlannedDevice,
     /// Whether the base is in a file.
     pub streamable: bool,
 }
 
-/// The plan of a run that is only planned. Where it is to fit into what is free, that is the memory of this machine.
+/// The plan of a run that is only planned. Free memory is that of this machine.
 ///
 /// # Errors
 /// When nothing fits, with the smallest plan that there is.
@@ -91,8 +91,8 @@ pub fn plan_request(options: &RunOptions, request: PlanRequest) -> Result<Select
     let PlanRequest { config, base_dtype, set, seq_len, device, streamable } = request;
     check_planned_activations(options.constraints, device)?;
     check_weights(device.kind, base_dtype)?;
-    // BF16 on a CPU is arithmetic alone.
-    let activations = options.constraints.activations.filter(|_| device.cores.is_none());
+    let stored = |asked| device.kind.stored_activations(asked);
+    let activations = options.constraints.activations.map(stored);
     let job = TrainingJob {
         config,
         base_dtype,
@@ -105,7 +105,7 @@ pub fn plan_request(options: &RunOptions, request: PlanRequest) -> Result<Select
         streamable,
         constraints: Constraints { activations, ..options.constraints },
     };
-    // Nobody knows how much memory an absent device has.
+    // The memory of an absent device is unknown.
     let budget = bytes(options.memory, &job, None, 0);
     match device.cores {
         Some(cores) => {
@@ -117,7 +117,7 @@ pub fn plan_request(options: &RunOptions, request: PlanRequest) -> Result<Select
 
 /// Bytes that `job` may take of the planned memory; of a device's own `free` are left, and it holds `held`.
 fn bytes(limit: Limit, job: &TrainingJob, free: Option<u64>, held: u64) -> Option<u64> {
-    match job.device.own_memory {
+    match job.device.own_memory() {
         Some(memory) => budget::device_bytes(limit, memory, free, held),
         None => budget::bytes(limit, job.program),
     }
@@ -138,7 +138,8 @@ fn by_speed(cache: Option<&Path>, job: &TrainingJob, budget: Option<u64>) -> Res
     choose(job, budget, &Rates::load_or_measure(cache, cores.arithmetic))
 }
 
-/// What is fixed: by options, and what results depend on by the save that the run goes on from.
+/// The parts of a plan that are fixed: by options, or, where results depend on them, by the save that the
+/// run goes on from.
 fn constraints(options: &RunOptions, base: &Base, past: Option<&SaveInfo>) -> Constraints {
     let mut constraints = Constraints { activations: Some(base.activations), ..options.constraints };
     // On a device that was settled when the base was brought there.
@@ -159,7 +160,7 @@ fn constraints(options: &RunOptions, base: &Base, past: Option<&SaveInfo>) -> Co
 const MICRO_BATCH: &str = "micro-batch";
 const HEAD_ROWS: &str = "head-rows";
 
-/// What a plan chose and results depend on, as options are written.
+/// The chosen values that results depend on, as options are written.
 pub(super) fn identity(config: PlanConfig) -> [(String, String); 3] {
     [
         (MICRO_BATCH.to_owned(), config.micro_batch.to_string()),
@@ -239,7 +240,7 @@ fn check_pinned(selection: &Selection<PlanConfig>, free: Option<u64>) -> Result<
     }
 }
 
-/// A trainer as `selection` says; what it offloads to a file is in the folder `spool`.
+/// A trainer as `selection` says; buffers that it offloads to a file are in the folder `spool`.
 ///
 /// # Errors
 /// [`Error::Memory`] when the machine has less than planned; and as [`Trainer::new`].

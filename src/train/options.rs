@@ -1,4 +1,4 @@
-//! What one training run is asked to do, as plain values.
+//! The options of one training run, as plain values.
 
 use std::{collections::BTreeMap, path::PathBuf};
 
@@ -12,15 +12,15 @@ use crate::{
 /// Everything a run needs besides the base and its tokenizer.
 #[derive(Debug, Clone)]
 pub struct RunOptions {
-    /// What was asked of the adapter.
+    /// Properties of the adapter.
     pub adapter: AdapterOptions,
     /// An adapter to start from.
     pub init_adapter: Option<PathBuf>,
     /// Whether that adapter may come from another base.
     pub allow_base_mismatch: bool,
-    /// What a new prefix starts from.
+    /// The initial value of a new prefix.
     pub prefix_start: PrefixStart,
-    /// Training data.
+    /// Where the training data comes from.
     pub data: DataSource,
     /// Held-out data of its own.
     pub eval_data: Vec<PathBuf>,
@@ -40,9 +40,9 @@ pub struct RunOptions {
     pub batch: usize,
     /// When the run ends.
     pub length: Length,
-    /// Highest learning rate.
+    /// Learning rate after the warm-up.
     pub lr: f64,
-    /// How the rate goes after warm-up.
+    /// Learning-rate decay after the warm-up.
     pub schedule: Schedule,
     /// Length of the warm-up.
     pub warmup: Warmup,
@@ -52,9 +52,9 @@ pub struct RunOptions {
     pub clip: f64,
     /// Part of the target probability spread over the vocabulary.
     pub label_smoothing: f64,
-    /// What of the memory plan is fixed; a fixed micro-batch divides `batch`.
+    /// The fixed parts of the memory plan; a fixed micro-batch divides `batch`.
     pub constraints: Constraints,
-    /// What the plan must fit into.
+    /// Most memory that the plan may take.
     pub memory: Limit,
     /// Where memory over time is recorded.
     pub memory_trace: Option<PathBuf>,
@@ -66,7 +66,7 @@ pub struct RunOptions {
     pub seed: u64,
     /// Steps between saves; 0: only at the end.
     pub save_every: u64,
-    /// Saves kept.
+    /// Newest saves that are kept.
     pub keep: usize,
     /// Steps between evaluations; 0: only before and after.
     pub eval_every: u64,
@@ -76,7 +76,7 @@ pub struct RunOptions {
     pub identity: BTreeMap<String, String>,
     /// Text of the folder's `config.toml`.
     pub config_text: String,
-    /// What the run computes on.
+    /// The machine that the run computes on.
     pub machine: Machine,
 }
 
@@ -85,7 +85,7 @@ pub struct RunOptions {
 pub enum DataSource {
     /// Compiled into the program.
     Embedded,
-    /// Files and folders.
+    /// Text, JSONL, or folders of them.
     Files(Vec<PathBuf>),
 }
 
@@ -101,7 +101,7 @@ pub enum Length {
 /// Length of the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Warmup {
-    /// That many steps.
+    /// That many optimizer steps.
     Steps(u64),
     /// That part of all steps, in [0, 1), rounded up.
     Fraction(f64),

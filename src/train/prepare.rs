@@ -39,7 +39,7 @@ impl Prepared {
         self.train.longest().max(self.eval.as_ref().map_or(0, Dataset::longest))
     }
 
-    /// Values at step 0; with `stream`, layers of the base are in memory one after another only.
+    /// Values at step 0; with `stream` one layer of the base is in memory at a time.
     ///
     /// # Errors
     /// When a prefix cannot be read from text.
@@ -58,8 +58,8 @@ impl Prepared {
     }
 }
 
-/// Loads what `options` name. A run that goes on from `past` takes its adapter from there. Rows too
-/// many for memory go to a nameless file in `spool`.
+/// Loads the adapter and the data of `options`. A run that goes on from `past` takes its adapter from
+/// there. Rows too many for memory go to a nameless file in `spool`.
 ///
 /// # Errors
 /// Whatever is wrong with the data, the adapter, or their lengths on this base.
@@ -232,7 +232,7 @@ fn prefix_text(start: &PrefixStart, tokenizer: Option<&Tokenizer>, train: &Datas
     }
 }
 
-/// What saves of a run say, at step 0.
+/// The description in saves of a run, at step 0.
 pub(super) fn describe(
     options: &RunOptions,
     base: &Base,
@@ -241,7 +241,7 @@ pub(super) fn describe(
 ) -> SaveInfo {
     let Prepared { set, train, steps, seq_len, .. } = prepared;
     let mut identity = options.identity.clone();
-    // What was typed may leave it to the base, or to the memory plan.
+    // Left to the base, or to the memory plan, where nothing was typed.
     identity.insert("seq-len".to_owned(), seq_len.to_string());
     identity.extend(memory::identity(config));
     SaveInfo {

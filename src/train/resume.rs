@@ -42,7 +42,7 @@ pub(super) fn check(past: &Save, now: &SaveInfo, values: usize, folder: &Path) -
     )))
 }
 
-/// What options that earlier versions did not have were in their saves.
+/// Values that saves without these options stand for: earlier versions did not have them.
 const ONCE: [(&str, &str); 1] = [("base-dtype", "\"f16\"")];
 
 fn option_differences(past: &SaveInfo, now: &SaveInfo) -> Vec<String> {
@@ -61,13 +61,13 @@ fn option_differences(past: &SaveInfo, now: &SaveInfo) -> Vec<String> {
         .collect()
 }
 
-/// The first digits of a fingerprint, enough to tell two apart; anything short as it is.
+/// The first digits of a fingerprint, enough to tell two apart; short text unchanged.
 fn short(text: &str) -> &str {
     let digits = text.rsplit(':').next().unwrap_or(text);
     digits.get(..12).unwrap_or(digits)
 }
 
-/// What a changed number of steps does to the schedule; `None` when it did not change.
+/// The effect of a changed number of steps on the schedule; `None` when it did not change.
 ///
 /// # Errors
 /// When fewer steps are asked for than are done.

@@ -31,7 +31,7 @@ use crate::{
     plan::{Selection, budget, calibrate::Rates, size, size_up},
 };
 
-/// What a run leaves behind.
+/// The result of a run.
 #[derive(Debug)]
 pub struct Finished {
     /// Folder of the adapter.
@@ -43,7 +43,7 @@ pub struct Finished {
 /// Tokens of a text that make a prompt.
 const PROMPT: usize = 16;
 
-/// What stands in front of the first supervised token; of a text, its first tokens.
+/// The tokens up to the first supervised one; of a text, its first tokens.
 fn beginning(row: RowRef) -> Vec<u32> {
     let unsupervised = row.targets.iter().take_while(|&&target| target == NO_LOSS).count();
     let len = if unsupervised == 0 { PROMPT } else { unsupervised + 1 };
@@ -100,7 +100,7 @@ fn go(
     let setup = Setup { options, base, tokenizer, past: past_info, spool: folder.path() };
     let Planned { mut trainer, selection, before, smaller } = setup.allocate(&mut prepared, selection)?;
     counting::reset_peak();
-    // Of a smaller plan, other rows at a time.
+    // A smaller plan may change the micro-batch.
     let info = describe(options, base, &prepared, selection.chosen.plan.config);
     if let Some(past) = past {
         resume::check_finite(&past)?;
@@ -125,7 +125,7 @@ fn go(
         reporter.event(&Event::Note(note))?;
     }
     let finished = run.train(&mut trainer, reporter);
-    // Also of a run that failed: that is when somebody wants to see it.
+    // Also of a run that failed: its user wants to see why.
     if let (Some(trace), Some(path)) = (trace, &options.memory_trace) {
         let plan = &selection.chosen.plan;
         let written = trace.finish()?.write(path, &plan.by_phase(), plan.peak().1);
@@ -144,7 +144,7 @@ struct Planned {
     smaller: Option<String>,
 }
 
-/// What a trainer is made of, besides rows and plan.
+/// The parts of a trainer besides rows and plan.
 struct Setup<'a> {
     options: &'a RunOptions,
     base: &'a Arc<Base>,
@@ -188,12 +188,12 @@ impl Setup<'_> {
     }
 }
 
-/// What stays the same while a run runs.
+/// The parts of a run that stay the same.
 struct Run<'a> {
     options: &'a RunOptions,
     base: &'a Base,
     prepared: &'a Prepared,
-    /// What saves say, at step 0.
+    /// The description in saves, at step 0.
     info: SaveInfo,
     selection: &'a Selection<PlanConfig>,
     before: usize,
@@ -202,7 +202,7 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// The loop.
+    /// The loop over optimizer steps.
     fn train(&self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<Finished> {
         let steps = self.prepared.steps;
         let begun_at = trainer.steps_done();
@@ -244,8 +244,8 @@ impl Run<'_> {
         self.finish(trainer, per_second(tokens, seconds), reporter)
     }
 
-    /// Whether steps of `tokens_per_s` say that the plan's rates are wrong: that a machine is slower than they are may
-    /// be the work of others.
+    /// Whether steps of `tokens_per_s` say that the plan's rates are wrong: that a machine is slower than
+    /// they are may be the work of others.
     fn is_faster_than_planned(&self, tokens_per_s: f64) -> bool {
         let chosen = &self.selection.chosen;
         let tokens = self.options.batch * self.prepared.longest();

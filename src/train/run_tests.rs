@@ -13,9 +13,9 @@ use crate::{
 };
 
 thread_local! {
-    /// What the system says is free, from the next question on.
+    /// Free bytes, as the system says from the next question on.
     static FREE: Cell<Option<u64>> = const { Cell::new(None) };
-    /// What it says once before that.
+    /// The answer to one question before that.
     static ONCE: Cell<Option<u64>> = const { Cell::new(None) };
     /// Questions until nothing is free.
     static LEFT: Cell<usize> = const { Cell::new(usize::MAX) };

@@ -37,12 +37,12 @@ const INFO: &str = "engraft_save";
 const CHECKSUM: &str = "blake3";
 const EXTENSION: &str = "safetensors";
 
-/// What a save says about itself and about the run it belongs to.
+/// The description of a save and of the run it belongs to.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SaveInfo {
     /// [`FORMAT`] of the writer.
     pub format: u32,
-    /// Optimizer steps done.
+    /// Number of optimizer steps done.
     pub step: u64,
     /// Optimizer steps the run was to have, on which the schedule depends.
     pub steps: u64,
@@ -52,9 +52,9 @@ pub struct SaveInfo {
     pub base: String,
     /// Fingerprint of the training rows.
     pub data: String,
-    /// What computed it.
+    /// The machine that computed it.
     pub machine: Machine,
-    /// The adapter.
+    /// The adapter that is trained.
     pub spec: AdapterSpec,
     /// Names of the trainable tensors in the order of the layout.
     pub tensors: Vec<String>,
@@ -65,7 +65,7 @@ pub struct SaveInfo {
     pub loss_scale: Option<LossScale>,
 }
 
-/// A verified save: its description, and where its tensors lie in the file.
+/// A verified save: its description, and where its tensors are in the file.
 pub struct Save {
     /// Where and of what.
     pub info: SaveInfo,
@@ -166,7 +166,7 @@ fn header<'a>(
         start = end;
     }
     let mut text = object.to_string().into_bytes();
-    // The tensors begin at a multiple of 8, as the format wishes.
+    // The tensors begin at a multiple of 8, as the format asks.
     text.resize(text.len().next_multiple_of(8), b' ');
     Ok([&(text.len() as u64).to_le_bytes(), text.as_slice()].concat())
 }
@@ -226,7 +226,7 @@ fn describe(text: &str) -> Result<SaveInfo, String> {
     serde_json::from_str(text).map_err(unknown)
 }
 
-/// Where the tensors lie, in the order of their bytes.
+/// Where the tensors are, in the order of their bytes.
 fn places(bytes: &[u8]) -> Result<Vec<Extent>, String> {
     let file = SafeTensors::deserialize(bytes).map_err(|cause| format!("it is damaged ({cause})"))?;
     let mut places = Vec::new();
@@ -263,8 +263,8 @@ pub fn newest(folder: &Path) -> Result<Option<(Save, Vec<String>)>> {
     }
 }
 
-/// Removes saves after `step`, which this run did not write (damaged ones, or those of steps it went
-/// back behind), and all but the newest `keep` others.
+/// Removes saves after `step`, which this run did not write (damaged ones, or those after the step that
+/// it went back to), and all but the newest `keep` others.
 ///
 /// # Errors
 /// When one cannot be removed.

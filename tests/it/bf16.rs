@@ -20,7 +20,9 @@ use engraft::{
 use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec};
 use engraft_util::rng;
 
-use crate::{cli_support::Sandbox, skip::skip};
+use engraft_util::skip::skip;
+
+use crate::cli_support::Sandbox;
 
 /// Runs an ignored test of this module in another process.
 fn insist(test: &str) {

@@ -4,3 +4,5 @@
 pub mod atomic;
 pub mod real;
 pub mod rng;
+#[doc(hidden)]
+pub mod skip;

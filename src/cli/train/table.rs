@@ -26,8 +26,8 @@ pub fn whole(selection: &Selection<PlanConfig>) -> String {
             row.lifetime.to_owned(),
         ]
     }));
-    let moments = plan.by_phase().map(|(moment, bytes)| format!("{moment} {}", size(bytes))).join(", ");
-    format!("{}\n\nmoments: {moments}\n{}\n", aligned(&lines, &[4, 5]), summary(selection, usize::MAX))
+    let phases = plan.by_phase().map(|(phase, bytes)| format!("{phase} {}", size(bytes))).join(", ");
+    format!("{}\n\nphases: {phases}\n{}\n", aligned(&lines, &[4, 5]), summary(selection, usize::MAX))
 }
 
 /// One line for each role, the choice, and the most telling alternatives.
@@ -51,10 +51,10 @@ pub fn short(selection: &Selection<PlanConfig>) -> String {
 /// What was chosen, what it takes, and up to `most` alternatives.
 fn summary(selection: &Selection<PlanConfig>, most: usize) -> String {
     let plan = &selection.chosen.plan;
-    let (moment, peak) = plan.peak();
+    let (phase, peak) = plan.peak();
     let of = selection.budget.map_or(String::new(), |budget| format!(" of {}", size(budget)));
     let mut lines = vec![
-        format!("peak     {}{of} ({moment}){}", size(peak), time(&selection.chosen)),
+        format!("peak     {}{of} ({phase}){}", size(peak), time(&selection.chosen)),
         format!("chosen   {}", plan.config),
     ];
     lines.extend(telling(&selection.alternatives, most).map(|other| format!("         {}", sentence(other))));
@@ -127,15 +127,15 @@ fn aligned<const N: usize>(lines: &[[String; N]], right: &[usize]) -> String {
 /// The event `plan`.
 pub fn event(selection: &Selection<PlanConfig>) -> Value {
     let plan = &selection.chosen.plan;
-    let (moment, peak) = plan.peak();
+    let (phase, peak) = plan.peak();
     json!({
         "event": "plan",
         "peak_bytes": peak,
-        "peak_moment": moment.name(),
+        "peak_moment": phase.name(),
         "budget_bytes": selection.budget,
         "seconds_per_step": selection.chosen.measured.then_some(selection.chosen.seconds),
         "policy": policy(plan),
-        "moments": plan.by_phase().map(|(moment, bytes)| (moment.name(), bytes)).into_iter()
+        "moments": plan.by_phase().map(|(phase, bytes)| (phase.name(), bytes)).into_iter()
             .collect::<std::collections::BTreeMap<_, _>>(),
         "rows": plan.rows.iter().map(row).collect::<Vec<_>>(),
         "alternatives": selection.alternatives.iter().map(|other| json!({
@@ -160,7 +160,7 @@ fn policy(plan: &Plan<PlanConfig>) -> Value {
 }
 
 fn row(row: &Row) -> Value {
-    let resident = |moment: &Phase| (moment.name(), row.resident(*moment));
+    let resident = |phase: &Phase| (phase.name(), row.resident(*phase));
     json!({
         "role": row.role,
         "name": row.name,

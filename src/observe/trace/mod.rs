@@ -1,7 +1,7 @@
 //! A recording of memory over time: `--memory-trace FILE.json`, and a picture of it in FILE.svg beside it.
 //!
 //! A thread of its own takes a [`Sample`] every 20 ms: resident memory as the kernel counts it, the bytes
-//! that [`counting`] counts, and the [`Phase`] the run is in. Peaks, of the run and of each moment, are
+//! that [`counting`] counts, and the [`Phase`] the run is in. Peaks, of the run and of each phase, are
 //! kept from all samples; the samples themselves are thinned so that a long run fills no memory.
 
 use std::{
@@ -34,7 +34,7 @@ const KEPT: usize = 20_000;
 pub struct Sample {
     /// Since the recording began.
     pub seconds: f64,
-    /// Resident memory.
+    /// Resident bytes of the process.
     pub resident: u64,
     /// The part of it that is heap, stacks and arenas.
     pub anonymous: u64,
@@ -42,8 +42,8 @@ pub struct Sample {
     pub file: u64,
     /// Heap and arenas as the program counts them.
     pub counted: u64,
-    /// What the run was doing.
-    pub moment: Phase,
+    /// The phase that the run was in.
+    pub phase: Phase,
 }
 
 impl Sample {
@@ -56,11 +56,11 @@ impl Sample {
             anonymous: part(|resident| resident.anonymous),
             file: part(|resident| resident.file),
             counted: counting::measured() as u64,
-            moment: phase::current(),
+            phase: phase::current(),
         }
     }
 
-    /// What a peak is a peak of: resident memory, or the counted bytes where that is unknown.
+    /// Peaks are of resident memory, or of the counted bytes where that is unknown.
     fn height(&self) -> (u64, u64) {
         (self.resident, self.counted)
     }
@@ -73,22 +73,22 @@ pub struct Trace {
     thread: Option<JoinHandle<TraceRecorder>>,
 }
 
-/// What was recorded.
+/// Memory over time, with its peaks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TraceRecorder {
     /// In order of time; of neighbours that were thinned, the highest.
     pub samples: Vec<Sample>,
     /// The highest sample of all.
     pub peak: Option<Sample>,
-    /// The highest sample of each moment the run was in.
-    pub moments: Vec<Sample>,
-    /// The kernel's own peak of resident memory, which sees what falls between two samples. Bytes, since
+    /// The highest sample of each phase the run was in.
+    pub phases: Vec<Sample>,
+    /// The kernel's own peak of resident memory, which sees peaks between two samples. Bytes, since
     /// the process began.
     pub high_water: Option<u64>,
 }
 
 impl Trace {
-    /// Begins to record.
+    /// Starts a thread that records.
     ///
     /// # Errors
     /// When the system refuses a thread.
@@ -126,7 +126,7 @@ impl Drop for Trace {
     fn drop(&mut self) {
         self.stop = None;
         if let Some(thread) = self.thread.take() {
-            let _ = thread.join(); // nobody wants the recording any more
+            let _ = thread.join(); // the recording is dropped unread
         }
     }
 }
@@ -145,7 +145,7 @@ fn record(stopped: &Receiver<()>, every: Duration, kept: usize) -> TraceRecorder
 }
 
 impl TraceRecorder {
-    /// Writes the recording to `path`, with the bytes `planned` for each moment and their peak `total`, and
+    /// Writes the recording to `path`, with the bytes `planned` for each phase and their peak `total`, and
     /// the picture to the same path with the ending `.svg`. Each file appears whole or not at all.
     ///
     /// # Errors
@@ -165,10 +165,10 @@ impl TraceRecorder {
     /// The form of the JSON file: bytes and seconds; samples as one list for each quantity.
     fn to_json(&self, planned: &[(Phase, u64)], total: u64) -> Value {
         let planned: Vec<_> =
-            planned.iter().map(|(moment, bytes)| json!({ "moment": moment, "bytes": bytes })).collect();
+            planned.iter().map(|(phase, bytes)| json!({ "moment": phase, "bytes": bytes })).collect();
         let one = |sample: &Sample| {
             json!({
-                "moment": sample.moment,
+                "moment": sample.phase,
                 "seconds": millis(sample.seconds),
                 "resident_bytes": sample.resident,
                 "counted_bytes": sample.counted,
@@ -178,7 +178,7 @@ impl TraceRecorder {
             "planned": { "total_bytes": total, "moments": planned },
             "measured": {
                 "peak": self.peak.as_ref().map(one),
-                "moments": self.moments.iter().map(one).collect::<Vec<_>>(),
+                "moments": self.phases.iter().map(one).collect::<Vec<_>>(),
                 "high_water_bytes": self.high_water,
             },
             "samples": {
@@ -187,7 +187,7 @@ impl TraceRecorder {
                 "anonymous_bytes": self.list(|sample| sample.anonymous),
                 "file_bytes": self.list(|sample| sample.file),
                 "counted_bytes": self.list(|sample| sample.counted),
-                "moment": self.list(|sample| sample.moment),
+                "moment": self.list(|sample| sample.phase),
             },
         })
     }
@@ -197,7 +197,7 @@ impl TraceRecorder {
     }
 }
 
-/// Rounded to milliseconds: what is behind them says nothing at 20 ms a sample.
+/// Rounded to milliseconds: further digits say nothing at 20 ms a sample.
 fn millis(seconds: f64) -> f64 {
     (seconds * 1e3).round() / 1e3
 }

@@ -1,4 +1,6 @@
-//! The picture of a recording: resident memory over time, its moments, and what was planned.
+//! The picture of a recording: resident memory over time, its phases, and the planned peak.
+
+use std::ops::Range;
 
 use plotters::{
     coord::Shift,
@@ -19,7 +21,7 @@ type Drawn<T = ()> = std::result::Result<T, DrawingAreaErrorKind<std::io::Error>
 const SIZE: (u32, u32) = (1060, 460);
 /// Left edge of the legend.
 const LEGEND: i32 = 830;
-/// The strip of moments lies this far above the chart, and is this high.
+/// The strip of phases is this far above the chart, and this high.
 const STRIP: (i32, i32) = (6, 12);
 /// Samples drawn one by one at most, and pieces of the strip: about one a pixel.
 const FINE: usize = 1000;
@@ -60,8 +62,8 @@ impl Unit {
     }
 }
 
-fn colour(moment: Phase) -> RGBColor {
-    match moment {
+fn colour(phase: Phase) -> RGBColor {
+    match phase {
         Phase::Loading => RGBColor(150, 150, 150),
         Phase::Forward => RGBColor(76, 120, 168),
         Phase::Head => RGBColor(245, 166, 35),
@@ -147,7 +149,7 @@ fn draw(area: &Area, recording: &TraceRecorder, planned: u64) -> Drawn {
 
     let (columns, rows) = chart.plotting_area().get_pixel_range();
     let fine = merged(&recording.samples, count.div_ceil(FINE));
-    strip(area, &fine, (columns.start, columns.end), rows.start - STRIP.0, end)?;
+    strip(area, &fine, columns.clone(), rows.start - STRIP.0, end)?;
     title(area, recording, unit, columns.start)?;
     legend(area, recording, planned, unit)
 }
@@ -157,18 +159,19 @@ fn plain(value: &f64) -> String {
     format!("{}", (value * 1e3).round() / 1e3)
 }
 
-/// A bar above the chart with the colour of each moment, on the same axis of time.
-fn strip(area: &Area, samples: &[Sample], (left, right): (i32, i32), bottom: i32, end: f64) -> Drawn {
+/// A bar above the chart with the colour of each phase, on the same axis of time.
+fn strip(area: &Area, samples: &[Sample], columns: Range<i32>, bottom: i32, end: f64) -> Drawn {
+    let Range { start: left, end: right } = columns;
     let column = |seconds: f64| left + ((right - left) as f64 * seconds / end).round() as i32;
     let mut from = left;
     for (at, sample) in samples.iter().enumerate() {
         let next = samples.get(at + 1);
-        if next.is_some_and(|next| next.moment == sample.moment) {
+        if next.is_some_and(|next| next.phase == sample.phase) {
             continue;
         }
         let to = next.map_or(right, |next| column(next.seconds));
         let corners = [(from, bottom - STRIP.1), (to.max(from + 1), bottom)];
-        area.draw(&Rectangle::new(corners, colour(sample.moment).filled()))?;
+        area.draw(&Rectangle::new(corners, colour(sample.phase).filled()))?;
         from = to;
     }
     Ok(())
@@ -183,7 +186,7 @@ fn title(area: &Area, recording: &TraceRecorder, unit: Unit, left: i32) -> Drawn
     let text = format!(
         "{what} memory: highest {} in {}, {:.1} s after the start",
         unit.text(bytes),
-        peak.moment,
+        peak.phase,
         peak.seconds
     );
     let style = ("sans-serif", 20).into_font().color(&TEXT);
@@ -215,10 +218,10 @@ fn legend(area: &Area, recording: &TraceRecorder, planned: u64, unit: Unit) -> D
     top += 14;
     label(area, "strip: highest in", (LEGEND, top))?;
     top += 22;
-    for peak in &recording.moments {
+    for peak in &recording.phases {
         let height = if peak.resident == 0 { peak.counted } else { peak.resident };
-        let text = format!("{}: {}", peak.moment, unit.text(height));
-        entry(area, Mark::Box, colour(peak.moment), &text, &mut top)?;
+        let text = format!("{}: {}", peak.phase, unit.text(height));
+        entry(area, Mark::Box, colour(peak.phase), &text, &mut top)?;
     }
     Ok(())
 }

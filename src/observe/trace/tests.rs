@@ -6,7 +6,7 @@ use super::*;
 
 const MIB: u64 = 1 << 20;
 
-fn sample(index: usize, resident: u64, moment: Phase) -> Sample {
+fn sample(index: usize, resident: u64, phase: Phase) -> Sample {
     let file = resident / 4;
     Sample {
         seconds: index as f64 * 0.02,
@@ -14,7 +14,7 @@ fn sample(index: usize, resident: u64, moment: Phase) -> Sample {
         anonymous: resident - file,
         file,
         counted: resident / 2,
-        moment,
+        phase,
     }
 }
 
@@ -22,10 +22,10 @@ fn sample(index: usize, resident: u64, moment: Phase) -> Sample {
 fn synthetic(steps: usize) -> TraceRecorder {
     let mut timeline = Timeline::new(KEPT);
     let mut index = 0;
-    let mut push = |mib: u64, moment: Phase| {
+    let mut push = |mib: u64, phase: Phase| {
         let resident = mib * MIB;
         let file = resident.min(330 * MIB);
-        let base = sample(index, resident, moment);
+        let base = sample(index, resident, phase);
         let anonymous = resident - file;
         timeline.push(Sample { file, anonymous, counted: anonymous.saturating_sub(9 * MIB), ..base });
         index += 1;
@@ -47,21 +47,18 @@ fn thinning_keeps_the_peaks_the_order_and_the_bound() {
     let mut timeline = Timeline::new(64);
     let spike = 777;
     for index in 0..10_000 {
-        let moment = if index % 2 == 0 { Phase::Forward } else { Phase::Backward };
+        let phase = if index % 2 == 0 { Phase::Forward } else { Phase::Backward };
         let height = if index == spike { 5000 } else { 100 + index as u64 % 50 };
-        timeline.push(sample(index, height * MIB, moment));
+        timeline.push(sample(index, height * MIB, phase));
     }
     let recording = timeline.finish(None);
     assert!((32..=65).contains(&recording.samples.len()), "{}", recording.samples.len());
     assert!(recording.samples.is_sorted_by(|a, b| a.seconds < b.seconds));
     let peak = recording.peak.unwrap();
-    assert_eq!(
-        (peak.resident, peak.moment, peak.seconds),
-        (5000 * MIB, Phase::Backward, spike as f64 * 0.02)
-    );
+    assert_eq!((peak.resident, peak.phase, peak.seconds), (5000 * MIB, Phase::Backward, spike as f64 * 0.02));
     assert!(recording.samples.contains(&peak));
-    let moments: Vec<_> = recording.moments.iter().map(|peak| (peak.moment, peak.resident / MIB)).collect();
-    assert_eq!(moments, [(Phase::Forward, 148), (Phase::Backward, 5000)]);
+    let phases: Vec<_> = recording.phases.iter().map(|peak| (peak.phase, peak.resident / MIB)).collect();
+    assert_eq!(phases, [(Phase::Forward, 148), (Phase::Backward, 5000)]);
 }
 
 #[test]

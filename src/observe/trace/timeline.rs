@@ -10,19 +10,19 @@ pub struct Timeline {
     stride: usize,
     /// The highest sample of the group that is not complete, and how many it stands for.
     open: Option<(Sample, usize)>,
-    /// The highest sample of each moment.
-    moments: Vec<Sample>,
+    /// The highest sample of each phase.
+    phases: Vec<Sample>,
 }
 
 impl Timeline {
     pub fn new(capacity: usize) -> Self {
-        Self { samples: Vec::new(), capacity: capacity.max(2), stride: 1, open: None, moments: Vec::new() }
+        Self { samples: Vec::new(), capacity: capacity.max(2), stride: 1, open: None, phases: Vec::new() }
     }
 
     pub fn push(&mut self, sample: Sample) {
-        match self.moments.iter_mut().find(|peak| peak.moment == sample.moment) {
+        match self.phases.iter_mut().find(|peak| peak.phase == sample.phase) {
             Some(peak) => *peak = higher(*peak, sample),
-            None => self.moments.push(sample),
+            None => self.phases.push(sample),
         }
         let (highest, count) =
             self.open.take().map_or((sample, 1), |(open, count)| (higher(open, sample), count + 1));
@@ -39,9 +39,9 @@ impl Timeline {
 
     pub fn finish(mut self, high_water: Option<u64>) -> TraceRecorder {
         self.samples.extend(self.open.map(|(sample, _)| sample));
-        let peak = self.moments.iter().copied().reduce(higher);
-        self.moments.sort_by_key(|sample| sample.moment);
-        TraceRecorder { samples: self.samples, peak, moments: self.moments, high_water }
+        let peak = self.phases.iter().copied().reduce(higher);
+        self.phases.sort_by_key(|sample| sample.phase);
+        TraceRecorder { samples: self.samples, peak, phases: self.phases, high_water }
     }
 }
 

@@ -27,11 +27,11 @@ use crate::{
 /// A measurement is not repeated once this many seconds have gone by, and no product is begun that should
 /// take much longer than this.
 const BUDGET: f64 = 0.06;
-/// Repeats at most.
+/// Most calls of a measurement.
 const REPEATS: usize = 5;
 const PAGE: usize = 4096;
 
-/// What the kernels are measured with.
+/// Sizes that the kernels are measured with.
 pub struct Sizes {
     /// Rows of a product: few and many.
     pub rows: (usize, usize),
@@ -227,7 +227,7 @@ fn pointwise(sizes: &Sizes) -> (RatePair, RatePair) {
     (layernorm, RatePair { forward: bytes(8, forward), backward: bytes(12, backward) })
 }
 
-/// Elements/s.
+/// Elements/s of an AdamW update with FP32 moments.
 fn adamw(elements: usize) -> f64 {
     let (mut values, gradient) = (values(elements), values(elements));
     let (mut first, mut second) = (vec![1e-3; elements], vec![1e-3; elements]);

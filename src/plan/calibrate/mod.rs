@@ -1,9 +1,9 @@
-//! How fast this machine is, measured with the real kernels: what predictions of time multiply with.
+//! How fast this machine is, measured with the real kernels: factors of predicted times.
 //!
-//! Measuring takes about a second and 70 MiB of memory, and then a temporary file of 64 MiB. The result is
-//! kept as `calibration.json` in the cache, for BF16 where it is fast as `calibration-bf16.json`, and measured anew for
-//! another CPU, number of threads, vector level or build of the program, and after a run that was much faster than they
-//! said.
+//! Measuring takes about a second and 70 MiB of memory, and then a temporary file of 64 MiB. The result
+//! is kept as `calibration.json` in the cache, for BF16 where it is fast as `calibration-bf16.json`, and
+//! measured anew for another CPU, number of threads, vector level or build of the program, and after a
+//! run that was much faster than they said.
 
 use std::{fs, path::Path, time::UNIX_EPOCH};
 
@@ -18,7 +18,7 @@ use crate::{
 
 mod measure;
 
-/// The cached file of an arithmetic.
+/// Name of the cached file of an arithmetic.
 fn file(arithmetic: Arithmetic) -> &'static str {
     if arithmetic.in_pairs() { "calibration-bf16.json" } else { "calibration.json" }
 }
@@ -49,18 +49,18 @@ pub struct Rates {
 /// A speed forward and another backward.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct RatePair {
-    /// Of the forward.
+    /// Speed of the forward kernel.
     pub forward: f64,
-    /// Of the backward.
+    /// Speed of the backward kernel.
     pub backward: f64,
 }
 
 /// Speed of a frozen product at two numbers of rows. Weights are widened once a call, so few rows are slower.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ProductRate {
-    /// At few rows.
+    /// The point with few rows.
     pub few: RatePoint,
-    /// At many rows.
+    /// The point with many rows.
     pub many: RatePoint,
 }
 
@@ -100,7 +100,7 @@ pub fn attention_flops(heads: usize, width: usize, pairs: usize) -> (f64, f64) {
     (2.0 * product, 5.0 * product)
 }
 
-/// What speeds depend on.
+/// Speeds depend on these alone.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Key {
     cpu: String,
@@ -141,7 +141,7 @@ fn cpu_model(cpuinfo: &str) -> String {
     field("model name").or_else(arm).unwrap_or_else(|| "unknown".to_owned())
 }
 
-/// The cached file.
+/// Content of the cached file.
 #[derive(Debug, Serialize, Deserialize)]
 struct CachedRates {
     key: Key,
@@ -188,8 +188,8 @@ impl Rates {
         reading: 2e10,
     };
 
-    /// The rates of an arithmetic in the cache if they are this machine's, or else newly measured ones, which are then
-    /// cached.
+    /// The rates of an arithmetic in the cache if they are this machine's, or else newly measured ones,
+    /// which are then cached.
     ///
     /// A cache that is damaged, cannot be written or is not there is no error: rates are measured again.
     pub fn load_or_measure(cache: Option<&Path>, arithmetic: Arithmetic) -> Rates {
@@ -202,8 +202,8 @@ impl Rates {
         load(&cache?.join(file(arithmetic)), &Key::here())
     }
 
-    /// Removes the cached rates, where they have turned out not to be this machine's: it was busy with other work when
-    /// they were measured. The next plan measures again.
+    /// Removes the cached rates, where they have turned out not to be this machine's: it was busy with
+    /// other work when they were measured. The next plan measures again.
     pub fn forget(cache: Option<&Path>, arithmetic: Arithmetic) {
         if let Some(cache) = cache {
             let _ = fs::remove_file(cache.join(file(arithmetic)));

@@ -15,7 +15,7 @@ fn key() -> Key {
     Key { cpu: "X".into(), threads: 2, level: "x86-v4".into(), program: "1".into() }
 }
 
-/// Rates that no measurement gives: what is read back came from the file.
+/// Rates that no measurement gives: read back, they came from the file.
 fn known() -> Rates {
     let both = RatePair { forward: 1.5, backward: 2.5 };
     let point = |rows, flops| RatePoint { rows, flops };

@@ -21,7 +21,7 @@ fn info(step: u64) -> SaveInfo {
 const FLOATS: [f32; 3] = [1.0, -0.0, f32::MIN_POSITIVE / 3.0];
 const CODES: [u8; 5] = [0, 255, 7, 8, 9];
 
-/// What a trainer hands over: floats, an empty tensor, codes, and floats that then lie on no boundary.
+/// Tensors as of a trainer: floats, an empty tensor, codes, and floats that then begin on no boundary.
 fn tensors() -> [StateTensor<'static>; 4] {
     [
         (VALUES, FLOATS[..].into(), None),
@@ -93,7 +93,7 @@ fn only_the_newest_are_kept() {
         || -> Vec<_> { list(folder.path()).unwrap().iter().filter_map(|path| step_of(path)).collect() };
     prune(folder.path(), 10, 2).unwrap();
     assert_eq!(steps(), [9, 10]);
-    // A run that went back to step 9 and saves there leaves nothing behind it.
+    // A run that went back to step 9 and saves there leaves no later save.
     prune(folder.path(), 9, 2).unwrap();
     assert_eq!(steps(), [9]);
 }
@@ -116,7 +116,7 @@ fn another_format_is_named() {
         let message = read(&path).unwrap_err().to_string();
         assert!(message.contains(&format!("format is {format}, this program reads 2")), "{message}");
     }
-    // What a save of the first format says of itself: it knew no optimizer.
+    // The description of a save of the first format, which knew no optimizer.
     let mut first = serde_json::to_value(SaveInfo { format: 1, ..info(1) }).unwrap();
     first.as_object_mut().unwrap().remove("optimizer");
     assert!(describe(&first.to_string()).unwrap_err().contains("format is 1"));
