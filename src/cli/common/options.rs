@@ -75,8 +75,8 @@ impl<G, T> Definition<G, T> {
     }
 
     /// Whether the config of an adapter to start from gives it.
-    pub const fn from_adapter(mut self, from_adapter: bool) -> Self {
-        self.from_adapter = from_adapter;
+    pub const fn in_adapter(mut self, in_adapter: bool) -> Self {
+        self.from_adapter = in_adapter;
         self
     }
 
