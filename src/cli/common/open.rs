@@ -28,7 +28,7 @@ use crate::{
 /// Name of the base that is compiled into the program.
 pub const EMBEDDED: &str = "embedded";
 
-/// Where the adapter of a run folder lies in it.
+/// The subfolder of a run folder with its adapter.
 const RUN_ADAPTER: &str = "adapter";
 
 /// A base, ready to use.
@@ -78,8 +78,8 @@ pub fn hint_at_f32(kind: &DeviceKind, activations: DType) {
     }
 }
 
-/// What `--precision bf16` would gain a training of the FP16 base on a CPU with fast BF16 products, for somebody who named
-/// no precision.
+/// A hint at `--precision bf16` for a training of the FP16 base without a precision, on a CPU with fast BF16
+/// products.
 pub fn faster_in_bf16(
     kind: &DeviceKind,
     precision: Option<Precision>,
@@ -88,12 +88,13 @@ pub fn faster_in_bf16(
     let f16_base = dtype.is_none_or(|dtype| dtype.kept() == BaseDType::F16);
     let is_faster = kind.default_activations == DType::F32 && kind.has_fast_bf16();
     (is_faster && precision.is_none() && f16_base).then_some(
-        "on this CPU --precision bf16 trains up to 1.9 times as fast, with the factors of products rounded to 8 bits",
+        "on this CPU --precision bf16 trains up to 1.9 times as fast, with the factors of products rounded to 8 \
+         bits",
     )
 }
 
-/// Finds and loads the base that `args` name, and brings it to what computes; with `stream` a device gets blocks when
-/// they are needed.
+/// Finds and loads the base that `args` name, and copies it to the device; with `stream` blocks follow when they
+/// are needed.
 ///
 /// # Errors
 /// When it cannot be found, downloaded or read, or the device has no room for it.

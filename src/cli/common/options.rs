@@ -1,7 +1,7 @@
 //! One definition for each option: name, help, default, check, config key and resume rule.
 //!
-//! [`options!`] takes the definitions of a group of options and makes a struct of them, which clap fills from
-//! the command line and serde from a config file. Everything else that must know the options asks
+//! [`options!`] takes the definitions of a group of options and makes a struct of them, which clap fills
+//! from the command line and serde from a config file. Everything else that must know the options asks
 //! [`Options::facts`]: the help text, the layers of config files, the identity of a run, the tests of the manual.
 
 use std::fmt::Display;
@@ -75,8 +75,8 @@ impl<G, T> Definition<G, T> {
     }
 
     /// Whether the config of an adapter to start from gives it.
-    pub const fn from_adapter(mut self, from_adapter: bool) -> Self {
-        self.from_adapter = from_adapter;
+    pub const fn in_adapter(mut self, in_adapter: bool) -> Self {
+        self.from_adapter = in_adapter;
         self
     }
 
@@ -98,7 +98,7 @@ impl<G, T> Definition<G, T> {
         }
     }
 
-    /// The value where none is given, beside `group`.
+    /// The value if none is given, where `group` has the other options.
     pub fn usual(&self, group: &G) -> Option<T> {
         (self.default)(group)
     }
@@ -274,10 +274,10 @@ pub trait Options: Sized {
 
 /// A struct of options from their definitions.
 ///
-/// The fields in braces after the name are groups of options. The options follow under the headings of the help:
-/// the help text as doc comment, the field (whose name with dashes is the option), the type, perhaps a default that
-/// depends on nothing, and after `=>` the rest of the [`Definition`]. Each option is an `Option` field; one with such
-/// a default also gets a method of its name that gives the value or the default.
+/// The fields in braces after the name are groups of options. The options follow under the headings of the
+/// help: the help text as doc comment, the field (whose name with dashes is the option), the type, perhaps a
+/// default that depends on nothing, and after `=>` the rest of the [`Definition`]. Each option is an `Option`
+/// field; one with such a default also gets a method of its name that gives the value or the default.
 macro_rules! options {
     (
         $(#[$of_struct:meta])*

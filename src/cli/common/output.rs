@@ -24,7 +24,7 @@ fn output_error(cause: &io::Error) -> Error {
     Error::failed(format!("standard output cannot be written: {cause}; free space or redirect it elsewhere"))
 }
 
-/// A line beside the results: progress, hints, warnings. Lost when standard error is closed.
+/// Writes a line to standard error: progress, a hint, a warning. It is lost if standard error is closed.
 pub fn write_note(text: &str) {
     let _ = writeln!(io::stderr(), "{text}");
 }

@@ -16,7 +16,7 @@ use crate::{
 /// `--method`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 pub enum Method {
-    /// Low-rank deltas beside the frozen matrices.
+    /// Low-rank deltas added to the frozen matrices.
     #[value(name = "lora")]
     #[serde(rename = "lora")]
     Lora,

@@ -105,7 +105,7 @@ options! {
         /// Method to train
         method: Method => value("METHOD")
             .default(|args: &TrainArgs| args.init_adapter.is_none().then_some(Method::Lora))
-            .from_adapter(true);
+            .in_adapter(true);
         /// Start from this adapter (PEFT files), whose config gives the method and the options below
         init_adapter: PathBuf => value("DIR");
         /// Rank of the LoRA
@@ -120,7 +120,7 @@ options! {
             .default(|_| LoraSpec::default().layers.map(LayerList)).otherwise("all");
         /// Dropout on the LoRA's input
         lora_dropout: f64 = LoraSpec::default().dropout =>
-            value("P").of(Part::Lora).from_adapter(false).check(BELOW_ONE);
+            value("P").of(Part::Lora).in_adapter(false).check(BELOW_ONE);
         /// Scale by alpha / sqrt(rank)
         rslora: bool = LoraSpec::default().rslora => switch().of(Part::Lora);
         /// Another rank for sites that match KEY, a regular expression; repeatable

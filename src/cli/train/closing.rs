@@ -54,10 +54,12 @@ fn show_samples(finished: &Finished, opened: &Opened, prompt: &str) -> Result<()
     Ok(())
 }
 
-/// How to call `engraft-infer`: the program next to this one, relative to the current folder if it is below it.
+/// The program `engraft-infer` next to this one, relative to the current folder if it is below it.
 fn infer() -> String {
-    let beside = std::env::current_exe().ok().map(|program| program.with_file_name("engraft-infer"));
-    let Some(program) = beside.filter(|program| program.is_file()) else { return "engraft-infer".to_owned() };
+    let sibling = std::env::current_exe().ok().map(|program| program.with_file_name("engraft-infer"));
+    let Some(program) = sibling.filter(|program| program.is_file()) else {
+        return "engraft-infer".to_owned();
+    };
     let here = std::env::current_dir().ok();
     let short = here.as_deref().and_then(|here| program.strip_prefix(here).ok()).unwrap_or(&program);
     short.display().to_string()

@@ -40,10 +40,10 @@ pub fn short(selection: &Selection<PlanConfig>) -> String {
         let of_role = || plan.rows.iter().filter(|row| row.role == role);
         let bytes: u64 = of_role().map(Row::most_resident).sum();
         let disk: u64 = of_role().filter(|row| row.place == Placement::Disk).map(|row| row.bytes).sum();
-        let beside = if disk > 0 { format!("and {} in a file", size(disk)) } else { String::new() };
+        let on_disk = if disk > 0 { format!("and {} in a file", size(disk)) } else { String::new() };
         let buffers: usize = of_role().map(|row| row.count).sum();
         let what = if buffers == 1 { "1 buffer".to_owned() } else { format!("{buffers} buffers") };
-        lines.push([format!("         {role}"), what, size(bytes), beside]);
+        lines.push([format!("         {role}"), what, size(bytes), on_disk]);
     }
     format!("{}\n{}", aligned(&lines, &[2]), summary(selection, 4))
 }
