@@ -2,7 +2,8 @@
 //!
 //! | kind | f(x) | source |
 //! |---|---|---|
-//! | `GeluTanh` | `x / (1 + exp(-2u))`, `u = sqrt(2/pi) (x + 0.044715 x^3)`, the same as `x/2 (1 + tanh u)` | Hendrycks and Gimpel 2016 |
+//! | `GeluTanh` | `x / (1 + exp(-2u))`, `u = sqrt(2/pi) (x + 0.044715 x^3)`, the same as `x/2 (1 + tanh u)` |
+//! Hendrycks and Gimpel 2016 |
 //! | `Gelu` | `x/2 (1 + erf(x / sqrt 2))` | the same |
 //! | `Relu` | `max(x, 0)`, derivative 0 at 0 as in PyTorch | |
 //! | `Silu` | `x / (1 + exp(-x))` | the same |

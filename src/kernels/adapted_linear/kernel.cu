@@ -225,7 +225,8 @@ EXPORT(lora_xa_small_batch, (const T *x, const float *a, Dropout dropout, float 
 template <class T>
 __device__ void lora_small_batch(const T *x, const half_t *w, float *parts, int n, int rows, int cols, const float *a,
                          Dropout dropout, float *xa, int rank) {
-  int blocks = (cols + small_batch::COLUMNS - 1) / small_batch::COLUMNS, at = (int(blockIdx.x) - blocks) * small_batch::WARPS + warp();
+  int blocks = (cols + small_batch::COLUMNS - 1) / small_batch::COLUMNS;
+  int at = (int(blockIdx.x) - blocks) * small_batch::WARPS + warp();
   if (int(blockIdx.x) < blocks) return small_batch::shares(x, w, parts, n, rows, cols);
   if (blockIdx.y == 0 && at < n * rank) xa_element(x, a, dropout, xa, at / rank, at % rank, rows, rank);
 }

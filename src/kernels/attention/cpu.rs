@@ -1,4 +1,4 @@
-//! CPU side: a task is one head of one row; it walks over tiles of queries.
+//! CPU side: a task is one head of one row; it takes one tile of queries after another.
 //!
 //! The scores of a tile, TILE x (p + keys) floats, stay in the second-level cache. A task writes only
 //! its own head's columns.
@@ -9,8 +9,8 @@ use crate::device::cpu::{Shared, Strides, exp, gemm, simd::at_level, tasks::each
 /// Queries of a tile: 64 x 1044 scores are 267 KiB.
 const TILE: usize = 64;
 
-/// Floats of scratch a task uses for rows of `keys`, prefix included, and heads of `width`; and floats that
-/// packing takes beside it.
+/// Floats of scratch of a task for `keys` keys, prefix included, and heads of `width`; and floats that packing takes
+/// beside it.
 pub fn scratch(keys: usize, width: usize) -> (usize, usize) {
     if at_level!(s => simd::fits(s, width, keys)) == Some(true) {
         return (simd::scratch(keys, width), 0);
@@ -26,9 +26,9 @@ fn packing(keys: usize, width: usize) -> usize {
 /// One head of one row, with its strides.
 #[derive(Clone, Copy)]
 pub struct Head<'a> {
-    /// The elements, beginning with the first vector.
+    /// The elements, from the first vector.
     pub data: &'a [f32],
-    /// Distance between tokens.
+    /// Elements from a token to the next.
     pub row: usize,
 }
 
@@ -43,12 +43,12 @@ impl<'a> Head<'a> {
         Self { data: &data[start..], row }
     }
 
-    /// The vector of `token` and those behind it.
+    /// The vectors from `token` to the end.
     pub fn from(&self, token: usize) -> *const f32 {
         self.data[token * self.row..].as_ptr()
     }
 
-    /// The vector of `token`.
+    /// The vector of one token `(width)`.
     pub fn vector(&self, token: usize, width: usize) -> &'a [f32] {
         &self.data[token * self.row..][..width]
     }
@@ -97,7 +97,7 @@ unsafe fn products(
     scores: &mut [f32],
 ) {
     let mut part = |columns: usize, at: usize, right: *const f32, row: usize| {
-        // SAFETY: `at + columns` lies inside a row of scores; the operands hold that many vectors.
+        // SAFETY: `at + columns` is inside a row of scores; the operands hold that many vectors.
         unsafe {
             gemm(
                 (tile.rows, columns, shape.width),
@@ -274,11 +274,11 @@ pub fn backward(dout: &[f32], seen: Seen, scale: f32, shape: Shape, d_qkv: &mut 
     });
 }
 
-/// Where one head's gradients go.
+/// The destinations of one head's gradients.
 pub struct Gradients<'a> {
     /// Row of the batch, and head.
     pub task: (usize, usize),
-    /// Distance between tokens, 3c.
+    /// Elements from a token to the next, 3c.
     pub row: usize,
     /// Query, key or value gradient (0, 1, 2) of a token.
     pub d_at: &'a dyn Fn(usize, usize) -> *mut f32,
@@ -334,7 +334,7 @@ fn backward_head(dout: &[f32], seen: Seen, scale: f32, shape: &Shape, to: &Gradi
     });
 }
 
-/// From scores and `dp = do v` to probabilities and `ds = scale p (dp - delta)`, in place.
+/// Replaces scores by probabilities, and `dp = do v` by `ds = scale p (dp - delta)`.
 fn score_gradient(
     scores: &mut [f32],
     d_scores: &mut [f32],

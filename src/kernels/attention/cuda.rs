@@ -1,5 +1,5 @@
-//! CUDA side: tensor cores for heads of width 64 in 16 bits, plain kernels for all others, and shares of the keys
-//! for a single query.
+//! CUDA side: tensor cores for heads of width 64 in 16 bits, plain kernels for all others; the keys of a single query
+//! are cut into shares.
 
 use super::device_scratch::{KEYS, attention_backward, attention_decode, key_shares};
 use super::{CacheRows, Heads, Prefix, Seen, Shape, packed};
@@ -10,7 +10,7 @@ use crate::device::{
 
 static IMAGE: Image = image!("attention");
 
-/// [`Heads`] as the kernels take them.
+/// [`Heads`] in the layout of shape.cuh.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct RawHeads {
@@ -26,13 +26,13 @@ impl RawHeads {
         Self { data: heads.data.address(), row: heads.row as i64, batch: heads.batch as i64 }
     }
 
-    /// Whether eight neighbours can be read at a time.
+    /// Whether eight neighbours can be read by one instruction.
     fn is_aligned(self) -> bool {
         self.data.is_multiple_of(16) && self.row % 8 == 0 && self.batch % 8 == 0
     }
 }
 
-/// [`Shape`] and the factor of the scores as the kernels take them.
+/// [`Shape`] and the factor of the scores in the layout of shape.cuh.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct RawShape {
@@ -52,7 +52,7 @@ fn raw_shape(shape: Shape, scale: f32) -> Argument {
     Argument::structure(RawShape { batch, queries, past, heads, width, prefix, scale })
 }
 
-/// Queries, keys and values, then those of the prefix.
+/// Queries, keys and values, then keys and values of the prefix.
 struct Operands {
     heads: [RawHeads; 5],
     dtype: DType,
@@ -68,7 +68,7 @@ impl Operands {
         Self { heads: [RawHeads::of(q), RawHeads::of(k), RawHeads::of(v), pk, pv], dtype: q.data.dtype() }
     }
 
-    /// Whether the kernels on tensor cores take them.
+    /// Whether the tensor-core kernels take these operands.
     fn are_tiles(&self, shape: Shape) -> bool {
         self.dtype != DType::F32 && shape.width == 64 && self.heads.iter().all(|heads| heads.is_aligned())
     }
@@ -104,7 +104,7 @@ pub fn forward(
     gpu.launch(&IMAGE, &named(kernel, operands.dtype), grid, &all);
 }
 
-/// `count` blocks for each head of each row.
+/// A grid of `count` blocks for each head of each row.
 fn tiles(count: usize, shape: Shape) -> Grid {
     Grid::of((count, shape.heads, shape.batch), 128)
 }

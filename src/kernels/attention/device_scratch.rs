@@ -1,10 +1,10 @@
 //! Bytes of device scratch that this op takes beside its buffers, from sizes alone: plans count them on machines
 //! without a device.
 
-/// Keys that a block takes of a single query.
+/// Keys of a single query that a block takes.
 pub const KEYS: usize = 128;
 
-/// Shares that the keys of a single query are cut into.
+/// Number of shares that the keys of a single query are cut into.
 pub fn key_shares(keys: usize) -> usize {
     keys.div_ceil(KEYS)
 }

@@ -1,4 +1,4 @@
-// Causal attention over packed documents, a prefix and a cache: what is exported, and the small kernels around it.
+// Causal attention over packed documents, a prefix and a cache: the exports, and the small kernels around them.
 #include "plain.cuh"
 #include "tensor.cuh"
 
@@ -46,8 +46,8 @@ EXPORT(attention_delta,
        (const T *dout, const T *out, float *delta, int batch, int queries, int heads, int width),
        (dout, out, delta, batch, queries, heads, width))
 
-/// Adds parts (b, 2, p, c) over the batch, in order, to a gradient whose prefix rows stand `row` apart: keys from
-/// `k` on, values from `v` on. Grid: ceil(2 p c / 256) blocks of 256.
+/// Adds parts (b, 2, p, c) over the batch, in order, to a gradient whose prefix rows are `row` apart: keys from
+/// `k`, values from `v`. Grid: ceil(2 p c / 256) blocks of 256.
 extern "C" __global__ void attention_sum_prefix(const float *parts, float *gradient, int batch, int prefix, int c,
                                                 i64 row, i64 k, i64 v) {
   i64 at = i64(blockIdx.x) * blockDim.x + threadIdx.x, half = i64(prefix) * c;
@@ -59,8 +59,8 @@ extern "C" __global__ void attention_sum_prefix(const float *parts, float *gradi
 }
 LAUNCHER(attention_sum_prefix)
 
-/// Copies (rows, tokens, c) keys into a cache whose rows stand `batch` apart, from element `first` of each on, and values
-/// into another; with `counts (rows)` from as many tokens further on, with `slots (rows)` in those rows of the cache.
+/// Copies (rows, tokens, c) keys into a cache whose rows are `batch` apart, from element `first` of each row, and
+/// values into another; `counts (rows)` shift each row by that many tokens, `slots (rows)` name its row of the cache.
 /// Grid: (ceil(tokens c / 2048), rows, 2 or, for keys alone, 1) blocks of 256.
 template <class T>
 __device__ void attention_append(Heads<T> keys, Heads<T> values, T *to_keys, T *to_values, int rows, int tokens, int c,
@@ -85,15 +85,14 @@ EXPORT(attention_append,
         const unsigned *counts, const unsigned *slots),
        (keys, values, to_keys, to_values, rows, tokens, c, first, batch, counts, slots))
 
-/// Shares of at most `most` keys that those of a single query are cut into: all that a grid of `grid` has, or fewer where
-/// it was made for more keys.
+/// Number of shares, of at most `most` keys, for a single query: `grid`, or fewer where the grid is for more keys.
 __device__ __forceinline__ int key_shares(const Shape &s, int most, int grid) {
   return min(grid, (s.prefix + s.past + most) / most); // prefix + past + 1 keys
 }
 
-/// One query a row of the batch, its keys cut into shares: parts (b, h, splits, d + 2) = values weighted by
-/// exp(score - largest), the largest score, the sum of the weights. With `counts (b)` these say how many tokens precede the
-/// query of a row, and the shape how many may; with `slots (b)` these say which row of k and v it reads.
+/// One query for each row of the batch, its keys cut into shares: parts (b, h, splits, d + 2) = values weighted by
+/// exp(score - largest), the largest score, the sum of the weights. `counts (b)` are the numbers of tokens before the
+/// queries, at most the shape's; `slots (b)` name the rows of k and v that they read.
 /// Grid: (splits, h, b) blocks of 128; 36 width + 32 bytes of shared memory at least.
 template <class T>
 __device__ void attention_decode(Operands<T> all, const unsigned *starts, Shape s, const unsigned *counts,
@@ -128,7 +127,8 @@ EXPORT(attention_decode,
         const unsigned *counts, const unsigned *slots, int most, float *parts),
        ({q, k, v, pk, pv}, starts, shape, counts, slots, most, parts))
 
-/// out (b, 1, h d) and lse (b, h, 1) from parts (b, h, splits, d + 2), of a grid of `splits`. Grid: (h, b) blocks of 128.
+/// out (b, 1, h d) and lse (b, h, 1) from parts (b, h, splits, d + 2), of a grid of `splits`. Grid: (h, b) blocks of
+/// 128.
 template <class T>
 __device__ void attention_decode_finish(const float *parts, int splits, Shape s, const unsigned *counts, int most, T *out,
                                         float *lse) {

@@ -3,8 +3,8 @@
 //! For query `i` of a row, keys are the p prefix rows, all of them visible, and the tokens
 //! `starts[i] ..= past + i`: `s_j = scale q_i k_j`, `p = softmax(s)`, `o_i = sum_j p_j v_j`
 //! (Vaswani et al. 2017). The forward leaves `lse_i = ln sum_j exp(s_j)`, from which the backward
-//! rebuilds the probabilities tile by tile (Dao et al. 2022). Hidden keys are left out by selection,
-//! never by a large negative number.
+//! recomputes the probabilities tile by tile (Dao et al. 2022). Hidden keys are left out by selection, never by a
+//! large negative number.
 
 use super::matmul::Arithmetic;
 use crate::device::{Device, View, ViewMut};
@@ -18,49 +18,49 @@ mod simd;
 #[cfg(test)]
 mod tests;
 
-/// Floats of scratch that a CPU thread uses for rows of `keys`, prefix included, and floats that packing
-/// takes for heads of `width`.
+/// Floats of scratch of a CPU thread for `keys` keys, prefix included, and floats that packing takes for heads of
+/// `width`.
 pub fn scratch(keys: usize, width: usize) -> (usize, usize) {
     cpu::scratch(keys, width)
 }
 
-/// Vectors of all heads in memory: `(b, i, head, d)` stands at
+/// Vectors of all heads in memory: `(b, i, head, d)` is at
 /// `b * batch + i * row + head * width + d`.
 #[derive(Clone, Copy)]
 pub struct Heads<'a> {
-    /// The elements, beginning with the first vector.
+    /// The elements, from the first vector.
     pub data: View<'a>,
-    /// Distance between tokens.
+    /// Elements from a token to the next.
     pub row: usize,
-    /// Distance between rows of the batch; 0 for a prefix that all of them share.
+    /// Elements from a row of the batch to the next; 0 for a prefix that all rows share.
     pub batch: usize,
 }
 
 /// Sizes and arithmetic of an attention call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
-    /// Rows b.
+    /// Rows b of the batch.
     pub batch: usize,
     /// Queries t in each row.
     pub queries: usize,
     /// Keys that precede the first query: the filled part of a cache.
     pub past: usize,
-    /// Heads h.
+    /// Number of heads h.
     pub heads: usize,
     /// Width d of a head.
     pub width: usize,
-    /// Prefix rows p.
+    /// Number of prefix rows p.
     pub prefix: usize,
-    /// What a CPU computes the products of vectors and weights in; all else is FP32.
+    /// Arithmetic of a CPU in products; everything else is FP32.
     pub arithmetic: Arithmetic,
 }
 
 /// Keys and values of a prefix, `(p, h, d)` each.
 #[derive(Clone, Copy)]
 pub struct Prefix<'a> {
-    /// Keys.
+    /// Keys `(p, h, d)`.
     pub k: Heads<'a>,
-    /// Values.
+    /// Values `(p, h, d)`.
     pub v: Heads<'a>,
 }
 
@@ -86,25 +86,25 @@ pub fn forward(
     }
 }
 
-/// Which rows of a cache the rows of a batch go on from, as 32-bit numbers in the memory of the device.
+/// The rows of a cache that the rows of a batch continue, as 32-bit numbers in the memory of the device.
 #[derive(Clone, Copy)]
 pub struct CacheRows<'a> {
-    /// How many tokens the cache has of each row `(b)`.
+    /// Tokens in the cache for each row `(b)`.
     pub counts: View<'a>,
-    /// Which row of the cache each one is `(b)`.
+    /// Row of the cache for each row `(b)`.
     pub slots: View<'a>,
 }
 
 impl CacheRows<'_> {
-    /// Of a host: the row of the cache that row `b` is, and how many tokens it has there.
+    /// On a host: the cache's row of row `b`, and its number of tokens.
     fn of(&self, b: usize) -> (usize, usize) {
         (self.slots.host::<u32>()[b] as usize, self.counts.host::<u32>()[b] as usize)
     }
 }
 
-/// Forward of one query a row, `out (b, 1, h d)` and `lse (b, h, 1)`, after as many tokens as the cache has of each row;
-/// k and v are the whole cache, and `shape.past` is the most tokens that a row may have there. The launches are the same
-/// for any counts and slots.
+/// Forward of one query for each row, `out (b, 1, h d)` and `lse (b, h, 1)`, after the tokens that the cache has of that
+/// row, `shape.past` at most; k and v are the whole cache. The launches are the same for all counts and slots, so a
+/// graph can record them.
 #[allow(clippy::too_many_arguments, reason = "mirrors the forward")]
 pub fn decode(
     qkv: (Heads, Heads, Heads),
@@ -124,12 +124,12 @@ pub fn decode(
     }
 }
 
-/// What the backward needs of the forward.
+/// Inputs and outputs of the forward that the backward reads.
 #[derive(Clone, Copy)]
 pub struct Seen<'a> {
     /// Packed queries, keys and values `(b, t, 3 h d)`.
     pub qkv: View<'a>,
-    /// The prefix.
+    /// The prefix, if there is one.
     pub prefix: Option<Prefix<'a>>,
     /// First visible token `(b, t)`.
     pub starts: View<'a>,
@@ -140,7 +140,7 @@ pub struct Seen<'a> {
 }
 
 /// Backward over packed qkv: writes `d_qkv (b, t, 3 h d)`, and for a prefix `d_prefix (b, 2, p, h d)`,
-/// one part for each row of the batch (keys, then values), to be summed in order.
+/// with a part for each row of the batch (keys, then values), which [`sum_prefix`] adds in order.
 pub fn backward(dout: View, seen: Seen, scale: f32, shape: Shape, d_qkv: ViewMut, d_prefix: ViewMut) {
     match d_qkv.device() {
         Device::Cpu => cpu::backward(dout.host(), seen, scale, shape, d_qkv.host(), d_prefix.host()),
@@ -149,8 +149,8 @@ pub fn backward(dout: View, seen: Seen, scale: f32, shape: Shape, d_qkv: ViewMut
     }
 }
 
-/// Adds the parts of [`backward`] over the batch to a gradient whose prefix rows stand `row` apart:
-/// keys from `k` on, values from `v` on.
+/// Adds the parts of [`backward`] over the batch to a gradient whose prefix rows are `row` apart: keys from element
+/// `k`, values from element `v`.
 pub fn sum_prefix(parts: View, shape: Shape, gradient: ViewMut, (row, k, v): (usize, usize, usize)) {
     match parts.device() {
         Device::Cpu => cpu::sum_prefix(parts.host(), shape, gradient.host(), (row, k, v)),

@@ -1,6 +1,6 @@
-// Attention for any width and type: a warp a query (or a key), lanes stand for 32 keys (or queries) at a time.
+// Attention for any width and type: a warp for each query (or key), each lane for one of 32 keys (or queries).
 //
-// FP32 throughout. Only warps meet, never the block, so warps without work just leave.
+// FP32 throughout. Only warps synchronise, never the block, so warps without work return at once.
 #pragma once
 #include "shape.cuh"
 

@@ -1,4 +1,4 @@
-// Sizes and operands of attention, and which keys a query sees.
+// Sizes and operands of attention, and the keys that a query sees.
 #pragma once
 #include "common.cuh"
 
@@ -29,7 +29,7 @@ template <class T> struct Operands {
     return {one(q), one(k), one(v), one(pk), one(pv)};
   }
 
-  /// Keys and values stand in columns: the prefix, then tokens from `first` on.
+  /// Columns of keys and values: the prefix, then tokens from `first`.
   __device__ __forceinline__ const T *key(int column, int prefix, int first) const {
     return pick(pk, k, column, prefix, first);
   }
@@ -37,7 +37,7 @@ template <class T> struct Operands {
     return pick(pv, v, column, prefix, first);
   }
 
-  /// By selection, not by a branch: lanes of one load may stand on both sides.
+  /// By selection, not by a branch: lanes of one load may need both sides.
   static __device__ __forceinline__ const T *pick(const Heads<T> &before, const Heads<T> &tokens, int column,
                                                   int prefix, int first) {
     bool is_before = column < prefix;

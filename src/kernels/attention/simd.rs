@@ -1,6 +1,6 @@
-//! Attention in vectors: a task is one head of one row; queries go in groups of a tile's rows.
+//! Attention, vectorised: a task is one head of one row; queries are taken in groups of a tile's rows.
 //!
-//! Keys (in the backward values too) are turned once per head into a panel; their columns are the prefix, then all
+//! Keys (in the backward values too) are transposed once per head into a panel; its columns are the prefix, then all
 //! tokens. The scores of a group stay in the first-level cache, those of a block of groups, which the gradients
 //! of keys and values are summed over, in the second-level one. Queries and keys that do not see each other are left
 //! out as far as tiles allow, and set to 0 inside them.
@@ -24,15 +24,15 @@ mod pairs;
 
 pub use self::backward::backward_head;
 
-/// Tokens whose vectors are fetched before their turn.
+/// Tokens whose vectors are prefetched.
 const AHEAD: usize = 2 * LINE;
 
-/// Whether heads are whole vectors and queries are worth turning the keys for.
+/// Whether heads are whole vectors, and the queries enough for transposing the keys to pay.
 pub fn fits<S: Simd>(_: S, width: usize, queries: usize) -> bool {
     width.is_multiple_of(S::LANES) && queries >= ROWS
 }
 
-/// Floats of scratch a task uses for `keys` columns, prefix included, and heads of `width`.
+/// Floats of scratch of a task for `keys` columns, prefix included, and heads of `width`.
 pub fn scratch(keys: usize, width: usize) -> usize {
     let most = backward::scratch(row(keys), width);
     #[cfg(target_arch = "x86_64")]
@@ -41,14 +41,14 @@ pub fn scratch(keys: usize, width: usize) -> usize {
 }
 
 /// Distance between rows of scores, in floats: an odd number of cache lines. A column of them is read too, and with a
-/// power of two between its elements they would all fight for the same places of the first-level cache.
+/// power of two between its elements they would all map to the same sets of the first-level cache.
 fn row(columns: usize) -> usize {
     LINE * (columns.div_ceil(LINE) | 1)
 }
 
-/// What a float of a product's factors is: a number, or a pair of BF16 values, see [`pairs`].
+/// Form of a float in the factors of a product: a number, or a pair of BF16 values, see [`pairs`].
 trait Kind: Copy {
-    /// What tiles are made in.
+    /// Instructions that tiles are computed with.
     type S: Simd;
     /// Steps of a product that a float stands for.
     const STEPS: usize;
@@ -60,7 +60,7 @@ trait Kind: Copy {
     unsafe fn run(self, tile: &Tile, rows: usize);
 }
 
-/// Floats that are numbers.
+/// Floats that are FP32 numbers.
 #[derive(Clone, Copy)]
 struct Floats<S>(S);
 
@@ -75,7 +75,7 @@ impl<S: Simd> Kind for Floats<S> {
     }
 }
 
-/// Vectors that weights mix: `depth` of them, `row` apart, for weights from column `at` on.
+/// Vectors of a weighted sum: `depth` of them, `row` apart, for weights from column `at`.
 struct Stretch<'a> {
     vectors: &'a [f32],
     row: usize,
@@ -124,7 +124,7 @@ impl<'a> Task<'a> {
         }
     }
 
-    /// Has the vectors of some tokens brought near that are AHEAD of a group.
+    /// Prefetches the vectors of some tokens that are AHEAD of a group.
     #[inline(always)]
     fn fetch<S: Simd>(&self, s: S, group: &Group, heads: &[Head]) {
         for head in heads {
@@ -142,12 +142,12 @@ impl<'a> Task<'a> {
         Group { first, rows, tokens: start..self.shape.past + first + rows }
     }
 
-    /// Columns: prefix and tokens.
+    /// Number of columns: prefix and tokens.
     fn columns(&self) -> usize {
         self.shape.prefix + self.shape.past + self.shape.queries
     }
 
-    /// Distance between rows of scores.
+    /// Elements from a row of scores to the next.
     fn row(&self) -> usize {
         row(self.columns())
     }
@@ -168,7 +168,7 @@ impl<'a> Task<'a> {
         }
     }
 
-    /// Turns the vectors of prefix and tokens into a panel `(width, columns)`.
+    /// Transposes the vectors of prefix and tokens into a panel `(width, columns)`.
     #[inline(always)]
     fn pack_panel<S: Simd>(&self, s: S, prefix: Option<Head>, tokens: Head, panel: &mut [f32]) {
         pack_transposed(
@@ -178,7 +178,7 @@ impl<'a> Task<'a> {
             #[inline(always)]
             |column, step, steps| {
                 let vector = self.vector(prefix, tokens, column);
-                // Vectors of one head lie far apart; no CPU sees them coming.
+                // Vectors of one head are far apart; no CPU prefetches them by itself.
                 s.fetch(vector.as_ptr().wrapping_add(AHEAD * tokens.row + step));
                 load_or(s, &vector[step..][..steps], 0.0)
             },
@@ -206,7 +206,7 @@ impl<'a> Task<'a> {
             if hidden.start <= at && at + K::S::COLUMNS <= hidden.end {
                 continue;
             }
-            // Whole vectors, as rows of scores and of the panel are; nobody reads what is behind the last token.
+            // Rows of scores and of the panel are whole vectors; nothing after the last token is read.
             let count = K::S::COLUMNS.min((p + group.tokens.end - at).next_multiple_of(K::S::LANES));
             let tile = Tile {
                 x: left,
@@ -226,7 +226,7 @@ impl<'a> Task<'a> {
         }
     }
 
-    /// What a group mixes: vectors of the prefix and of visible tokens.
+    /// The stretches of vectors that a group adds: of the prefix, and of visible tokens.
     fn seen_of<'v>(&self, group: &Group, prefix: Option<Head<'v>>, tokens: Head<'v>) -> [Stretch<'v>; 2] {
         let (p, Range { start, end }) = (self.shape.prefix, group.tokens.clone());
         let prefix = prefix.filter(|_| p > 0).unwrap_or(Head { data: &[], row: 0 });
@@ -319,7 +319,7 @@ pub fn forward<S: Simd>(
 }
 
 /// # Safety
-/// `to(query)` points at the task's output, rows that far apart.
+/// `to(query)` is the address of the query's output and the distance of its rows; both belong to the task.
 #[inline(always)]
 unsafe fn forward_head<S: Simd>(
     s: S,
@@ -369,14 +369,14 @@ unsafe fn normalise<S: Simd>(s: S, (to, to_row): (*mut f32, usize), width: usize
     }
 }
 
-/// Zeros where a row does not see, from column `from` on.
+/// Sets the elements to 0 that a row does not see, from column `from`.
 fn hide(row: &mut [f32], (from, seen): (usize, &Range<usize>)) {
     row[from..seen.start].fill(0.0);
     row[seen.end..].fill(0.0);
 }
 
 /// Replaces scores of the first `prefix` elements and of `seen` by exp(score - max). Returns ln sum exp(score) and
-/// the factor that makes probabilities of them.
+/// the factor that turns them into probabilities.
 #[inline(always)]
 fn powers<S: Simd>(s: S, row: &mut [f32], prefix: usize, seen: Range<usize>) -> (f32, f32) {
     let ranges = [0..prefix, seen];

@@ -1,14 +1,14 @@
 // Attention on tensor cores for heads of width 64 and 16-bit activations: products in T, sums in FP32.
 //
-// A block of 4 warps owns 64 queries (dkv: 64 keys), 16 a warp, and walks over tiles of 64 keys (queries), as in
-// Dao 2023, "FlashAttention-2". No two blocks write one element: gradients need no atomics.
+// A block of 4 warps owns 64 queries (dkv: 64 keys), 16 a warp, and takes one tile of 64 keys (queries) after
+// another, as in Dao 2023, "FlashAttention-2". No two blocks write one element: gradients need no atomics.
 #pragma once
 #include "tiles.cuh"
 
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 
-/// The keys that a tile of queries sees, in columns: the prefix, then tokens from `first` on.
+/// The keys that a tile of queries sees, in columns: the prefix, then tokens from `first`.
 struct Columns {
   int first, count;
 };
@@ -22,22 +22,22 @@ __device__ __forceinline__ Columns columns_of(const unsigned *starts, int query,
   return {first, s.prefix + s.past + min(query + ROWS, s.queries) - first};
 }
 
-/// What one query sees: columns below `prefix`, and `low .. high`. Nothing for a row behind the last query.
+/// What one query sees: columns below `prefix`, and `low .. high`. Nothing for a row after the last query.
 struct Sight {
   int prefix, low, high;
 
-  /// Without short cuts, which would become branches of each lane.
+  /// Without short-circuit operators, which would become branches of each lane.
   __device__ __forceinline__ bool sees(int column) const {
     return (column < prefix) | ((column >= low) & (column < high));
   }
-  /// Whether it sees all columns `at .. at + 64`; false more often than it need be.
+  /// Whether it surely sees all columns `at .. at + 64`; may be false where it does.
   __device__ __forceinline__ bool sees_tile(int at) const {
     return at + ROWS <= prefix || (at >= low && at + ROWS <= high);
   }
 };
 
-/// Whether all rows of a warp see all columns `at .. at + 64`: one branch a warp, since matrix instructions must not
-/// meet diverged lanes.
+/// Whether all rows of a warp see all columns `at .. at + 64`: one branch for the warp, since matrix instructions
+/// must not run with diverged lanes.
 __device__ __forceinline__ bool all_see(const Sight (&sight)[2], int at) {
   return __all_sync(~0u, sight[0].sees_tile(at) && sight[1].sees_tile(at));
 }

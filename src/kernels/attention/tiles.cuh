@@ -57,7 +57,7 @@ __device__ __forceinline__ void load_matrices(unsigned (&r)[4], const T *row) {
                  : "memory");
 }
 
-/// Starts to copy 16 bytes into shared memory, or 16 zeros; they are there after `wait_for_copies`.
+/// Starts copying 16 bytes into shared memory, or 16 zeros; `wait_for_copies` waits for them.
 template <class T> __device__ __forceinline__ void copy_later(T *to, const T *from, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :
@@ -75,11 +75,11 @@ template <int LEFT> __device__ __forceinline__ void wait_for_copies() {
 constexpr int WIDTH = 64;       // of a head
 constexpr int ROWS = 64;        // of a tile: 16 a warp
 constexpr int THREADS = 128;
-constexpr int PITCH = WIDTH + 8; // 144 bytes: the eight rows of a matrix lie in different banks
+constexpr int PITCH = WIDTH + 8; // 144 bytes: the eight rows of a matrix are in different banks
 
 template <class T> using Tile = T[ROWS][PITCH];
 
-/// Starts to fill a tile with rows `0 .. count`, which begin at `row(i)`, at least one, and zeros below.
+/// Starts filling a tile with rows `0 .. count`, at least one, which begin at `row(i)`; the others are zeros.
 template <class T, class Row> __device__ __forceinline__ void fill(Tile<T> &tile, int count, const Row &row) {
   constexpr int RUNS = WIDTH / WIDE;
 #pragma unroll

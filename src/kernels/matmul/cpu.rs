@@ -1,5 +1,5 @@
-//! CPU side: kernels in vectors where there are any; elsewhere panels of weights are widened into per-thread scratch
-//! and multiplied in FP32 by `gemm`, which is also the plain twin of the former.
+//! CPU side: vector kernels at levels that have them. Elsewhere panels of weights are widened into per-thread scratch
+//! and multiplied in FP32 by `gemm`, which is also the plain twin of the vector kernels.
 
 use std::ops::Range;
 
@@ -19,12 +19,12 @@ use crate::device::{
 /// Widened panels are at most INNER x OUTER floats (768 KiB): they stay in a second-level cache.
 const INNER: usize = 384;
 const OUTER: usize = 512;
-/// Bands of rows are a multiple of this, so that `gemm` cuts them as it cuts all.
+/// Bands of rows are a multiple of this, so that `gemm` cuts a band as it cuts the whole.
 const ROWS: usize = 48;
-/// Up to this many rows the product reads each weight once, where it lies: decoding is bound by memory.
+/// Largest batch whose product reads each weight once, in place: decoding is memory-bound.
 const SMALL_BATCH: usize = 4;
 
-/// Floats of scratch a task uses, and floats that packing takes for a product of `n` rows.
+/// Floats of scratch of a task, and floats that packing takes for a product of `n` rows.
 pub fn scratch(n: usize) -> (usize, usize) {
     if let Some(scratch) = at_level!(s => simd::scratch(s)) {
         return (scratch, 0);
@@ -84,7 +84,7 @@ fn product(
     assert!(x.len() >= n * inner && y.len() >= n * outer, "shapes of a frozen product");
     let out = Shared::new(y);
     if n <= SMALL_BATCH {
-        // Long stretches of a row: each row begins in a page of its own.
+        // Wide ranges of columns: each row begins in a page of its own.
         let (tasks, width) = cut(outer, STRIP);
         return each(tasks, |task| {
             let j = task * width;
@@ -122,7 +122,7 @@ fn product(
     });
 }
 
-/// Writes what stands before the product into columns `j .. j + jn` of some rows.
+/// Writes the initial value into columns `j .. j + jn` of some rows.
 pub(super) fn fill(start: InitialValue, out: Shared, rows: Range<usize>, cols: usize, j: usize, jn: usize) {
     for row in rows {
         // SAFETY: these columns belong to the calling task.

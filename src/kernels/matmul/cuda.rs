@@ -1,8 +1,8 @@
-//! CUDA side: products by cuBLASLt, whose descriptions `kernels/product.rs` derives; a few rows by kernels that
-//! read each weight once.
+//! CUDA side: products by cuBLASLt, described by `device/gemm_layout.rs`; small batches by kernels that read each
+//! weight once.
 //!
-//! FP16 activations meet the weights as they are. For others a stretch of the weights is converted into scratch
-//! first: to FP32, exactly, or to BF16.
+//! FP16 activations are multiplied with the weights in place. For other types a range of rows of the weights is first
+//! converted into scratch: to FP32, exactly, or to BF16.
 
 use super::device_scratch::{SMALL_BATCH, converted_rows, product_shares};
 use super::{InitialValue, Matrix};
@@ -17,7 +17,7 @@ use crate::{
 
 static IMAGE: Image = image!("matmul");
 
-/// What of a [`InitialValue`] goes into the product: factor and address of C, and a bias.
+/// The part of an [`InitialValue`] that the product adds: factor and address of C, and a bias.
 struct Before {
     beta: f32,
     c: u64,
@@ -42,7 +42,7 @@ fn before(gpu: &'static Gpu, start: InitialValue, y: &ViewMut, n: usize, cols: u
     Before { beta: 1.0, c: here, bias: None }
 }
 
-/// `y (n, cols) = start + x (n, rows) W`, where rows of x stand `ld` apart.
+/// `y (n, cols) = start + x (n, rows) W`, where rows of x are `ld` apart.
 pub fn frozen_nn(
     gpu: &'static Gpu,
     (x, ld): (View, usize),
@@ -71,7 +71,7 @@ pub fn frozen_nn(
     });
 }
 
-/// `y (n, rows) = start + x (n, cols) W^T`, where rows of y stand `ld` apart; y may be FP32 whatever x is.
+/// `y (n, rows) = start + x (n, cols) W^T`, where rows of y are `ld` apart; y may be FP32 for every type of x.
 pub fn frozen_nt(
     gpu: &'static Gpu,
     x: View,
@@ -100,7 +100,7 @@ pub fn frozen_nt(
     });
 }
 
-/// Hands stretches of rows of W to `work`, each as (first row, rows, address) in the type of the activations.
+/// Calls `work(first row, rows, address)` for ranges of rows of W, converted to the type of the activations.
 fn stretches(gpu: &'static Gpu, w: Matrix, dtype: DType, work: impl Fn(usize, usize, u64)) {
     if dtype == DType::F16 {
         return work(0, w.rows, w.data.address());
@@ -143,7 +143,7 @@ fn small_batch_nn(gpu: &'static Gpu, x: View, w: Matrix, start: InitialValue, y:
 
 type Sizes = (usize, usize, usize);
 
-/// A dense FP32 product.
+/// A dense product of FP32 matrices.
 fn dense(gpu: &'static Gpu, product: GemmLayout, a: View, b: View, d: &ViewMut, beta: f32) {
     let (a, b, d) = (a.address(), b.address(), d.address());
     let (factors, result) = (DType::F32, DType::F32);

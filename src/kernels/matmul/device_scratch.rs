@@ -3,9 +3,9 @@
 
 use crate::device::DType;
 
-/// Bytes that a stretch of frozen weights is converted in, where activations are not FP16.
+/// Bytes of converted frozen weights at a time, where activations are not FP16.
 const CONVERTED: usize = 64 << 20;
-/// Up to this many rows products are made by kernels that read each weight once.
+/// Largest batch whose products read each weight once, by our own kernels.
 pub const SMALL_BATCH: usize = 8;
 
 /// Rows of weights `(rows, cols)` that are converted to `dtype` at a time.
@@ -13,8 +13,8 @@ pub fn converted_rows(rows: usize, cols: usize, dtype: DType) -> usize {
     (CONVERTED / (cols * dtype.size()).max(1)).clamp(1, rows.max(1))
 }
 
-/// Shares that the inner size of a product of a small batch with weights `(rows, cols)` is cut into: blocks enough for a
-/// large device.
+/// Shares that the inner size of a product of a small batch with weights `(rows, cols)` is cut into: enough blocks
+/// for a large device.
 pub fn product_shares(rows: usize, cols: usize) -> usize {
     (512 / cols.div_ceil(32).max(1)).clamp(1, rows.div_ceil(256).max(1))
 }

@@ -1,5 +1,5 @@
-// What stands beside the library's matrix products: the start of an output, and products of small batches, which
-// are as fast as the FP16 weights can be read.
+// Kernels beside the library's matrix products: initial values of outputs, and products of small batches, which are as
+// fast as the FP16 weights can be read.
 #include "matmul/small_batch.cuh"
 
 /// y (n, c) = residual (n, c) + bias (c), either of which may be missing; y may be the residual itself.
@@ -12,7 +12,7 @@ template <class T> __device__ void product_start(const T *residual, const half_t
     int column = at % c;
     if (column + WIDE <= c) {
       load(bias + column, WIDE, b);
-    } else { // the end of a row and the beginning of the next
+    } else { // the end of one row and the beginning of the next
 #pragma unroll
       for (int i = 0; i < WIDE; i++) b[i] = widen(bias[(column + i) % c]);
     }
@@ -32,7 +32,7 @@ extern "C" __global__ void dense_start(const float *bias, float *y, int n, int c
 }
 LAUNCHER(dense_start)
 
-/// db (c) += the rows of dy (n, c), added in order. Grid: ceil(c / 256) blocks of 256.
+/// db (c) += sum of the rows of dy (n, c), in order. Grid: ceil(c / 256) blocks of 256.
 extern "C" __global__ void column_sum(const float *dy, float *db, int n, int c) {
   int column = blockIdx.x * blockDim.x + threadIdx.x;
   if (column >= c) return;
@@ -42,7 +42,7 @@ extern "C" __global__ void column_sum(const float *dy, float *db, int n, int c) 
 }
 LAUNCHER(column_sum)
 
-/// A warp a row of w: y (N, rows) = x (N, cols) w^T.
+/// A warp for each row of w: y (N, rows) = x (N, cols) w^T.
 template <int N, class T>
 __device__ void dot_rows(const T *x, const half_t *w, float *y, int n, int rows, int cols, i64 ld) {
   int row = blockIdx.x * 8 + warp();
@@ -67,7 +67,7 @@ __device__ void dot_rows(const T *x, const half_t *w, float *y, int n, int rows,
   }
 }
 
-/// y (n, rows) = x (n, cols) w^T with w (rows, cols), n <= 8; rows of y stand ld apart.
+/// y (n, rows) = x (n, cols) w^T with w (rows, cols), n <= 8; rows of y are ld apart.
 /// Grid: ceil(rows / 8) blocks of 256.
 template <class T>
 __device__ void gemv_nt(const T *x, const half_t *w, float *y, int n, int rows, int cols, i64 ld) {

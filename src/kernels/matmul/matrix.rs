@@ -1,4 +1,4 @@
-//! A frozen matrix, in FP16 or with 8-bit weights.
+//! Frozen matrices, in FP16 or as 8-bit codes with scales.
 
 use half::f16;
 
@@ -16,38 +16,38 @@ use crate::{
 /// A frozen matrix `(rows, cols)`: FP16, or codes with scales as [`q8`] describes them.
 #[derive(Clone, Copy)]
 pub struct Matrix<'a> {
-    /// Its elements, FP16 or I8.
+    /// The elements, FP16 or I8.
     pub data: View<'a>,
-    /// Scales of its blocks, `(rows, blocks)` in FP16, where its elements are codes.
+    /// Scales of the blocks, `(rows, blocks)` in FP16, where the elements are codes.
     pub scales: Option<View<'a>>,
     /// Rows: inputs of a linear layer, vocabulary of the head.
     pub rows: usize,
     /// Columns: outputs of a linear layer, width of the head.
     pub cols: usize,
-    /// In which order its elements lie.
+    /// Order of its elements in memory.
     pub layout: Layout,
-    /// How a CPU multiplies with it; a device goes by the type of the activations.
+    /// Arithmetic of a CPU that multiplies with it; a device follows the type of the activations.
     pub arithmetic: Arithmetic,
 }
 
-/// The order in which the elements of a matrix lie in memory.
+/// Order of the elements of a matrix in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Layout {
-    /// Row by row: everywhere but in memory of a CPU process that was laid out for its kernels.
+    /// Row by row: everywhere except in copies that a CPU process made for its kernels.
     #[default]
     Rows,
-    /// Strips of 32 columns one after another, each row by row: who takes a few columns of all rows reads one
-    /// stretch of memory. FP16 alone; a last strip that is not full is filled up.
+    /// Strips of 32 columns one after another, each row by row: reading some columns of all rows is one sequential
+    /// read. FP16 alone; the last strip is padded.
     Strips,
 }
 
 /// Columns of a strip: a cache line of FP16.
 pub const STRIP: usize = 32;
 
-/// How a CPU computes products with a frozen matrix, and attention.
+/// Arithmetic of a CPU in products with a frozen matrix and in attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Arithmetic {
-    /// Weights are widened, all else is FP32.
+    /// Weights are widened, everything is FP32.
     #[default]
     F32,
     /// Both factors are rounded to BF16 and products are added up in FP32, where the CPU does that faster
@@ -64,12 +64,12 @@ impl Arithmetic {
 }
 
 impl<'a> Matrix<'a> {
-    /// `(rows, cols)` of FP16.
+    /// A matrix `(rows, cols)` of FP16 values.
     pub fn f16(data: View<'a>, rows: usize, cols: usize) -> Self {
         Self { data, scales: None, rows, cols, layout: Layout::Rows, arithmetic: Arithmetic::F32 }
     }
 
-    /// `(rows, cols)` of codes with scales `(rows, blocks)`.
+    /// A matrix `(rows, cols)` of codes with scales `(rows, blocks)`.
     pub fn codes(data: View<'a>, scales: View<'a>, rows: usize, cols: usize) -> Self {
         Self { data, scales: Some(scales), rows, cols, layout: Layout::Rows, arithmetic: Arithmetic::F32 }
     }
@@ -77,7 +77,7 @@ impl<'a> Matrix<'a> {
     /// Its elements on the host.
     ///
     /// # Panics
-    /// When there are fewer than its sizes say, or they are of another type.
+    /// When it has fewer elements than its sizes say, or of another type.
     pub(in crate::kernels) fn host(self) -> Elements<'a> {
         let Self { data, scales, rows, cols, layout, .. } = self;
         let padded = if layout == Layout::Strips { cols.next_multiple_of(STRIP) } else { cols };
@@ -92,7 +92,7 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// Copies all of it to the host, as FP32 `(rows, cols)`. For tests and small tools.
+    /// A copy on the host, as FP32 `(rows, cols)`. For tests and small tools.
     pub fn to_floats(self) -> Vec<f32> {
         let (values, codes, factors);
         let elements = match (self.scales, self.layout) {
@@ -118,22 +118,22 @@ impl<'a> Matrix<'a> {
 /// A read-only matrix of the base, `(rows, cols)`: FP16, or 8-bit codes with their scales.
 #[derive(Debug, Clone)]
 pub struct FrozenMatrix {
-    /// Its elements, FP16 or I8.
+    /// The elements, FP16 or I8.
     pub data: Frozen,
-    /// Scales of its blocks, where its elements are codes.
+    /// Scales of the blocks, where the elements are codes.
     pub scales: Option<Frozen>,
-    /// Rows.
+    /// Number of rows.
     pub rows: usize,
-    /// Columns.
+    /// Number of columns.
     pub cols: usize,
-    /// In which order its elements lie.
+    /// Order of its elements in memory.
     pub layout: Layout,
-    /// How a CPU multiplies with it.
+    /// Arithmetic of a CPU that multiplies with it.
     pub arithmetic: Arithmetic,
 }
 
 impl FrozenMatrix {
-    /// Read access.
+    /// The matrix for kernels.
     pub fn view(&self) -> Matrix<'_> {
         let &Self { ref data, ref scales, rows, cols, layout, arithmetic } = self;
         Matrix {
@@ -147,10 +147,10 @@ impl FrozenMatrix {
     }
 
     /// Copies matrices and `others` from mapped files into large pages of the process, the matrices in strips where
-    /// this CPU's kernels read them faster. Where there are no large pages nothing is done.
+    /// this CPU's kernels read them faster. Does nothing where there are no large pages.
     ///
     /// # Errors
-    /// [`Error::Memory`](crate::error::Error::Memory) when there is no memory for them; then they are where they were.
+    /// [`Error::Memory`](crate::error::Error::Memory) when there is too little memory; nothing is changed then.
     pub fn settle(matrices: &mut [&mut Self], others: Vec<&mut Frozen>) -> Result<()> {
         let layouts: Vec<Layout> = matrices.iter().map(|matrix| matrix.best_layout()).collect();
         let mut tensors = Vec::new();
@@ -172,8 +172,8 @@ impl FrozenMatrix {
         Ok(())
     }
 
-    /// Its transpose in strips, where this CPU's kernels read that faster for the products `x W^T` of some rows:
-    /// FP16 in vectors. Their bits are those of the matrix in rows.
+    /// Its transpose in strips, for CPUs that read that faster in `x W^T` of some rows: FP16 and vector kernels, else
+    /// `None`. Products have the same bits as with the matrix in rows.
     ///
     /// # Errors
     /// [`Error::Memory`](crate::error::Error::Memory) when there is no memory for it.
@@ -191,17 +191,17 @@ impl FrozenMatrix {
         if whole && vectors() { Layout::Strips } else { Layout::Rows }
     }
 
-    /// The tensors it is made of.
+    /// Its tensors: elements, and scales of codes.
     pub fn tensors(&self) -> impl Iterator<Item = &Frozen> {
         std::iter::once(&self.data).chain(&self.scales)
     }
 
-    /// As [`FrozenMatrix::tensors`], to be replaced.
+    /// As [`FrozenMatrix::tensors`], for replacing them.
     pub fn tensors_mut(&mut self) -> impl Iterator<Item = &mut Frozen> {
         std::iter::once(&mut self.data).chain(&mut self.scales)
     }
 
-    /// The pages of all of them.
+    /// The pages of all its tensors.
     pub fn regions(&self) -> Vec<Region> {
         self.tensors().map(Frozen::region).collect()
     }
@@ -210,21 +210,21 @@ impl FrozenMatrix {
 /// Elements of a frozen matrix in memory of the host.
 #[derive(Clone, Copy)]
 pub(in crate::kernels) enum Elements<'a> {
-    /// FP16.
+    /// FP16 row by row.
     F16(&'a [f16]),
-    /// FP16 in strips, of so many rows.
+    /// FP16 in strips, and the number of rows.
     Strips(&'a [f16], usize),
     /// Codes, and the scales of their blocks.
     Codes(&'a [i8], &'a [f16]),
 }
 
-/// Where an element of a matrix of `rows` rows lies that is in strips.
+/// Index of an element of a matrix of `rows` rows in strips.
 pub(in crate::kernels) fn strip_start(rows: usize, row: usize, column: usize) -> usize {
     (column / STRIP * rows + row) * STRIP + column % STRIP
 }
 
 impl Elements<'_> {
-    /// Values of a matrix with `cols` columns, in `row` from `column` on, as many as there is room for in that row.
+    /// Widens values of a matrix with `cols` columns, from `column` of `row`, until `to` is full.
     pub(in crate::kernels) fn widen(self, cols: usize, (row, column): (usize, usize), to: &mut [f32]) {
         let start = row * cols + column;
         match self {

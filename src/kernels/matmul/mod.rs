@@ -23,7 +23,7 @@ mod tests;
 pub(super) use matrix::Elements;
 pub use matrix::{Arithmetic, FrozenMatrix, Layout, Matrix};
 
-/// Floats of scratch that a CPU thread uses, and floats that packing takes for `n` rows.
+/// Floats of scratch of a CPU thread, and floats that packing takes for `n` rows.
 pub fn scratch(n: usize) -> (usize, usize) {
     cpu::scratch(n)
 }
@@ -33,12 +33,12 @@ pub fn shared(n: usize, arithmetic: Arithmetic) -> usize {
     if arithmetic.in_pairs() { simd::shared(n) } else { 0 }
 }
 
-/// What stands in the output before a product is added to it.
+/// The initial value of an output, to which a product is added.
 #[derive(Clone, Copy)]
 pub enum InitialValue<'a> {
-    /// Zero.
+    /// Zeros.
     Zero,
-    /// What the output holds.
+    /// The present content of the output.
     Keep,
     /// An FP16 bias `(out)` in every row.
     Bias(View<'a>),
@@ -65,7 +65,7 @@ pub fn frozen_nt(x: View, w: Matrix, start: InitialValue, y: ViewMut, n: usize) 
 }
 
 /// `y (n, outputs) = x (n, inputs) W^T + b` with FP32 `W (outputs, inputs)` and `b (outputs)`:
-/// torch's `Linear`, for the small trained network behind a prefix.
+/// torch's `Linear`, for the small trained network of a prefix.
 pub fn dense_forward(x: View, w: View, b: View, y: ViewMut, (n, inputs, outputs): (usize, usize, usize)) {
     match y.device() {
         Device::Cpu => cpu::dense_forward(x.host(), w.host(), b.host(), y.host(), (n, inputs, outputs)),
@@ -74,7 +74,7 @@ pub fn dense_forward(x: View, w: View, b: View, y: ViewMut, (n, inputs, outputs)
     }
 }
 
-/// Gradients of [`dense_forward`]: `dw += dy^T x`, `db += sum_n dy`, and `dx = dy W` where asked for.
+/// Gradients of [`dense_forward`]: `dw += dy^T x`, `db += sum_n dy`, and `dx = dy W` where it is `Some`.
 pub fn dense_backward(
     dy: View,
     x: View,
@@ -93,7 +93,7 @@ pub fn dense_backward(
     }
 }
 
-/// `dx (n, inputs) = dy W`, added to what is there with `accumulate`.
+/// `dx (n, inputs) = dy W`, or `dx += dy W` with `accumulate`.
 pub fn dense_input_gradient(dy: View, w: View, dx: ViewMut, shape: (usize, usize, usize), accumulate: bool) {
     match dy.device() {
         Device::Cpu => cpu::dense_input_gradient(dy.host(), w.host(), dx.host(), shape, accumulate),

@@ -1,9 +1,9 @@
-//! The frozen products in vectors: weights are widened into packed panels once, and a tile of the output stays in
-//! registers while it runs down a panel.
+//! The frozen products, vectorised: weights are widened once into packed panels, and a tile of the output stays in
+//! registers for all steps of a panel.
 //!
 //! Every element of the output is `start`, plus for each stretch of a panel's depth one chain of fused
-//! multiply-adds from the first weight to the last. Neither the number of rows, nor where a row or a column stands
-//! in a tile or a task, changes a bit. Products of small batches are made otherwise, see [`few`].
+//! multiply-adds from the first weight to the last. Neither the number of rows, nor the position of a row or column
+//! in a tile or task, changes a bit. Small batches take another path, see [`small_batch`].
 
 use std::ops::Range;
 
@@ -34,7 +34,7 @@ mod weights;
 #[cfg(target_arch = "x86_64")]
 pub use self::pairs::shared;
 
-/// There are no products of pairs.
+/// No scratch is shared: products of pairs need x86-64.
 #[cfg(not(target_arch = "x86_64"))]
 pub fn shared(_: usize) -> usize {
     0
@@ -44,9 +44,9 @@ pub fn shared(_: usize) -> usize {
 /// not foresee.
 const AHEAD: usize = 6;
 
-/// Floats of scratch a task uses.
+/// Floats of scratch of a task.
 pub fn scratch<S: Simd>(_: S) -> usize {
-    // Dense layers of a prefix's network count on it, too.
+    // Dense layers of a prefix's network use it, too.
     const { assert!(THIN <= S::PANEL.0 * S::PANEL.1) };
     #[cfg(target_arch = "x86_64")]
     const {
@@ -77,7 +77,7 @@ pub fn frozen<S: Simd>(
     let pairs = w.arithmetic.in_pairs();
     match w.host() {
         Elements::F16(values) => {
-            form(s, x, (F16Weights::<false>(values, w.cols), transposed), shape, pairs, start, y);
+            with_weights(s, x, (F16Weights::<false>(values, w.cols), transposed), shape, pairs, start, y);
         }
         // Where rows would be rounded to BF16, those in strips are too.
         Elements::Strips(values, rows)
@@ -86,16 +86,16 @@ pub fn frozen<S: Simd>(
             strips::nn(s, x, (values, rows), (n, w.cols), start, y);
         }
         Elements::Strips(values, rows) => {
-            form(s, x, (F16Weights::<true>(values, rows), transposed), shape, pairs, start, y);
+            with_weights(s, x, (F16Weights::<true>(values, rows), transposed), shape, pairs, start, y);
         }
         Elements::Codes(codes, scales) => {
-            form(s, x, (Codes(codes, scales, w.cols), transposed), shape, pairs, start, y);
+            with_weights(s, x, (Codes(codes, scales, w.cols), transposed), shape, pairs, start, y);
         }
     }
 }
 
-/// The same of `w (rows, cols)`.
-fn form<S: Simd, W: Weights>(
+/// [`frozen`] for one form of weights `w (rows, cols)`.
+fn with_weights<S: Simd, W: Weights>(
     s: S,
     x: &[f32],
     (w, transposed): (W, bool),
@@ -117,7 +117,7 @@ fn form<S: Simd, W: Weights>(
         return unsafe { pairs::product(x, (n, inner, outer), start, y, (w, transposed)) };
     }
     let _ = pairs;
-    // SAFETY: panels are cut from a matrix of this shape.
+    // SAFETY: the ranges of panels are inside a matrix of this shape.
     product(s, x, (n, inner, outer), start, y, |range, panel| unsafe {
         if transposed { pack_columns(s, w, range, panel) } else { pack_rows(s, w, range, panel) }
     });
@@ -155,7 +155,7 @@ fn product<S: Simd>(
     });
 }
 
-/// What the tiles read without looking.
+/// Asserts the lengths that tiles rely on unchecked.
 fn check(start: InitialValue, n: usize, outer: usize) {
     let (residual, bias) = match start {
         InitialValue::Zero | InitialValue::Keep => return,
@@ -167,10 +167,10 @@ fn check(start: InitialValue, n: usize, outer: usize) {
 }
 
 /// Widens `W[inner .., outer ..]` into groups of COLUMNS columns, `(depth, columns)` each; the last group
-/// is as wide as its vectors, zeros behind its last column.
+/// is as wide as its vectors, with zeros after its last column.
 ///
 /// # Safety
-/// The range lies inside the weights.
+/// The range is inside the weights.
 unsafe fn pack_rows<S: Simd, W: Weights>(s: S, weights: W, range: PanelRange, panel: &mut [f32]) {
     const { assert!(S::PANEL.1 + BLOCK <= W::STRIP, "one set of factors for a row of a panel") };
     let PanelRange { inner, depth, outer, width } = range;
@@ -202,8 +202,7 @@ unsafe fn pack_rows<S: Simd, W: Weights>(s: S, weights: W, range: PanelRange, pa
     );
 }
 
-/// LANES weights of a row from `outer + column` on, or the `left` ones of its end and zeros; `outer` is where its
-/// factors begin.
+/// LANES weights of a row from `outer + column`, or the last `left` ones and zeros; its factors begin at `outer`.
 ///
 /// # Safety
 /// The row has these weights.
@@ -226,7 +225,7 @@ unsafe fn vector<S: Simd, W: Weights>(
     }
 }
 
-/// The same of the transpose: column `outer + j` of the panel is row `outer + j` of W.
+/// [`pack_rows`] of the transpose: column `outer + j` of the panel is row `outer + j` of W.
 ///
 /// # Safety
 /// As [`pack_rows`].
@@ -242,7 +241,7 @@ unsafe fn pack_columns<S: Simd, W: Weights>(s: S, weights: W, range: PanelRange,
                 #[inline(always)]
                 |row, step, steps| {
                     if step.is_multiple_of(W::LINE) {
-                        // The same range in the next LANES rows.
+                        // The same columns of the next LANES rows.
                         s.fetch(weights.address(outer + row + S::LANES, inner + step));
                     }
                     // SAFETY: the caller's promise.
@@ -253,7 +252,7 @@ unsafe fn pack_columns<S: Simd, W: Weights>(s: S, weights: W, range: PanelRange,
     );
 }
 
-/// Some rows of y in the columns of a panel.
+/// Computes some rows of y in the columns of a panel.
 ///
 /// # Safety
 /// x is `(n, inner)`, y `(n, outer)`, `start` fits it, and the rows of these columns belong to the
@@ -283,13 +282,13 @@ unsafe fn tiles<S: Simd>(
                 begin: begin(start, row * outer + range.outer + group, range.outer + group),
                 scale: 1.0,
             };
-            // SAFETY: the tile lies inside what the caller promised.
+            // SAFETY: the tile is inside the memory that the caller promised.
             unsafe { tile.rows(s, ROWS.min(rows.end - row)) }
         }
     }
 }
 
-/// `start` as a tile reads it that begins at `cell` of the output, in column `column`.
+/// `start` for a tile whose first element is `cell` of the output, in column `column`.
 fn begin(start: InitialValue, cell: usize, column: usize) -> Begin {
     match start {
         InitialValue::Zero => Begin::Zero,

@@ -1,15 +1,15 @@
-// Products of small batches with frozen weights (rows, cols), as fast as the weights can be read: each is read once, a block
-// takes 32 columns and a share of the rows, and shares are added in order.
+// Products of small batches with frozen weights (rows, cols), as fast as the weights can be read: each is read once.
+// A block takes 32 columns and a share of the rows; shares are added in order.
 #pragma once
 #include "common.cuh"
 
 namespace small_batch {
-constexpr int ROWS = 8;          // of x at most
-constexpr int COLUMNS = 32;      // of w that a block takes: four lanes of 8
-constexpr int GROUPS = 256 / 4;  // rows of w that a block takes at once
+constexpr int ROWS = 8;          // most rows of x
+constexpr int COLUMNS = 32;      // columns of w of a block: four lanes of 8
+constexpr int GROUPS = 256 / 4;  // rows of w that a block reads at once
 constexpr int WARPS = 256 / 32;
 
-/// One block's columns over its share of the rows of w; parts (splits, n, cols).
+/// Sums one block's columns over its share of the rows of w; parts (splits, n, cols).
 template <int N, class T>
 __device__ void sum_rows(const T *x, const half_t *w, float *parts, int n, int rows, int cols) {
   SHARED(float[WARPS][N][COLUMNS], sums);

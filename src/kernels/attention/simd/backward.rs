@@ -1,4 +1,4 @@
-//! The backward of one head: probabilities are made again from scores, a block of groups at a time.
+//! The backward of one head: probabilities are recomputed from scores, one block of groups at a time.
 
 use std::ops::Range;
 
@@ -18,15 +18,15 @@ use crate::{
     },
 };
 
-/// Queries of a block.
+/// Queries in a block.
 pub const BLOCK: usize = 12 * ROWS;
 
-/// Floats of scratch a task uses for rows of scores of `row`.
+/// Floats of scratch of a task for rows of `row` scores.
 pub fn scratch(row: usize, width: usize) -> usize {
     2 * row * (width + BLOCK)
 }
 
-/// Adds the gradients of one head to where they go.
+/// Adds the gradients of one head to their destinations.
 pub fn backward_head<S: Simd>(s: S, dout: &[f32], seen: Seen, scale: f32, shape: &Shape, to: &Gradients) {
     let (t, c) = (shape.queries, shape.heads * shape.width);
     let (b, h) = to.task;
@@ -39,7 +39,7 @@ pub fn backward_head<S: Simd>(s: S, dout: &[f32], seen: Seen, scale: f32, shape:
     #[cfg(target_arch = "x86_64")]
     if super::pairs::fits(shape) {
         return with_scratch(super::pairs::scratch(head.task.row(), shape.width), |scratch| {
-            // SAFETY: the CPU has the instructions, and all gradients of `to` are this task's.
+            // SAFETY: the CPU has the instructions, and all gradients of `to` belong to this task.
             unsafe { head.run_pairs(scratch) }
         });
     }
@@ -52,19 +52,19 @@ pub fn backward_head<S: Simd>(s: S, dout: &[f32], seen: Seen, scale: f32, shape:
     });
 }
 
-/// The backward of one head.
+/// Inputs of the backward of one head.
 pub struct Backward<'a> {
     pub(super) task: Task<'a>,
-    /// Gradient of the output.
+    /// Gradient of the output `(queries, width)`.
     pub(super) dout: Head<'a>,
-    /// The output.
+    /// The forward's output `(queries, width)`.
     pub(super) out: Head<'a>,
     pub(super) lse: &'a [f32],
     pub(super) to: &'a Gradients<'a>,
 }
 
-/// Weights that a block of queries gives to columns, and the vectors it gives, `row` apart: queries, or gradients of
-/// the output.
+/// A weighted sum over a block of queries for each column: weights, and vectors `row` apart (queries, or gradients of
+/// the output).
 pub struct Given<'a> {
     pub(super) weights: &'a [f32],
     pub(super) vectors: &'a [f32],
@@ -109,8 +109,8 @@ impl Backward<'_> {
         }
     }
 
-    /// From a group's scores and `dp` to probabilities and `ds = scale p (dp - delta)`; zeros in `columns` that a
-    /// query does not see.
+    /// Replaces a group's scores by probabilities and `dp` by `ds = scale p (dp - delta)`; both are 0 in `columns`
+    /// that a query does not see.
     #[inline(always)]
     pub(super) fn scores<S: Simd>(
         &self,
@@ -141,7 +141,7 @@ impl Backward<'_> {
         }
     }
 
-    /// `dK += ds^T Q`, `dV += P^T do` for all columns that a block sees, from what it gives to keys and to values.
+    /// `dK += ds^T Q`, `dV += P^T do` for all columns that a block sees.
     ///
     /// # Safety
     /// As [`Backward::run`].
@@ -156,7 +156,7 @@ impl Backward<'_> {
         }
         for token in block.tokens.clone().step_by(ROWS) {
             let rows = ROWS.min(block.tokens.end - token);
-            // Queries before these tokens do not see them.
+            // Earlier queries do not see these tokens.
             let before = token.saturating_sub(task.shape.past + block.first) / ROWS * ROWS;
             for (part, given) in given.iter().enumerate() {
                 let target = ((self.to.d_at)(1 + part, token), self.to.row);
@@ -166,8 +166,8 @@ impl Backward<'_> {
         }
     }
 
-    /// Adds to `rows` rows of a target what the queries of a block, those before `before` left out, give to
-    /// the columns from `column` on.
+    /// Adds the weighted sums of a block's queries from `before` to `rows` rows of a target, for the columns from
+    /// `column`.
     ///
     /// # Safety
     /// As [`Backward::run`].
@@ -206,7 +206,7 @@ impl Backward<'_> {
     }
 }
 
-/// From scores and `dp` to probabilities and `ds`, in place.
+/// Replaces scores by probabilities and `dp` by `ds`.
 #[inline(always)]
 fn gradient<S: Simd>(s: S, scores: &mut [f32], d_scores: &mut [f32], (lse, delta, scale): (f32, f32, f32)) {
     let (lse, delta, scale) = (s.splat(lse), s.splat(delta), s.splat(scale));

@@ -2,7 +2,7 @@
 //! their softmax and all sums are FP32; queries, keys, values, gradients of the output, and, once they are known,
 //! probabilities and gradients of scores are rounded.
 //!
-//! A pair has two neighbours along the depth of its product: of a vector for scores, of tokens where weights mix
+//! A pair holds two neighbours along the depth of its product: of a vector for scores, of tokens where weights mix
 //! vectors, of queries for the gradients of keys and values. Tokens are counted from the first row of the prefix.
 
 use std::ops::Range;
@@ -24,27 +24,27 @@ use crate::{
 
 const LANES: usize = Avx512::LANES;
 
-/// Whether to compute in pairs: asked for, fast on this CPU, and heads are whole vectors of pairs.
+/// Whether to compute in pairs: requested, fast on this CPU, and heads are whole vectors of pairs.
 pub fn fits(shape: &Shape) -> bool {
     shape.arithmetic.in_pairs() && shape.width.is_multiple_of(2 * LANES)
 }
 
-/// Floats of scratch a forward uses for rows of scores of `row`.
+/// Floats of scratch of a forward for rows of `row` scores.
 pub fn scratch_forward(row: usize, width: usize) -> usize {
     parts_forward(row, width).iter().sum()
 }
 
-/// Floats of scratch a backward, and a forward, uses for rows of scores of `row`.
+/// Floats of scratch of a backward, or a forward, for rows of `row` scores.
 pub fn scratch(row: usize, width: usize) -> usize {
     parts(row, width).iter().sum()
 }
 
-/// Queries of a block where there may be no more than `row`.
+/// Queries in a block, `row` at most.
 fn block(row: usize) -> usize {
     BLOCK.min(row.next_multiple_of(ROWS))
 }
 
-/// Lengths of the parts of a backward's scratch: keys and values turned, pairs of keys; pairs of a block's
+/// Lengths of the parts of a backward's scratch: transposed keys and values, pairs of keys; pairs of a block's
 /// probabilities, gradients of scores, queries and gradients of the output; a group's scores, their gradients, and
 /// rounded queries and gradients of the output.
 fn parts(row: usize, width: usize) -> [usize; 11] {
@@ -53,12 +53,12 @@ fn parts(row: usize, width: usize) -> [usize; 11] {
     [panel, panel, panel, scores, scores, vectors, vectors, group, group, rounded, rounded]
 }
 
-/// The same of a forward: keys turned, pairs of values, a group's rounded queries and scores.
+/// The same of a forward: transposed keys, pairs of values, a group's rounded queries and scores.
 fn parts_forward(row: usize, width: usize) -> [usize; 4] {
     [row * width / 2, row * width / 2, width * ROWS / 2, row * ROWS]
 }
 
-/// Floats that are pairs.
+/// Floats that are pairs of BF16 values.
 #[derive(Clone, Copy)]
 struct Pairs(Avx512);
 
@@ -68,14 +68,14 @@ impl Kind for Pairs {
 
     #[inline(always)]
     unsafe fn run(self, tile: &Tile, rows: usize) {
-        // Nothing to fetch meanwhile that is not near.
+        // The next operands are in the cache: nothing to prefetch.
         // SAFETY: the caller's promise; this is made where the CPU has the instructions.
         unsafe { tile.rows_of_pairs(self.0, rows, [tile.x; 2]) }
     }
 }
 
 impl Task<'_> {
-    /// Turns the vectors of prefix and tokens into a panel `(width / 2, columns)` of pairs.
+    /// Transposes the vectors of prefix and tokens into a panel `(width / 2, columns)` of pairs.
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
     fn pack_pair_panel(&self, s: Avx512, prefix: Option<Head>, tokens: Head, panel: &mut [f32]) {
         let sizes = (self.shape.width / 2, self.columns());
@@ -88,8 +88,8 @@ impl Task<'_> {
         });
     }
 
-    /// The vectors of columns `2 i` and `2 i + 1` in row `i` of a panel `(columns / 2, width)` of pairs; a last one
-    /// without a partner gets zeros.
+    /// The vectors of columns `2 i` and `2 i + 1` in row `i` of a panel `(columns / 2, width)` of pairs; the
+    /// partner of an odd last one is 0.
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
     fn couple(&self, s: Avx512, prefix: Option<Head>, tokens: Head, panel: &mut [f32]) {
         let columns = self.columns();
@@ -105,7 +105,7 @@ impl Task<'_> {
         let (p, row) = (self.shape.prefix, self.shape.width);
         let (prefix, tokens) = (p.div_ceil(2), (p + group.tokens.start) / 2);
         let end = (p + group.tokens.end).div_ceil(2);
-        // Where nothing is hidden between them, or a pair holds of both, they are one.
+        // Prefix and tokens are one stretch where no hidden token is between them, or a pair spans both.
         let ranges = if tokens > prefix { [0..prefix, tokens..end] } else { [0..0, 0..end] };
         ranges.map(|Range { start, end }| Stretch {
             vectors: &panel[start * row..],
@@ -116,7 +116,7 @@ impl Task<'_> {
     }
 }
 
-/// The first 32 values as pairs.
+/// The first 32 values as 16 pairs.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn pair_of(s: Avx512, values: &[f32]) -> <Avx512 as Simd>::Floats {
@@ -125,7 +125,7 @@ fn pair_of(s: Avx512, values: &[f32]) -> <Avx512 as Simd>::Floats {
     unsafe { paired(s.load(values), s.load(values.add(LANES))) }
 }
 
-/// Pairs of the elements of two rows, the second of which may be missing: zeros. All are whole vectors.
+/// Pairs of the elements of two rows, the second of which may be missing, as zeros. All are whole vectors.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn couple(s: Avx512, first: &[f32], second: Option<&[f32]>, to: &mut [f32]) {
@@ -151,7 +151,8 @@ fn round_group(s: Avx512, group: &Group, from: Head, width: usize, to: &mut [f32
 /// As [`super::forward_head`].
 ///
 /// # Safety
-/// The CPU has AVX-512 F, BW and BF16; `to(query)` points at the task's output, rows that far apart.
+/// The CPU has AVX-512 F, BW and BF16; `to(query)` is the address of the query's output and
+/// the distance of its rows.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 pub unsafe fn forward_head(
     task: &Task,
@@ -246,7 +247,7 @@ impl Backward<'_> {
     }
 }
 
-/// Parts of these lengths, one after another.
+/// Splits scratch into parts of these lengths.
 fn cut<const N: usize>(scratch: &mut [f32], lengths: [usize; N]) -> [&mut [f32]; N] {
     let mut rest = scratch;
     lengths.map(|length| {

@@ -1,8 +1,8 @@
-//! AVX-512 BF16 side of the frozen products: both factors are rounded to BF16, pairs of products are added up in FP32.
+//! AVX-512 BF16 side of the frozen products: both factors are rounded to BF16, and pairs of products are added in
+//! FP32.
 //!
-//! Steps go in pairs: a float of a panel, and of the rows of x beside it, is two BF16 values one after another along
-//! the depth. Sums are in FP32, in the order of [`super::product`] by pairs;
-//! numbers below 2^-126 count as 0.
+//! Steps go in pairs: a float of a panel, and of the rows of x, holds two BF16 values that follow each other along the
+//! depth. Sums are FP32, in the order of [`super::product`] pair by pair; numbers below 2^-126 count as 0.
 
 use std::{arch::x86_64::*, ops::Range};
 
@@ -22,19 +22,19 @@ use crate::{
     kernels::q8::BLOCK,
 };
 
-/// Weights of a column that a panel holds; even.
+/// Weights of each column in a panel; even.
 const DEPTH: usize = 768;
 /// Columns that a task takes: 288 KiB of panel.
 const WIDTH: usize = 192;
 const LANES: usize = Avx512::LANES;
 const COLUMNS: usize = Avx512::COLUMNS;
-/// Floats of scratch a task uses: the panel and rounded rows of x.
+/// Floats of scratch of a task: the panel and rounded rows of x.
 pub const SCRATCH: usize = DEPTH / 2 * (WIDTH + LANES + ROWS);
-/// Panels beside one another from which on x is rounded before them, once for all tasks. Beside fewer each task rounds
-/// what it needs, ROWS rows at a time and fetched before: a pass over x alone waits for memory, and costs what it
-/// saves (MLP 3072 -> 768, four panels: 4% slower).
+/// Fewest panels side by side for which x is rounded first, once for all tasks. With fewer each task rounds its own
+/// part, ROWS rows at a time and prefetched: a separate pass over x waits for memory, and costs more than it saves
+/// (MLP 3072 -> 768, four panels: 4% slower).
 const SHARING: usize = 8;
-/// Rows of x that a task rounds then.
+/// Rows of x that such a task rounds at a time.
 const ROUNDED: usize = 64;
 
 /// Floats that the tasks of a product of `n` rows share.
@@ -42,7 +42,7 @@ pub fn shared(n: usize) -> usize {
     n * DEPTH / 2
 }
 
-/// `y (n, outer) = start + x (n, inner) V`, tasks as in [`super::product`]: the weights as they lie, or transposed.
+/// `y (n, outer) = start + x (n, inner) V`, tasks as in [`super::product`]; V is the weights or their transpose.
 ///
 /// # Safety
 /// The CPU has AVX-512 F, BW and BF16; the weights are of this shape.
@@ -93,7 +93,7 @@ pub unsafe fn product<W: Weights>(
                                 for (i, to) in own.chunks_exact_mut(DEPTH / 2).enumerate().take(rows) {
                                     round(s, &x[(row + i) * inner + k..][..depth], to);
                                 }
-                                // Reading it all at once, the rounding would wait for memory: a tenth of a step.
+                                // Without prefetching, rounding would wait for memory: a tenth of a step.
                                 (&*own, (x.as_ptr().wrapping_add((row + ROWS) * inner + k), inner))
                             };
                             tiles(s, (rounded, next), (row, rows), (range, panel), outer, start, out);
@@ -119,8 +119,8 @@ fn round_all(s: Avx512, x: &[f32], (n, inner): (usize, usize), columns: Range<us
     });
 }
 
-/// Rows `row .. row + rows` of y in the columns of a panel. Rows from the first of `next` on, so far apart, are
-/// those whose turn is next.
+/// Computes rows `row .. row + rows` of y in the columns of a panel. `next`: address and distance of the rows that
+/// follow, which are prefetched.
 ///
 /// # Safety
 /// As [`product`]; `rounded` are these rows of x, and the columns belong to the caller.
@@ -151,7 +151,7 @@ unsafe fn tiles(
             begin: begin(start, cell, range.outer + group),
             scale: 1.0,
         };
-        // SAFETY: the tile lies inside what the caller promised.
+        // SAFETY: the tile is inside the memory that the caller promised.
         unsafe {
             tile.rows_of_pairs(
                 s,
@@ -179,7 +179,7 @@ unsafe fn pack_rows<W: Weights>(s: Avx512, weights: W, range: PanelRange, panel:
                 s.fetch(weights.address(row + AHEAD, column));
             }
         }
-        // Of an odd depth the last row has no partner.
+        // The last row of an odd depth has no partner.
         let both = 2 * pair + 1 < depth;
         let next = row + usize::from(both);
         // SAFETY: the weights have these rows and columns.
@@ -205,7 +205,7 @@ unsafe fn pack_rows<W: Weights>(s: Avx512, weights: W, range: PanelRange, panel:
     }
 }
 
-/// The same of the transpose: column `outer + j` of the panel is row `outer + j` of the weights.
+/// [`pack_rows`] of the transpose: column `outer + j` of the panel is row `outer + j` of the weights.
 ///
 /// # Safety
 /// The CPU has AVX-512 F, BW and BF16; the weights have these rows and columns.
@@ -221,7 +221,7 @@ unsafe fn pack_columns<W: Weights>(s: Avx512, weights: W, range: PanelRange, pan
             let mut square = [_mm512_setzero_ps(); LANES];
             if step.is_multiple_of(W::LINE) {
                 for row in 0..LANES.min(width - start) {
-                    // The same range in the next LANES rows.
+                    // The same columns of the next LANES rows.
                     s.fetch(weights.address(outer + start + row + LANES, inner + step));
                 }
             }

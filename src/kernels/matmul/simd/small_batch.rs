@@ -1,7 +1,7 @@
-//! Products of small batches, as decoding makes them: bound by memory, so each weight is read once, as it is kept, and
+//! Products of small batches, as in decoding: memory-bound, so each weight is read once in its stored form and
 //! widened in a register.
 //!
-//! In `nn` an element is what the tiles of panels make of it, in `nt` LANES chains that are added up at the end.
+//! In `nn` an element has the same bits as with panels; in `nt` it is LANES chains that are added at the end.
 
 use std::ops::Range;
 
@@ -19,30 +19,29 @@ use crate::{
     },
 };
 
-/// Rows up to which this is the faster way where a task takes columns, and where it takes rows of weights.
+/// Largest batch for which this path beats packed panels, in `nn` and in `nt`.
 pub const ROWS: usize = 24;
 pub const ROWS_TRANSPOSED: usize = 24;
-/// Rows of x that meet weights in registers at a time.
+/// Rows of x that are multiplied with weights in registers at a time.
 const TALL: usize = 8;
-/// Floats of sums that a task works on at a time: half of a first-level cache.
+/// Floats of sums that a task keeps at a time: half of a first-level cache.
 const NEAR: usize = 6144;
-/// Rows of weights that a sum takes up before it goes back to memory, where there are registers for so many and
-/// where not.
+/// Rows of weights that are added to a sum before it is stored: with 32 vector registers, and with 16.
 const DEEP: usize = 8;
 const LESS_DEEP: usize = 4;
-/// Rows of weights whose sums run side by side.
+/// Rows of weights that are summed side by side.
 const SIDE: usize = 4;
-/// Rows of x that meet a row of weights at a time where there are enough, registers too: widening is a fifth of the
-/// work then.
+/// Rows of x that share a widened row of weights, where the batch and the registers are large enough: widening is a
+/// fifth of the work then.
 const HIGH: usize = 8;
-/// Rows of weights that all rows of x meet before the next ones.
+/// Rows of weights that all rows of x are multiplied with before the next ones.
 const STRETCH: usize = 96;
-/// Rows of weights that are fetched ahead of `rows` in FP16: as many bytes of every form.
+/// Rows of weights that are prefetched, for `rows` rows of FP16; other forms prefetch the same number of bytes.
 const fn ahead<W: Weights>(rows: usize) -> usize {
     rows * W::LINE / 32
 }
 
-/// `y (n, cols) = start + x (n, rows) W (rows, cols)`, a task for each stretch of columns.
+/// `y (n, cols) = start + x (n, rows) W (rows, cols)`, a task for each range of columns.
 pub fn nn<S: Simd, W: Weights>(
     s: S,
     x: &[f32],
@@ -54,7 +53,7 @@ pub fn nn<S: Simd, W: Weights>(
     assert!(x.len() >= n * rows && y.len() >= n * cols, "shapes of a small batch");
     check(start, n, cols);
     let out = Shared::new(y);
-    // A cache line belongs to one task.
+    // No cache line is shared by two tasks.
     let (tasks, width) = cut(cols, W::LINE);
     let side = (NEAR / n.max(1)).next_multiple_of(W::LINE.max(BLOCK));
     each(tasks, |task| {
@@ -70,7 +69,7 @@ pub fn nn<S: Simd, W: Weights>(
                     // SAFETY: the weights have these rows and columns.
                     unsafe { stretch(s, x, w, (n, rows), (steps, columns.clone()), Shared::new(sums)) }
                     for (row, sums) in sums.chunks_exact(columns.len()).enumerate() {
-                        // SAFETY: these columns are this task's.
+                        // SAFETY: these columns belong to this task.
                         let y = unsafe { out.range(row * cols + first, columns.len()) };
                         vectorised(
                             #[inline(always)]
@@ -112,22 +111,22 @@ unsafe fn stretch<S: Simd, W: Weights>(
     }
 }
 
-/// Columns of a product, and what they are made of.
+/// A range of columns of a product, with its operands.
 struct Piece<'a, W> {
-    /// From the first row on.
+    /// Rows of x, from the first.
     x: &'a [f32],
     w: W,
-    /// Of the weights.
+    /// Columns of the weights.
     rows: usize,
     columns: Range<usize>,
-    /// Of y.
+    /// The same columns in y.
     first_row: usize,
     /// `(.., columns)`.
     y: Shared,
 }
 
 impl<W: Weights> Piece<'_, W> {
-    /// [`Piece::deep`] for up to TALL of `n` rows.
+    /// [`Piece::deep`] of up to TALL of `n` rows.
     ///
     /// # Safety
     /// As [`Piece::deep`].
@@ -148,7 +147,7 @@ impl<W: Weights> Piece<'_, W> {
         }
     }
 
-    /// Adds D rows of weights, from row `k` on, to R rows of y.
+    /// Adds the products with D rows of weights, from row `k`, to R rows of y.
     ///
     /// # Safety
     /// w is of this shape, there are R rows, and the columns belong to the caller.
@@ -156,13 +155,13 @@ impl<W: Weights> Piece<'_, W> {
         let Self { x, w, rows, first_row, y, .. } = *self;
         let (first, width) = (self.columns.start, self.columns.len());
         let body = width - width % S::LANES;
-        // Moved in: what is read through a reference would be read again after every store to y.
+        // By value: fields behind a reference would be read again after every store to y.
         s.enter(
             #[inline(always)]
             move || {
                 let to = |r: usize, column: usize| y.at((first_row + r) * width + column);
                 for strip in (0..body).step_by(W::STRIP) {
-                    // Elements of x, times the scale of each block that they will meet.
+                    // Elements of x times the scales of the blocks that they are multiplied with.
                     // SAFETY: the weights have these rows and columns.
                     let zero = unsafe { w.factors(s, 0.0, k, first + strip) };
                     let mut factors = [[zero; D]; R];
@@ -205,7 +204,8 @@ impl<W: Weights> Piece<'_, W> {
     }
 }
 
-/// Adds D rows of weights, from row `k` on, to the V vectors at `y(row)` of R rows; the vectors lie in one block.
+/// Adds the products with D rows of weights, from row `k`, to the V vectors at `y(row)` of R rows. The vectors belong
+/// to one block.
 ///
 /// # Safety
 /// Weights and y have these vectors, and those of y belong to the caller.
@@ -246,7 +246,7 @@ unsafe fn add<S: Simd, W: Weights, const D: usize, const R: usize, const V: usiz
     }
 }
 
-/// `y (n, rows) = start + x (n, cols) W^T`, a task for each stretch of rows of W.
+/// `y (n, rows) = start + x (n, cols) W^T`, a task for each range of rows of W.
 pub fn nt<S: Simd, W: Weights>(
     s: S,
     x: &[f32],
@@ -263,7 +263,7 @@ pub fn nt<S: Simd, W: Weights>(
         let first = task * length;
         let end = rows.min(first + length);
         fill(start, out, 0..n, rows, first, end - first);
-        // A stretch of weights stays in the second-level cache for all rows of x, and those of a block in the first.
+        // A range of weights stays in the second-level cache for all rows of x, and those of a block in the first.
         let most = if n == 1 { end - first } else { STRETCH };
         for stretch in (first..end).step_by(most.max(1)) {
             let stretch = stretch..end.min(stretch + most);
@@ -271,7 +271,7 @@ pub fn nt<S: Simd, W: Weights>(
             while row < n {
                 let x = &x[row * cols..];
                 let to = |i: usize, at: usize| out.at((row + i) * rows + at);
-                // SAFETY: these columns of y are this task's.
+                // SAFETY: these columns of y belong to this task.
                 row += unsafe {
                     match n - row {
                         HIGH.. if S::MANY_REGISTERS => {
@@ -292,7 +292,7 @@ pub fn nt<S: Simd, W: Weights>(
 /// Adds the products of the first R rows of x with rows `stretch` of weights, C at a time, to the elements at
 /// `y(row, weights' row)`; returns R.
 ///
-/// The C rows lie far from each other: a Zen 4 reads four streams at 33 GB/s where it reads one at 20.
+/// The C rows are far from each other: a Zen 4 reads four streams at 33 GB/s where it reads one at 20.
 ///
 /// # Safety
 /// The weights have these rows, and the elements of y belong to the caller.
@@ -317,7 +317,7 @@ unsafe fn blocks<S: Simd, W: Weights, const C: usize, const R: usize>(
     R
 }
 
-/// Rows of x `(.., depth)` beside every `apart`-th of the rows of weights `(.., depth)` from `first` on.
+/// Rows of x `(.., depth)`, and every `apart`-th row of weights `(.., depth)` from `first`.
 #[derive(Clone, Copy)]
 struct Block<'a, W> {
     x: &'a [f32],
@@ -328,8 +328,8 @@ struct Block<'a, W> {
 }
 
 impl<W: Weights> Block<'_, W> {
-    /// Adds the products of each of the first R rows of x with each of the first C rows of weights to C elements, as
-    /// far from each other, from `y(row)` on.
+    /// Adds the products of each of the first R rows of x with each of the first C rows of weights to C elements from
+    /// `y(row)`, which are `apart` from each other.
     ///
     /// # Safety
     /// The weights have these rows, and the elements of y belong to the caller.
@@ -370,7 +370,7 @@ impl<W: Weights> Block<'_, W> {
                         }
                     }
                 }
-                // Not even zeros are added where there is no rest: a vector of them lies outside the last row.
+                // Without a rest nothing is read: even masked, the vector would be outside the last row.
                 for c in 0..if whole < depth { C } else { 0 } {
                     // SAFETY: the weights have these rows.
                     let weights = unsafe { w.part(s, first + c * apart, whole, depth - whole) };
@@ -391,7 +391,7 @@ impl<W: Weights> Block<'_, W> {
     }
 }
 
-/// The sum of the lanes of each vector, which always has the same order, that of [`Simd::sum`].
+/// The sum of the lanes of each vector, always in the order of [`Simd::sum`].
 #[inline(always)]
 fn totals<S: Simd, const C: usize, const R: usize>(s: S, sums: &[[S::Floats; C]; R]) -> [[f32; C]; R] {
     let mut totals = [[0f32; C]; R];
@@ -413,7 +413,7 @@ fn totals<S: Simd, const C: usize, const R: usize>(s: S, sums: &[[S::Floats; C];
                 lanes[i] = s.add(lanes[i], lanes[i + half]);
             }
         }
-        // SAFETY: no more than there is room for.
+        // SAFETY: no more sums than elements.
         unsafe { s.store_first(totals.as_mut_ptr(), totals.len(), lanes[0]) };
     }
     totals

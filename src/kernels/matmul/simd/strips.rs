@@ -13,10 +13,10 @@ use crate::{
     kernels::matmul::matrix::STRIP,
 };
 
-/// Rows up to which this is faster than panels.
+/// Largest batch for which this path is faster than panels.
 pub const ROWS: usize = 72;
 
-/// `y (n, cols) = start + x (n, rows) W (rows, cols)` with W in strips, a task for each stretch of strips.
+/// `y (n, cols) = start + x (n, rows) W (rows, cols)` with W in strips, a task for each group of strips.
 pub fn nn<S: Simd>(
     s: S,
     x: &[f32],
@@ -30,7 +30,7 @@ pub fn nn<S: Simd>(
     check(start, n, cols);
     let out = Shared::new(y);
     let (deep, (tall, vectors)) = (S::PANEL.0, S::TALL);
-    // Tiles of like heights: 25 rows are 9, 8 and 8, not 12, 12 and 1.
+    // Tiles of similar heights: 25 rows are 9, 8 and 8, not 12, 12 and 1.
     let tall = n.div_ceil(n.div_ceil(tall).max(1)).max(1);
     // A strip is a whole number of tiles wide.
     let columns = vectors * S::LANES;
@@ -58,7 +58,7 @@ pub fn nn<S: Simd>(
                             begin: begin(start, cell, column),
                             scale: 1.0,
                         };
-                        // SAFETY: the tile lies inside what was checked; these columns are this task's.
+                        // SAFETY: the tile is inside the checked lengths; these columns belong to this task.
                         unsafe { tile.rows_of_f16(s, tall.min(n - row)) }
                     }
                 }

@@ -1,4 +1,4 @@
-//! How weights come into a register: widened from FP16, or codes times their scale.
+//! Loads of weights into registers: widened from FP16, or codes times their scale.
 
 use half::f16;
 
@@ -10,13 +10,13 @@ use crate::{
     },
 };
 
-/// A frozen matrix, row-major, whose sizes its user knows. A value is a raw one times the factor of its block.
+/// A frozen matrix whose sizes its user knows. A value is a raw value times the factor of its block.
 pub trait Weights: Copy + Send + Sync {
     /// Weights in a cache line.
     const LINE: usize;
     /// Columns that one [`Weights::Factors`] serves.
     const STRIP: usize;
-    /// What belongs to a stretch of a row besides its elements, times a number.
+    /// The scales of a range of a row, times a number.
     type Factors: Copy;
 
     /// `x` times the scales of columns of `row` from `column` on.
@@ -25,7 +25,7 @@ pub trait Weights: Copy + Send + Sync {
     /// The matrix has this element.
     unsafe fn factors<S: Simd>(self, s: S, x: f32, row: usize, column: usize) -> Self::Factors;
 
-    /// The one of the block that is `block` blocks behind the first.
+    /// The factor of the block that is `block` blocks after the first.
     fn factor(factors: &Self::Factors, block: usize) -> f32;
 
     /// Raw values times their factor, which is [`Weights::factors`] of 1.
@@ -37,20 +37,20 @@ pub trait Weights: Copy + Send + Sync {
     /// The row has these values.
     unsafe fn raw<S: Simd>(self, s: S, row: usize, column: usize) -> S::Floats;
 
-    /// `count` values of one block, scaled, and zeros behind them; LANES at most.
+    /// `count` values of one block, scaled, LANES at most; the other lanes are 0.
     ///
     /// # Safety
     /// The row has these values.
     unsafe fn part<S: Simd>(self, s: S, row: usize, column: usize, count: usize) -> S::Floats;
 
-    /// One value.
+    /// One value, scaled.
     fn value(self, row: usize, column: usize) -> f32;
 
-    /// Where an element would lie; perhaps outside.
+    /// Address of an element, perhaps outside the matrix; for prefetching.
     fn address(self, row: usize, column: usize) -> *const i8;
 }
 
-/// FP16: in rows of as many, or with IN_STRIPS in strips of so many rows, see
+/// FP16 with its number of columns, or with IN_STRIPS in strips with its number of rows, see
 /// [`Layout`](crate::kernels::matmul::Layout); LANES columns from a multiple of LANES on lie in one strip.
 #[derive(Clone, Copy)]
 pub struct F16Weights<'a, const IN_STRIPS: bool>(pub &'a [f16], pub usize);
@@ -105,7 +105,7 @@ impl<const IN_STRIPS: bool> Weights for F16Weights<'_, IN_STRIPS> {
     }
 }
 
-/// Codes and their scales, in rows of as many codes.
+/// Codes, their scales, and the number of columns.
 #[derive(Clone, Copy)]
 pub struct Codes<'a>(pub &'a [i8], pub &'a [f16], pub usize);
 
@@ -128,7 +128,7 @@ impl Weights for Codes<'_> {
         }
         let (mut factors, x) = ([0f32; SCALES], s.splat(x));
         for at in (0..SCALES).step_by(S::LANES) {
-            // SAFETY: as many as a vector has. Scales of the next row may stand among them, and are used by nobody.
+            // SAFETY: the length of a vector. It may end with scales of the next row, which are not used.
             unsafe { s.store(factors[at..].as_mut_ptr(), s.mul(x, s.widen(scales[at..].as_ptr()))) };
         }
         factors
@@ -136,7 +136,7 @@ impl Weights for Codes<'_> {
 
     #[inline(always)]
     fn factor(factors: &[f32; SCALES], block: usize) -> f32 {
-        // No check: a strip has so many blocks.
+        // No check: `block` is one of the strip's.
         factors[block % SCALES]
     }
 
