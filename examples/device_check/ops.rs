@@ -308,11 +308,9 @@ fn decoding(on: On) -> Result<Outputs> {
     let [to_k, to_v] = &mut counted;
     // The tokens before, and the last one of each row after as many as are counted.
     for (row, slot) in [(0, 1), (1, 0)] {
-        let of_row =
-            |heads: Heads<'_>| Heads { data: heads.data.slice(row * capacity * c, capacity * c), ..heads };
         let place = (slot * capacity * c, 0);
-        attention::append(of_row(k), to_k.view_mut(), (1, past, c), place);
-        attention::append(of_row(v), to_v.view_mut(), (1, past, c), place);
+        attention::append(row_of(k, row), to_k.view_mut(), (1, past, c), place);
+        attention::append(row_of(v, row), to_v.view_mut(), (1, past, c), place);
     }
     let last =
         [k, v].map(|heads| Heads { data: heads.data.slice(past * c, heads.data.len() - past * c), ..heads });
@@ -324,6 +322,11 @@ fn decoding(on: On) -> Result<Outputs> {
     attention::decode((query, k, v), prefix, starts.view(), 0.4, most, out.view_mut(), lse.view_mut());
     outputs.extend([("counted out", out.view().to_floats()), ("counted lse", lse.view().to_vec())]);
     Ok(outputs)
+}
+
+/// One row of a cache.
+fn row_of(heads: Heads, row: usize) -> Heads {
+    Heads { data: heads.data.slice(row * heads.batch, heads.batch), ..heads }
 }
 
 /// Keys or values of a cache of `capacity` tokens a row.

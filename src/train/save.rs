@@ -16,11 +16,13 @@ use std::{
 };
 
 use engraft_adapters::AdapterSpec;
-use engraft_util::atomic;
+use engraft_util::{
+    atomic,
+    safetensors::{self as safetensors_file, Entry, Order},
+};
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 use serde::{Deserialize, Serialize};
-use serde_json::json;
 
 use crate::{
     device::{Bytes, DType, page_cache::Region},
@@ -157,18 +159,14 @@ fn header<'a>(
     checksum: &str,
     tensors: impl Iterator<Item = SavedTensor<'a>>,
 ) -> io::Result<Vec<u8>> {
-    let mut object = json!({ "__metadata__": { INFO: info, CHECKSUM: checksum } });
-    let mut start = 0;
-    for SavedTensor { name, dtype, bytes, .. } in tensors {
+    let entry = |tensor: SavedTensor| {
+        let SavedTensor { name, dtype, bytes, .. } = tensor;
         let known = TYPES.iter().find(|(own, _)| *own == dtype).ok_or(io::ErrorKind::InvalidInput)?;
-        let (end, count) = (start + bytes.len(), bytes.len() / dtype.size());
-        object[name] = json!({ "dtype": known.1, "shape": [count], "data_offsets": [start, end] });
-        start = end;
-    }
-    let mut text = object.to_string().into_bytes();
-    // The tensors begin at a multiple of 8, as the format asks.
-    text.resize(text.len().next_multiple_of(8), b' ');
-    Ok([&(text.len() as u64).to_le_bytes(), text.as_slice()].concat())
+        let shape = vec![bytes.len() / dtype.size()];
+        Ok(Entry { name: name.to_owned(), dtype: known.1, shape, bytes: bytes.len() })
+    };
+    let entries = tensors.map(entry).collect::<io::Result<Vec<_>>>()?;
+    safetensors_file::header(&[(INFO, info), (CHECKSUM, checksum)].into(), &entries, Order::Names, 8)
 }
 
 /// Types that saves have, and their names in the file.

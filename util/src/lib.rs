@@ -1,8 +1,9 @@
 //! What engraft's crates share and what is not about adapters, models or devices: files that are
-//! replaced as a whole, the counter-based random numbers, the number types of reference maths.
+//! replaced as a whole, headers of tensor files, the counter-based random numbers, the number types of reference maths.
 
 pub mod atomic;
 pub mod real;
 pub mod rng;
+pub mod safetensors;
 #[doc(hidden)]
 pub mod skip;

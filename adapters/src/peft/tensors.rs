@@ -9,6 +9,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use engraft_util::safetensors::{self as safetensors_file, Entry, Header, HeaderError, Order};
 use half::{bf16, f16};
 use safetensors::{
     Dtype,
@@ -17,8 +18,6 @@ use safetensors::{
 
 use crate::{Error, Result};
 
-/// Bytes of the length in front of the header.
-const PREFIX: u64 = 8;
 /// Longest header read; one of an adapter of thousands of tensors has some hundred kilobytes.
 const LONGEST_HEADER: u64 = 16 << 20;
 
@@ -38,28 +37,20 @@ impl TensorFile {
         let broken = |rule: String| Error::SafeTensors { path: path.to_owned(), rule };
         let mut file = File::open(path).map_err(read)?;
         let total = file.metadata().map_err(read)?.len();
-        let body = total
-            .checked_sub(PREFIX)
-            .ok_or_else(|| broken(format!("it has {total} bytes, too few for a header length")))?;
-        let mut prefix = [0; PREFIX as usize];
-        file.read_exact(&mut prefix).map_err(read)?;
-        let length = u64::from_le_bytes(prefix);
-        if length > body || length > LONGEST_HEADER {
-            return Err(broken(format!(
-                "its header claims {length} bytes, {body} follow (limit {LONGEST_HEADER})"
-            )));
-        }
-        let mut bytes = vec![0; length as usize];
-        file.read_exact(&mut bytes).map_err(read)?;
-        let header: Metadata = serde_json::from_slice(&bytes).map_err(|error| broken(error.to_string()))?;
-        let data = header.data_len() as u64;
-        if data != body - length {
-            return Err(broken(format!(
-                "its header describes {data} bytes of tensors, the file has {}",
-                body - length
-            )));
-        }
-        Ok(Self { path: path.to_owned(), file, header, start: PREFIX + length })
+        let header = Header::read(&mut file, total, LONGEST_HEADER).map_err(|fault| match fault {
+            HeaderError::Read(cause) => read(cause),
+            HeaderError::Short { size } => {
+                broken(format!("it has {size} bytes, too few for a header length"))
+            }
+            HeaderError::Length { length, rest } => {
+                broken(format!("its header claims {length} bytes, {rest} follow (limit {LONGEST_HEADER})"))
+            }
+            HeaderError::Rule(cause) => broken(cause.to_string()),
+            HeaderError::Data { described, held } => {
+                broken(format!("its header describes {described} bytes of tensors, the file has {held}"))
+            }
+        })?;
+        Ok(Self { path: path.to_owned(), file, header: header.metadata, start: header.start })
     }
 
     /// An entry of the `__metadata__` map.
@@ -133,25 +124,17 @@ pub(crate) fn write(
     Ok(())
 }
 
-/// Length and header, padded with spaces to a multiple of 8.
-///
-/// Written here and not by the safetensors crate, whose map of metadata has no stable order: the same
-/// adapter gives the same bytes.
+/// Length and header; the same adapter gives the same bytes.
 fn header(tensors: &[&Outgoing], metadata: &HashMap<String, String>) -> io::Result<Vec<u8>> {
-    let metadata: std::collections::BTreeMap<_, _> = metadata.iter().collect();
-    let mut text = format!("{{\"__metadata__\":{}", serde_json::to_string(&metadata)?);
-    let mut offset = 0;
-    for tensor in tensors {
-        let end = offset + 4 * tensor.shape.iter().product::<usize>();
-        let info = TensorInfo { dtype: Dtype::F32, shape: tensor.shape.clone(), data_offsets: (offset, end) };
-        text += &format!(",{}:{}", serde_json::to_string(&tensor.name)?, serde_json::to_string(&info)?);
-        offset = end;
-    }
-    text.push('}');
-    text += &" ".repeat(text.len().next_multiple_of(PREFIX as usize) - text.len());
-    let mut bytes = (text.len() as u64).to_le_bytes().to_vec();
-    bytes.extend(text.into_bytes());
-    Ok(bytes)
+    let strings = metadata.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
+    let entry = |tensor: &&Outgoing| Entry {
+        name: tensor.name.clone(),
+        dtype: Dtype::F32,
+        shape: tensor.shape.clone(),
+        bytes: 4 * tensor.shape.iter().product::<usize>(),
+    };
+    let entries: Vec<Entry> = tensors.iter().map(entry).collect();
+    safetensors_file::header(&strings, &entries, Order::Given, 8)
 }
 
 #[cfg(test)]

@@ -1,10 +1,8 @@
 //! What a converted copy of a base holds: which tensors, of which type, and where in its file.
 
+use engraft_util::safetensors::{self as safetensors_file, Entry, Order};
 use half::f16;
-use safetensors::{
-    Dtype,
-    tensor::{Metadata, TensorInfo},
-};
+use safetensors::Dtype;
 
 use super::{convert::Sink, names::Wanted};
 use crate::{
@@ -91,22 +89,15 @@ fn size(dtype: Dtype) -> usize {
 
 /// The header of a file of `parts`, padded so that they begin on a cache line.
 pub(super) fn header(parts: &[Part]) -> Result<Vec<u8>> {
-    let failed = |cause: &dyn std::fmt::Display| {
-        Error::failed(format!("the header of the converted base cannot be made: {cause}"))
+    let entry = |part: &Part| Entry {
+        name: part.name.clone(),
+        dtype: part.dtype,
+        shape: part.shape.clone(),
+        bytes: part.shape.iter().product::<usize>() * size(part.dtype),
     };
-    let tensors = parts.iter().map(|part| {
-        let end = part.start + part.shape.iter().product::<usize>() * size(part.dtype);
-        let info =
-            TensorInfo { dtype: part.dtype, shape: part.shape.clone(), data_offsets: (part.start, end) };
-        (part.name.clone(), info)
-    });
-    let format = Some([("format".to_owned(), "pt".to_owned())].into());
-    let metadata = Metadata::new(format, tensors.collect()).map_err(|cause| failed(&cause))?;
-    let mut text = serde_json::to_vec(&metadata).map_err(|cause| failed(&cause))?;
-    text.resize((8 + text.len()).next_multiple_of(64) - 8, b' ');
-    let mut bytes = (text.len() as u64).to_le_bytes().to_vec();
-    bytes.extend(text);
-    Ok(bytes)
+    let entries: Vec<Entry> = parts.iter().map(entry).collect();
+    let header = safetensors_file::header(&[("format", "pt")].into(), &entries, Order::Given, 64);
+    header.map_err(|cause| Error::failed(format!("the header of the converted base cannot be made: {cause}")))
 }
 
 /// Makes codes of the values of one tensor after another, as they come.

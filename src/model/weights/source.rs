@@ -9,7 +9,8 @@ use std::{
     sync::Arc,
 };
 
-use safetensors::{Dtype, tensor::Metadata};
+use engraft_util::safetensors::{Header, HeaderError};
+use safetensors::Dtype;
 use serde_json::Value;
 
 use super::{
@@ -91,7 +92,7 @@ impl Source {
     fn of_bytes(bytes: &[u8], content: Content) -> Result<Self> {
         let mut source = Self { files: Vec::new(), tensors: BTreeMap::new() };
         let path = PathBuf::from("the embedded base");
-        let header = Header::read(&path, bytes.len() as u64, &mut { bytes })?;
+        let header = read_header(&path, bytes.len() as u64, &mut { bytes })?;
         source.add_safetensors(&path, &header)?;
         source.files.push(SourceFile { path, content });
         Ok(source)
@@ -108,7 +109,7 @@ impl Source {
         } else {
             let mut file = File::open(&path).map_err(|cause| Error::reading(&path, &cause))?;
             let size = file.metadata().map_err(|cause| Error::reading(&path, &cause))?.len();
-            let header = Header::read(&path, size, &mut file)?;
+            let header = read_header(&path, size, &mut file)?;
             self.add_safetensors(&path, &header)?;
             Content::Safetensors
         };
@@ -127,7 +128,7 @@ impl Source {
                     name,
                     dtype: info.dtype,
                     shape: info.shape.clone(),
-                    start: header.bytes + start,
+                    start: header.start as usize + start,
                     bytes: end - start,
                 },
             )?;
@@ -252,41 +253,22 @@ fn shape_or_type_fault(stored: &StoredTensor, shape: &[usize]) -> Option<String>
     (!float).then(|| format!("{} is {:?} where F16, BF16, F32 or F64 is expected", stored.name, stored.dtype))
 }
 
-/// A safetensors header whose tensors cover the rest of the file exactly.
-struct Header {
-    metadata: Metadata,
-    /// Where the tensors begin.
-    bytes: usize,
-}
-
-impl Header {
-    /// Reads the header of a file of `size` bytes; no length in it is believed before it is checked.
-    fn read(path: &Path, size: u64, file: &mut dyn Read) -> Result<Self> {
-        let damaged = |what: String| {
-            Err(Error::input(format!("{}: {what}; the file is damaged, get it again", path.display())))
+/// The header of the safetensors file at `path`, of `size` bytes.
+fn read_header(path: &Path, size: u64, file: &mut dyn Read) -> Result<Header> {
+    Header::read(file, size, LONGEST_HEADER).map_err(|fault| {
+        let what = match fault {
+            HeaderError::Read(cause) => return Error::reading(path, &cause),
+            HeaderError::Short { size } => format!("has {size} bytes, which is no safetensors file"),
+            HeaderError::Length { length, .. } => {
+                format!("names a header of {length} bytes in a file of {size}")
+            }
+            HeaderError::Rule(cause) => format!("has a header that cannot be right: {cause}"),
+            HeaderError::Data { described, held } => {
+                format!("holds {held} bytes of tensors where its header names {described}")
+            }
         };
-        let mut length = [0; 8];
-        if size < 8 {
-            return damaged(format!("has {size} bytes, which is no safetensors file"));
-        }
-        file.read_exact(&mut length).map_err(|cause| Error::reading(path, &cause))?;
-        let length = u64::from_le_bytes(length);
-        if length > LONGEST_HEADER || length > size - 8 {
-            return damaged(format!("names a header of {length} bytes in a file of {size}"));
-        }
-        let mut text = vec![0; length as usize];
-        file.read_exact(&mut text).map_err(|cause| Error::reading(path, &cause))?;
-        let metadata: Metadata = match serde_json::from_slice(&text) {
-            Ok(metadata) => metadata,
-            Err(cause) => return damaged(format!("has a header that cannot be right: {cause}")),
-        };
-        let held = size - 8 - length;
-        let named = metadata.data_len() as u64;
-        if named != held {
-            return damaged(format!("holds {held} bytes of tensors where its header names {named}"));
-        }
-        Ok(Self { metadata, bytes: 8 + text.len() })
-    }
+        Error::input(format!("{}: {what}; the file is damaged, get it again", path.display()))
+    })
 }
 
 /// The files that an index names, each once, inside `folder`.
