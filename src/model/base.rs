@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use engraft_adapters::BaseDescription;
+use engraft_adapters::{BaseDescription, BaseWeights};
 
 use super::{
     config::Config,
@@ -219,4 +219,11 @@ pub(crate) fn no_f16() -> Error {
     Error::input(
         "--precision f16: a CPU does not compute in it; give --precision f32 or bf16, or --device cuda",
     )
+}
+impl BaseWeights for Base {
+    fn matrix(&self, site: usize, layer: usize) -> Option<Vec<f32>> {
+        let block = self.weights.blocks.get(layer)?;
+        let sites = [&block.c_attn, &block.attn_proj, &block.c_fc, &block.mlp_proj];
+        sites.get(site).map(|linear| linear.weight.view().to_floats())
+    }
 }
