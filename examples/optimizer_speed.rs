@@ -14,6 +14,7 @@ use engraft::{
     error::Result,
     optim::{AdamWOptions, Optimizer, OptimizerKind},
 };
+use engraft_adapters::Segment;
 use engraft_util::rng;
 
 fn main() -> Result<()> {
@@ -24,17 +25,18 @@ fn main() -> Result<()> {
         let key = rng::key(&[stream]);
         Buffer::from_slice(&(0..len as u64).map(|at| rng::normal(key, at)).collect::<Vec<f32>>())
     };
-    let gradient = normal(1)?;
+    let mut gradient = normal(1)?;
     for kind in [OptimizerKind::AdamW, OptimizerKind::AdamW8bit] {
         let mut values = normal(2)?;
         let mut arenas = Arenas::real(None);
         let options = AdamWOptions::default();
-        let mut optimizer = Optimizer::new(kind, &segments, options, Placement::Memory, &mut arenas)?;
+        let mut optimizer =
+            Optimizer::new(kind, &Segment::of(&segments), options, Placement::Memory, &mut arenas)?;
         let bytes: usize = arenas.rows().iter().map(TableRow::bytes).sum();
         let mut fastest = f64::INFINITY;
         for _ in 0..10 {
             let start = Instant::now();
-            optimizer.update(values.view_mut(), gradient.view(), 1e-3, 1.0, 1.0);
+            optimizer.update(values.view_mut(), gradient.view_mut(), 1e-3, 1.0, 1.0);
             fastest = fastest.min(start.elapsed().as_secs_f64());
         }
         println!("{}: {:.2} ns a trainable, {bytes} bytes", kind.name(), fastest * 1e9 / len as f64);

@@ -45,7 +45,7 @@ fn main() -> Result<()> {
     let vocab = base.config.vocab as u64;
     let spec = AdapterSpec { lora: Some(LoraSpec::default()), prefix: None };
     let set = AdapterSet::new(&spec, &base.description())?;
-    let values = set.init(0);
+    let values = set.init(0)?;
     let options = TrainerOptions {
         rows,
         seq_len,

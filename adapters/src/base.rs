@@ -51,6 +51,13 @@ pub struct PartDescription {
     pub columns: Range<usize>,
 }
 
+/// The weights of a base, for initial values that follow from them.
+pub trait BaseWeights {
+    /// Weight `[inputs, outputs]`, row-major, of site `site` (an index into [`BaseDescription::sites`]) in
+    /// `layer`; `None` where the base has no such matrix at hand.
+    fn matrix(&self, site: usize, layer: usize) -> Option<Vec<f32>>;
+}
+
 impl SiteDescription {
     /// Full module path in one layer, such as `transformer.h.3.attn.c_attn`.
     pub fn module(&self, layer: usize) -> String {

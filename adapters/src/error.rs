@@ -7,6 +7,8 @@ use std::{
 
 use engraft_util::atomic::WriteError;
 
+use crate::methods;
+
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -17,8 +19,8 @@ const SPELLED_OUT: usize = 50;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Neither a LoRA nor a prefix was asked for.
-    #[error("no adapter is asked for; choose lora, prefix or both")]
+    /// No method was asked for.
+    #[error("no adapter is asked for; choose one or more of {}", methods::list(|kind| kind.name.to_owned(), ", "))]
     Empty,
     /// A target that matches no module in the chosen layers.
     #[error("targets: `{target}` matches no module; choose among {}", .sites.join(", "))]
@@ -117,6 +119,26 @@ pub enum Error {
         /// Its shape.
         shape: Vec<usize>,
     },
+    /// A tensor that modules share and that they give different shapes.
+    #[error("{tensor}: modules that share it need different shapes, one of them {shape:?}; choose others")]
+    SharedShape {
+        /// Tensor name.
+        tensor: String,
+        /// The second shape asked for.
+        shape: Vec<usize>,
+    },
+    /// Two methods that set what a model has room for once.
+    #[error("two methods set {what}; leave one of them out")]
+    Conflict {
+        /// What both set.
+        what: &'static str,
+    },
+    /// Initial values that follow from base weights, where there are none to look at.
+    #[error("{method}: the initial values follow from the base's weights, which are not at hand")]
+    WeightsNeeded {
+        /// The method.
+        method: &'static str,
+    },
     /// A file or folder that cannot be read.
     #[error("{}: cannot be read: {cause}; check the path and its permissions", .path.display())]
     Read {
@@ -126,12 +148,12 @@ pub enum Error {
         cause: io::Error,
     },
     /// A folder without adapter files.
-    #[error("{}: is no adapter: {found}; name a folder that holds adapter_config.json, or lora/ and prefix/", .path.display())]
+    #[error("{}: is no adapter: {found}; name a folder that holds adapter_config.json, or {}", .path.display(), methods::list(|kind| format!("{}/", kind.name), " and "))]
     NotAnAdapter {
         /// The folder.
         path: PathBuf,
         /// What is there instead.
-        found: &'static str,
+        found: String,
     },
     /// A config that is no JSON object.
     #[error("{}: is no valid adapter config: {cause}; save the adapter again", .path.display())]
@@ -255,7 +277,15 @@ pub enum Problem {
 impl Error {
     /// Whether the user's input is at fault (exit code 2) and not the running of it (exit code 1).
     pub fn is_input(&self) -> bool {
-        !matches!(self, Self::Write(_) | Self::NotFinite { .. } | Self::ValueCount { .. } | Self::Candle(_))
+        !matches!(
+            self,
+            Self::Write(_)
+                | Self::NotFinite { .. }
+                | Self::ValueCount { .. }
+                | Self::SharedShape { .. }
+                | Self::WeightsNeeded { .. }
+                | Self::Candle(_)
+        )
     }
 
     /// Every reason behind a [`Error::Mismatch`], nothing for the others.
@@ -284,7 +314,8 @@ impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::UnsupportedType(found) => {
-                write!(f, "peft_type {found} is not supported (LORA and PREFIX_TUNING are)")
+                let known = methods::list(|kind| kind.peft_type.to_owned(), " and ");
+                write!(f, "peft_type {found} is not supported ({known} are)")
             }
             Self::Spec(error) => write!(f, "{error}"),
             Self::Field { name, value, expected } => write!(f, "{name} is {value} where {expected}"),

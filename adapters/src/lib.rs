@@ -9,7 +9,7 @@
 //! ```
 //! use candle_core::{Device, Tensor};
 //! use engraft_adapters::{
-//!     AdapterSet, AdapterSpec, BaseDescription, LoraSpec, SiteDescription, peft, reference,
+//!     AdapterSet, BaseDescription, LoraSpec, SiteDescription, peft, reference,
 //! };
 //!
 //! // What the adapter must know of your model.
@@ -36,8 +36,8 @@
 //! # let folder = tempfile::tempdir()?;
 //! # let dir = folder.path().join("adapter");
 //! let lora = LoraSpec { rank: 2, targets: "mlp.up".parse()?, ..LoraSpec::default() };
-//! let set = AdapterSet::new(&AdapterSpec { lora: Some(lora), prefix: None }, &base)?;
-//! peft::save(&dir, &set, &set.init(1), None, &base)?;
+//! let set = AdapterSet::new(&lora.into(), &base)?;
+//! peft::save(&dir, &set, &set.init(1)?, None, &base)?;
 //!
 //! // ... and you use it: y = x W + s (x A^T) B^T, W as [inputs, outputs].
 //! let loaded = peft::load(&dir, &base, false)?;
@@ -54,17 +54,24 @@
 //! ```
 
 mod base;
+mod contribution;
 mod error;
 mod init;
+mod layout;
+mod methods;
 pub mod peft;
 pub mod reference;
 mod set;
-mod spec;
 mod targets;
 #[cfg(test)]
 mod testing;
 
-pub use base::{BaseDescription, PartDescription, SiteDescription};
+pub use base::{BaseDescription, BaseWeights, PartDescription, SiteDescription};
+pub use contribution::{
+    Contribution, EmbeddingDelta, Lora, NormVectors, OutputScale, Prefix, PrefixValues, Prompt, SiteVectors,
+};
 pub use error::{Error, Problem, Result};
-pub use set::{AdapterSet, Layout, Lora, Prefix, PrefixValues, TensorSlot};
-pub use spec::{AdapterSpec, LoraSpec, PrefixSpec, Targets};
+pub use layout::{Group, Layout, Segment, TensorSlot};
+pub use methods::{AdapterSpec, Kind, kinds, lora::LoraSpec, prefix::PrefixSpec};
+pub use set::AdapterSet;
+pub use targets::Targets;

@@ -1,123 +1,16 @@
 //! What adapters compute, in plain candle tensors: the twin that fused kernels are compared with.
 //!
 //! Every function is made of differentiable candle ops, works in any float type, and favours
-//! being read over being fast.
+//! being read over being fast. Each is in the file of its method.
 
-use candle_core::{D, IndexOp, Result, Tensor};
-
-/// `y = x W + b + s (x A^T) B^T` (Hu et al. 2021, section 4.1), without dropout.
-///
-/// x [.., inputs], W [inputs, outputs], b `[outputs]`, A [rank, inputs], B [outputs, rank];
-/// y [.., outputs].
-///
-/// # Errors
-/// Shapes that do not belong together.
-pub fn lora_linear(
-    x: &Tensor,
-    w: &Tensor,
-    bias: Option<&Tensor>,
-    a: &Tensor,
-    b: &Tensor,
-    scale: f64,
-) -> Result<Tensor> {
-    let low = x.broadcast_matmul(&a.t()?)?;
-    let y = (x.broadcast_matmul(w)? + (low.broadcast_matmul(&b.t()?)? * scale)?)?;
-    match bias {
-        Some(bias) => y.broadcast_add(bias),
-        None => Ok(y),
-    }
-}
-
-/// The weight that folds a LoRA into its base: `W + s (B A)^T`.
-///
-/// W [inputs, outputs], A [rank, inputs], B [outputs, rank].
-///
-/// # Errors
-/// Shapes that do not belong together.
-pub fn merged(w: &Tensor, a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
-    w + merge_delta(a, b, scale)?
-}
-
-/// `s (B A)^T`, [inputs, outputs], from A [rank, inputs] and B [outputs, rank].
-///
-/// # Errors
-/// Shapes that do not belong together.
-pub fn merge_delta(a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
-    (b.matmul(a)?.t()? * scale)?.contiguous()
-}
-
-/// The prefix that a projection makes: `tanh(E U^T + u) V^T + v`, [P, 2Ld].
-///
-/// E `[P, d]`, U `[hidden, d]`, u `[hidden]`, V `[2Ld, hidden]`, v `[2Ld]`.
-///
-/// # Errors
-/// Shapes that do not belong together.
-pub fn project_prefix(
-    embedding: &Tensor,
-    in_weight: &Tensor,
-    in_bias: &Tensor,
-    out_weight: &Tensor,
-    out_bias: &Tensor,
-) -> Result<Tensor> {
-    let hidden = embedding.matmul(&in_weight.t()?)?.broadcast_add(in_bias)?.tanh()?;
-    hidden.matmul(&out_weight.t()?)?.broadcast_add(out_bias)
-}
-
-/// Keys and values of one layer, each [heads, P, d / heads], out of a prefix [P, 2Ld].
-///
-/// # Errors
-/// A prefix whose width is not 2 `layers` d, or d that `heads` does not divide.
-pub fn prefix_of_layer(
-    prefix: &Tensor,
-    layer: usize,
-    layers: usize,
-    heads: usize,
-) -> Result<(Tensor, Tensor)> {
-    let (length, width) = prefix.dims2()?;
-    let view = prefix.reshape((length, 2 * layers, heads, width / (2 * layers * heads)))?;
-    let of = |index: usize| view.i((.., index))?.transpose(0, 1)?.contiguous();
-    Ok((of(2 * layer)?, of(2 * layer + 1)?))
-}
-
-/// Causal attention behind a prefix: `softmax(q [K_p; k]^T scale) [V_p; v]`.
-///
-/// q, k, v [b, heads, t, head width]; the prefix's keys and values [heads, P, head width]. Every token
-/// sees the whole prefix, and the tokens up to itself.
-///
-/// # Errors
-/// Shapes that do not belong together.
-pub fn prefix_attention(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    prefix: Option<(&Tensor, &Tensor)>,
-    scale: f64,
-) -> Result<Tensor> {
-    let (batch, heads, t, width) = q.dims4()?;
-    let join = |own: &Tensor, prefix: &Tensor| {
-        let shape = (batch, heads, prefix.dim(1)?, width);
-        Tensor::cat(&[&prefix.unsqueeze(0)?.broadcast_as(shape)?.contiguous()?, own], 2)
-    };
-    let (keys, values, p) = match prefix {
-        Some((prefix_k, prefix_v)) => (join(k, prefix_k)?, join(v, prefix_v)?, prefix_k.dim(1)?),
-        None => (k.clone(), v.clone(), 0),
-    };
-    let scores = (q.matmul(&keys.t()?.contiguous()?)? * scale)?; // (b, h, t, p + t)
-    let sees: Vec<u8> = (0..t).flat_map(|i| (0..p + t).map(move |j| u8::from(j <= p + i))).collect();
-    let sees = Tensor::from_vec(sees, (t, p + t), q.device())?.broadcast_as(scores.shape())?;
-    let hidden = Tensor::new(f64::NEG_INFINITY, q.device())?.to_dtype(q.dtype())?;
-    softmax(&sees.where_cond(&scores, &hidden.broadcast_as(scores.shape())?)?)?.matmul(&values)
-}
-
-/// Softmax over the last dimension, with a backward (candle's fused one has none).
-fn softmax(x: &Tensor) -> Result<Tensor> {
-    let exp = x.broadcast_sub(&x.max_keepdim(D::Minus1)?.detach())?.exp()?;
-    exp.broadcast_div(&exp.sum_keepdim(D::Minus1)?)
-}
+pub use crate::methods::{
+    lora::{lora_linear, merge_delta, merged},
+    prefix::{prefix_attention, prefix_of_layer, project_prefix},
+};
 
 #[cfg(test)]
 mod tests {
-    use candle_core::{DType, Device, Var};
+    use candle_core::{DType, Device, Tensor, Var};
 
     use super::*;
     use engraft_util::rng;

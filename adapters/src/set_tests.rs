@@ -4,7 +4,8 @@ use crate::{AdapterSet, AdapterSpec, LoraSpec, PrefixSpec, PrefixValues, testing
 
 fn set(targets: &str, prefix: Option<PrefixSpec>) -> AdapterSet {
     let lora = LoraSpec { rank: 4, targets: targets.parse().unwrap(), ..LoraSpec::default() };
-    AdapterSet::new(&AdapterSpec { lora: Some(lora), prefix }, &testing::base()).unwrap()
+    AdapterSet::new(&AdapterSpec { lora: Some(lora), prefix, ..AdapterSpec::default() }, &testing::base())
+        .unwrap()
 }
 
 #[test]
@@ -45,8 +46,8 @@ fn a_part_adds_to_its_own_columns() {
 
 #[test]
 fn a_projection_has_five_tensors() {
-    let spec = AdapterSpec { lora: None, prefix: Some(PrefixSpec { length: 5, projection: Some(7) }) };
-    let set = AdapterSet::new(&spec, &testing::base()).unwrap();
+    let spec = PrefixSpec { length: 5, projection: Some(7) };
+    let set = AdapterSet::new(&spec.into(), &testing::base()).unwrap();
     let shapes: Vec<_> = set.layout.tensors.iter().map(|slot| slot.shape.clone()).collect();
     assert_eq!(shapes, [vec![5, 6], vec![7, 6], vec![7], vec![36, 7], vec![36]]);
     let prefix = set.prefix.unwrap();
@@ -63,7 +64,7 @@ fn matched_lines_name_layers_parts_and_other_ranks() {
     );
     let mut lora = LoraSpec { layers: Some(vec![0, 2]), ..LoraSpec::default() };
     lora.rank_pattern.insert("h.2.attn.c_attn".to_owned(), 3);
-    let set = AdapterSet::new(&AdapterSpec { lora: Some(lora), prefix: None }, &base).unwrap();
+    let set = AdapterSet::new(&lora.into(), &base).unwrap();
     assert_eq!(set.matched(&base), ["attn.c_attn: layer 0", "attn.c_attn: layer 2 (rank 3)"]);
     assert_eq!(super::layer_ranges(&[0, 2, 3, 4, 7]), "layers 0, 2-4, 7");
 }

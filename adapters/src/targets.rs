@@ -1,16 +1,81 @@
-//! Which modules a LoRA attaches to, and with which rank and alpha: PEFT's rules, strict.
+//! Which modules a method attaches to, and which pattern gives a module its value: PEFT's rules, strict.
 //!
 //! A target of a list is a module path or its end after a dot; a regular expression must match a
 //! whole module path; a pattern key matches as `(.*\.)?(KEY)$`. Beyond PEFT, a part of a module
 //! (`q` of a fused projection) is addressed as if it were a module below it: `attn.c_attn.q`.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, convert::Infallible, fmt, str::FromStr};
 
 use regex::Regex;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::{BaseDescription, Error, LoraSpec, Result, Targets};
+use crate::{BaseDescription, Error, Result};
 
-/// A module, or a part of one, that a LoRA attaches to.
+/// Which modules a method attaches to. As text: `q,v`, `all-linear`, `/regex/`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Targets {
+    /// Every linear module of every layer.
+    AllLinear,
+    /// Module paths or their ends after a dot (`c_attn`, `mlp.c_proj`), or parts (`q`, `c_attn.v`).
+    List(Vec<String>),
+    /// A regular expression that must match a whole module path.
+    Regex(String),
+}
+
+impl Targets {
+    fn from_names(names: Vec<String>) -> Self {
+        if names == ["all-linear"] { Self::AllLinear } else { Self::List(names) }
+    }
+}
+
+impl FromStr for Targets {
+    type Err = Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Infallible> {
+        let text = text.trim();
+        if let Some(regex) = text.strip_prefix('/').and_then(|rest| rest.strip_suffix('/')) {
+            return Ok(Self::Regex(regex.to_owned()));
+        }
+        let names = text.split(',').map(str::trim).filter(|name| !name.is_empty());
+        Ok(Self::from_names(names.map(str::to_owned).collect()))
+    }
+}
+
+impl fmt::Display for Targets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::AllLinear => write!(f, "all-linear"),
+            Self::List(names) => write!(f, "{}", names.join(",")),
+            Self::Regex(regex) => write!(f, "/{regex}/"),
+        }
+    }
+}
+
+impl Serialize for Targets {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::List(names) => names.serialize(serializer),
+            _ => serializer.collect_str(self),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Targets {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Written {
+            Text(String),
+            Names(Vec<String>),
+        }
+        Ok(match Written::deserialize(deserializer)? {
+            Written::Text(text) => text.parse().unwrap_or_else(|never: Infallible| match never {}),
+            Written::Names(names) => Self::from_names(names),
+        })
+    }
+}
+
+/// A module, or a part of one, that a method attaches to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Selected {
     pub layer: usize,
@@ -21,14 +86,14 @@ pub(crate) struct Selected {
 }
 
 impl Selected {
-    /// Module path, with the part behind it.
+    /// Module path, with the part after it.
     pub fn path(self, base: &BaseDescription) -> String {
         let site = &base.sites[self.site];
         let module = site.module(self.layer);
         self.part.map_or(module.clone(), |part| format!("{module}.{}", site.parts[part].name))
     }
 
-    fn module(self, base: &BaseDescription) -> String {
+    pub fn module(self, base: &BaseDescription) -> String {
         base.sites[self.site].module(self.layer)
     }
 }
@@ -125,64 +190,14 @@ fn refuse_part_and_whole(chosen: &[Selected], base: &BaseDescription) -> Result<
     Ok(())
 }
 
-/// Rank and alpha of each selected module: the pattern's where a key matches, else the default.
-pub(crate) fn ranks_and_alphas(
-    lora: &LoraSpec,
-    chosen: &[Selected],
-    base: &BaseDescription,
-) -> Result<Vec<(usize, f64)>> {
-    check_values(lora)?;
-    let mut ranks = Patterns::new("rank_pattern", &lora.rank_pattern)?;
-    let mut alphas = Patterns::new("alpha_pattern", &lora.alpha_pattern)?;
-    let found: Vec<_> = chosen
-        .iter()
-        .map(|&one| {
-            let rank = ranks.value(one, base).unwrap_or(lora.rank);
-            (rank, alphas.value(one, base).unwrap_or(lora.alpha))
-        })
-        .collect();
-    let example = chosen.first().map(|one| one.path(base)).unwrap_or_default();
-    ranks.refuse_unmatched(&example)?;
-    alphas.refuse_unmatched(&example)?;
-    for (pair, values) in chosen.windows(2).zip(found.windows(2)) {
-        let same_module = (pair[0].layer, pair[0].site) == (pair[1].layer, pair[1].site);
-        if same_module && values[0] != values[1] {
-            return Err(Error::PartsDiffer { module: pair[0].module(base) });
-        }
-    }
-    Ok(found)
-}
-
-fn check_values(lora: &LoraSpec) -> Result<()> {
-    let option = |pattern: &str, key: Option<&String>| match key {
-        None => pattern.to_owned(),
-        Some(key) => format!("{pattern}_pattern `{key}`"),
-    };
-    let ranks =
-        std::iter::once((None, lora.rank)).chain(lora.rank_pattern.iter().map(|(k, &v)| (Some(k), v)));
-    if let Some((key, _)) = ranks.into_iter().find(|&(_, rank)| rank == 0) {
-        return Err(Error::ZeroRank { option: option("rank", key) });
-    }
-    let alphas =
-        std::iter::once((None, lora.alpha)).chain(lora.alpha_pattern.iter().map(|(k, &v)| (Some(k), v)));
-    // The scale is F32: an alpha beyond its range is as good as infinite.
-    if let Some((key, value)) = alphas.into_iter().find(|&(_, alpha)| !(alpha as f32).is_finite()) {
-        return Err(Error::Alpha { option: option("alpha", key), value });
-    }
-    if !(0.0..1.0).contains(&lora.dropout) {
-        return Err(Error::Dropout { value: lora.dropout });
-    }
-    Ok(())
-}
-
-/// The compiled keys of `rank_pattern` or `alpha_pattern`, and which of them matched something.
-struct Patterns<'a, T> {
+/// The compiled keys of a map such as `rank_pattern`, and which of them matched something.
+pub(crate) struct Patterns<'a, T> {
     option: &'static str,
     keys: Vec<(&'a str, Regex, T, bool)>,
 }
 
 impl<'a, T: Copy> Patterns<'a, T> {
-    fn new(option: &'static str, patterns: &'a BTreeMap<String, T>) -> Result<Self> {
+    pub fn new(option: &'static str, patterns: &'a BTreeMap<String, T>) -> Result<Self> {
         let compile = |(key, &value): (&'a String, &T)| {
             let regex = pattern_regex(option, key)?;
             Ok((key.as_str(), regex, value, false))
@@ -191,7 +206,7 @@ impl<'a, T: Copy> Patterns<'a, T> {
     }
 
     /// Value of the first key that matches the part's path, else of the first that matches the module's.
-    fn value(&mut self, one: Selected, base: &BaseDescription) -> Option<T> {
+    pub fn value(&mut self, one: Selected, base: &BaseDescription) -> Option<T> {
         let paths = [one.path(base), one.module(base)];
         for path in paths {
             if let Some(entry) = self.keys.iter_mut().find(|entry| entry.1.is_match(&path)) {
@@ -202,7 +217,7 @@ impl<'a, T: Copy> Patterns<'a, T> {
         None
     }
 
-    fn refuse_unmatched(&self, example: &str) -> Result<()> {
+    pub fn refuse_unmatched(&self, example: &str) -> Result<()> {
         match self.keys.iter().find(|entry| !entry.3) {
             None => Ok(()),
             Some(entry) => Err(Error::PatternUnmatched {

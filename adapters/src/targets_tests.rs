@@ -14,7 +14,7 @@ fn paths(targets: &Targets, layers: Option<&[usize]>) -> Result<Vec<String>, Err
 }
 
 fn resolve(lora: LoraSpec) -> Result<AdapterSet, Error> {
-    AdapterSet::new(&AdapterSpec { lora: Some(lora), prefix: None }, &testing::base())
+    AdapterSet::new(&lora.into(), &testing::base())
 }
 
 #[test]
@@ -146,7 +146,7 @@ fn values_out_of_range_are_refused() {
 #[test]
 fn a_prefix_leaves_room_for_text() {
     let prefix = |length, projection| {
-        let spec = AdapterSpec { lora: None, prefix: Some(PrefixSpec { length, projection }) };
+        let spec = AdapterSpec::from(PrefixSpec { length, projection });
         AdapterSet::new(&spec, &testing::base())
     };
     assert!(matches!(prefix(0, None), Err(Error::PrefixLength { .. })));
@@ -154,4 +154,19 @@ fn a_prefix_leaves_room_for_text() {
     assert!(prefix(31, None).is_ok());
     assert!(matches!(prefix(3, Some(0)), Err(Error::ZeroProjection)));
     assert!(matches!(AdapterSet::new(&AdapterSpec::default(), &testing::base()), Err(Error::Empty)));
+}
+
+#[test]
+fn targets_are_read_and_written_as_text() {
+    for (text, targets) in [
+        ("all-linear", Targets::AllLinear),
+        ("/.*c_attn/", Targets::Regex(".*c_attn".into())),
+        ("q,v", Targets::List(vec!["q".into(), "v".into()])),
+    ] {
+        assert_eq!(text.parse::<Targets>().unwrap(), targets);
+        assert_eq!(targets.to_string(), text);
+        let json = serde_json::to_string(&targets).unwrap();
+        assert_eq!(serde_json::from_str::<Targets>(&json).unwrap(), targets);
+    }
+    assert_eq!(" q , v,".parse::<Targets>().unwrap(), Targets::List(vec!["q".into(), "v".into()]));
 }

@@ -21,7 +21,7 @@ use engraft::{
     optim::{AdamWOptions, Optimizer, OptimizerKind},
     plan::calibrate::attention_flops,
 };
-use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, Targets};
+use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, Segment, Targets};
 use engraft_util::rng;
 use half::{bf16, f16};
 
@@ -150,14 +150,15 @@ fn updates(device: Device, scale: &Scale) -> Result<Vec<Speed>> {
     let len = scale.trainables;
     // Tensors of the size of a LoRA of rank 64 on a matrix of 768 x 768.
     let segments: Vec<usize> = (0..len).step_by(49_152).map(|start| 49_152.min(len - start)).collect();
-    let (mut values, gradient) = (numbers(device, F32, len)?, numbers(device, F32, len)?);
+    let (mut values, mut gradient) = (numbers(device, F32, len)?, numbers(device, F32, len)?);
     let mut speeds = Vec::new();
     for kind in [OptimizerKind::AdamW, OptimizerKind::AdamW8bit] {
         for place in [Placement::Memory, Placement::Host] {
             let mut arenas = Arenas::real(None).on(device);
-            let mut optimizer = Optimizer::new(kind, &segments, AdamWOptions::default(), place, &mut arenas)?;
+            let mut optimizer =
+                Optimizer::new(kind, &Segment::of(&segments), AdamWOptions::default(), place, &mut arenas)?;
             let time = seconds(device, scale.repeats, || {
-                optimizer.update(values.view_mut(), gradient.view(), 1e-3, 1.0, 1.0);
+                optimizer.update(values.view_mut(), gradient.view_mut(), 1e-3, 1.0, 1.0);
             })?;
             let away = if place.is_away() { ", offloaded" } else { "" };
             let what = format!("update of {len} trainables, {}{away}", kind.name());
@@ -204,7 +205,7 @@ fn tokens(
 fn sample(base: &Arc<Base>, tokens: usize) -> Result<Decoder> {
     let targets = "all-linear".parse::<Targets>().unwrap_or_else(|never| match never {});
     let lora = LoraSpec { rank: 16, targets, ..LoraSpec::default() };
-    let set = AdapterSet::new(&AdapterSpec { lora: Some(lora), prefix: None }, &base.description())?;
+    let set = AdapterSet::new(&lora.into(), &base.description())?;
     let bindings = AdapterBindings::new(&[(&set, 1.0)], base.config.layers)?;
     Decoder::new(Arc::clone(base), bindings, start(&set), 1, tokens + 2)
 }

@@ -1,7 +1,9 @@
 //! One optimizer step, and evaluation.
 
+pub mod before_update;
 pub mod evaluator;
 pub mod trainer;
 
+pub use before_update::{BeforeUpdate, PendingUpdate};
 pub use evaluator::Evaluator;
 pub use trainer::{Evaluation, StepReport, Trainer, TrainerOptions, VALUES};

@@ -2,8 +2,9 @@
 
 use std::{borrow::Cow, sync::Arc};
 
-use engraft_adapters::{AdapterSet, TensorSlot};
+use engraft_adapters::AdapterSet;
 
+use super::before_update::{BeforeUpdate, PendingUpdate};
 use crate::{
     data::Batch,
     device::{
@@ -123,7 +124,7 @@ impl Trainables {
         let (store, gradient) = arenas.build("trainables", Placement::Memory, |arena| {
             Ok((arena.take("values", F32, &[len])?, arena.take("gradient", F32, &[len])?))
         })?;
-        let segments: Vec<usize> = set.layout.tensors.iter().map(TensorSlot::len).collect();
+        let segments = set.layout.segments();
         let TrainerOptions { optimizer, adamw, policy, .. } = options;
         let optimizer = Optimizer::new(optimizer, &segments, adamw, policy.moments, arenas)?;
         Ok(Self { prompt, store, gradient, optimizer })
@@ -144,6 +145,7 @@ pub struct Trainer {
     scale: LossScale,
     /// Factor by which the gradient in its buffer is too large.
     gradient_scale: f64,
+    hooks: Vec<Box<dyn BeforeUpdate>>,
 }
 
 impl Trainer {
@@ -186,6 +188,7 @@ impl Trainer {
             table,
             scale,
             gradient_scale: 1.0,
+            hooks: Vec::new(),
         };
         trainer.refresh();
         Ok(trainer)
@@ -221,8 +224,9 @@ impl Trainer {
             }
             let (scale, clip) = (self.gradient_scale, self.options.clip);
             phase::enter(Phase::Update);
+            self.before_update(step, losses.tokens)?;
             let norm = on_pool(|| {
-                let gradient = self.gradient.view();
+                let gradient = self.gradient.view_mut();
                 self.optimizer.update(self.values.view_mut(), gradient, lr, clip, scale)
             });
             self.stack.base().device.check()?;
@@ -240,6 +244,27 @@ impl Trainer {
             input_tokens: micro_batches.iter().map(|batch| batch.ids.len()).sum(),
             scale: self.scale,
         })
+    }
+
+    /// Has `hook` called in every step between backward and update, after those that are there.
+    pub fn add_hook(&mut self, hook: Box<dyn BeforeUpdate>) {
+        self.hooks.push(hook);
+    }
+
+    /// Hands the flat gradient and the number of supervised tokens to the hooks: the one place between
+    /// backward and update.
+    fn before_update(&mut self, step: u64, supervised: usize) -> Result<()> {
+        for hook in &mut self.hooks {
+            hook.before_update(PendingUpdate {
+                gradient: self.gradient.view_mut(),
+                values: self.values.view_mut(),
+                layout: &self.set.layout,
+                supervised,
+                step,
+                gradient_scale: self.gradient_scale,
+            })?;
+        }
+        Ok(())
     }
 
     /// The gradient of the mean loss over the supervised tokens of `micro_batches`, left in place;

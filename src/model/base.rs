@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use engraft_adapters::BaseDescription;
+use engraft_adapters::{BaseDescription, BaseWeights};
 
 use super::{
     config::Config,
@@ -227,4 +227,11 @@ pub(crate) fn check_weights(kind: &DeviceKind, dtype: BaseDType) -> Result<()> {
         kind.label,
         BaseDType::F16.name()
     )))
+}
+impl BaseWeights for Base {
+    fn matrix(&self, site: usize, layer: usize) -> Option<Vec<f32>> {
+        let block = self.weights.blocks.get(layer)?;
+        let sites = [&block.c_attn, &block.attn_proj, &block.c_fc, &block.mlp_proj];
+        sites.get(site).map(|linear| linear.weight.view().to_floats())
+    }
 }

@@ -2,6 +2,8 @@
 
 use std::{convert::Infallible, ops::Range};
 
+use engraft_adapters::Segment;
+
 use super::windows::{WINDOW, Window, windows};
 use crate::{
     device::{
@@ -90,11 +92,11 @@ pub struct Moments {
 }
 
 impl Moments {
-    /// Cuts the moments of a store of tensors of these lengths, in order; zero in a fresh arena.
+    /// Cuts the moments of a store of these tensors, none for frozen ones; zero in a fresh arena.
     ///
     /// # Errors
     /// When the arena is exhausted.
-    pub fn cut(arena: &mut Arena, segments: &[usize], kind: OptimizerKind) -> Result<Self> {
+    pub fn cut(arena: &mut Arena, segments: &[Segment], kind: OptimizerKind) -> Result<Self> {
         let end = windows(segments, kind).pop().unwrap_or_default();
         let wide = pair(WIDE, |name| arena.take(name, F32, &[end.wide.end]))?;
         let coded = match kind {
@@ -217,7 +219,9 @@ mod tests {
 
     fn planned(kind: OptimizerKind) -> usize {
         let mut arenas = Arenas::planning();
-        arenas.build("moments", Placement::Memory, |arena| Moments::cut(arena, &segments(), kind)).unwrap();
+        arenas
+            .build("moments", Placement::Memory, |arena| Moments::cut(arena, &Segment::of(&segments()), kind))
+            .unwrap();
         arenas.rows().iter().map(TableRow::bytes).sum()
     }
 
@@ -252,7 +256,7 @@ mod tests {
     }
 
     fn held(segments: &[usize], kind: OptimizerKind) -> Moments {
-        let cut = |arena: &mut Arena| Moments::cut(arena, segments, kind);
+        let cut = |arena: &mut Arena| Moments::cut(arena, &Segment::of(segments), kind);
         Arenas::real(None).build("moments", Placement::Memory, cut).unwrap()
     }
 

@@ -1,5 +1,9 @@
 //! AdamW over one flat FP32 store, with clipping by the global norm.
 
+use std::ops::Range;
+
+use engraft_adapters::{Group, Segment};
+
 use super::{Moments, OptimizerKind, SavedTensor, StateTensor, Window, windows};
 use crate::{
     device::{
@@ -21,7 +25,7 @@ pub struct AdamWOptions {
     pub betas: (f64, f64),
     /// Added to the bias-corrected root of the second moment.
     pub eps: f64,
-    /// Decoupled weight decay, of every trainable.
+    /// Decoupled weight decay, of every group that has none of its own.
     pub weight_decay: f64,
 }
 
@@ -31,38 +35,57 @@ impl Default for AdamWOptions {
     }
 }
 
+impl AdamWOptions {
+    /// The numbers of update `step` for a group. A factor of exactly 1 leaves every bit of the learning rate.
+    fn update(self, step: u64, lr: f64, factor: f64, group: Group) -> Update {
+        let weight_decay = group.weight_decay.unwrap_or(self.weight_decay);
+        let (betas, epsilon, lr) = (self.betas, self.eps, lr * group.lr_factor);
+        Update { step, lr, betas, epsilon, weight_decay, factor }
+    }
+}
+
 /// Both moments of a flat store, and how many updates they have seen.
 pub struct Optimizer {
     kind: OptimizerKind,
     options: AdamWOptions,
     moments: Moments,
     windows: Vec<Window>,
+    /// Values that are never updated.
+    frozen: Vec<Range<usize>>,
     step: u64,
     /// Moves the moments of windows where they lie in a file.
     pager: Option<Pager>,
 }
 
 impl Optimizer {
-    /// Zero moments for a store of tensors of these lengths, in order, at `place` of `arenas`.
+    /// Zero moments for a store of these tensors, at `place` of `arenas`.
     ///
     /// # Errors
     /// When memory cannot be reserved.
     pub fn new(
         kind: OptimizerKind,
-        segments: &[usize],
+        segments: &[Segment],
         options: AdamWOptions,
         place: Placement,
         arenas: &mut Arenas,
     ) -> Result<Self> {
         let moments = arenas.build("moments", place, |arena| Moments::cut(arena, segments, kind))?;
         let pager = if place == Placement::Disk && arenas.are_real() { Some(Pager::start()?) } else { None };
-        Ok(Self { kind, options, moments, windows: windows(segments, kind), step: 0, pager })
+        let windows = windows(segments, kind);
+        let frozen = segments.iter().filter(|segment| !segment.group.trainable).map(Segment::range).collect();
+        Ok(Self { kind, options, moments, windows, frozen, step: 0, pager })
     }
 
     /// One update of `values` by a gradient that is `scale` times too large; returns the norm of the true gradient
     /// before clipping to `clip` (0: no clipping). Where that is not finite values and moments are left as they
-    /// were, and the update does not count.
-    pub fn update(&mut self, values: ViewMut, gradient: View, lr: f64, clip: f64, scale: f64) -> f64 {
+    /// were, and the update does not count. The gradient of frozen values is cleared first, so that the norm
+    /// is that of the others.
+    pub fn update(&mut self, values: ViewMut, gradient: ViewMut, lr: f64, clip: f64, scale: f64) -> f64 {
+        let mut gradient = gradient;
+        for frozen in &self.frozen {
+            gradient.reborrow().slice(frozen.start, frozen.len()).clear();
+        }
+        let gradient = gradient.into_view();
         let clipping = adamw::clipping(gradient, clip, scale);
         if clipping.allows_update() {
             self.all_windows(values, gradient, lr, clipping.factor());
@@ -73,13 +96,14 @@ impl Optimizer {
     }
 
     fn all_windows(&mut self, mut values: ViewMut, gradient: View, lr: f64, factor: f64) {
-        let AdamWOptions { betas, eps, weight_decay } = self.options;
-        let update = Update { step: self.step + 1, lr, betas, epsilon: eps, weight_decay, factor };
+        let options = self.options;
+        let step = self.step + 1;
         for (index, window) in self.windows.iter().enumerate() {
             turn(&mut self.pager, &self.moments, &self.windows, index);
             let (start, len) = (window.range.start, window.range.len());
             let (values, gradient) = (values.reborrow().slice(start, len), gradient.slice(start, len));
             let moments = self.moments.window(window);
+            let update = options.update(step, lr, factor, window.group);
             match self.kind {
                 OptimizerKind::AdamW => {
                     adamw::update(values, gradient, moments.first, moments.second, update);
@@ -134,14 +158,14 @@ fn turn(pager: &mut Option<Pager>, moments: &Moments, windows: &[Window], index:
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::numbers;
+    use crate::testing::{assert_close, numbers, widened};
 
     /// Small tensors between large ones, odd lengths, more than one window.
     const SEGMENTS: [usize; 5] = [100, 5_000_003, 4095, 4096, 70_001];
 
     fn optimizer(kind: OptimizerKind, place: Placement) -> Optimizer {
         let mut arenas = Arenas::real(Some(std::env::temp_dir()));
-        Optimizer::new(kind, &SEGMENTS, AdamWOptions::default(), place, &mut arenas).unwrap()
+        Optimizer::new(kind, &Segment::of(&SEGMENTS), AdamWOptions::default(), place, &mut arenas).unwrap()
     }
 
     fn trained(kind: OptimizerKind, steps: u64) -> (Vec<f32>, Optimizer) {
@@ -155,8 +179,8 @@ mod tests {
     }
 
     fn go_on(values: &mut Vec<f32>, optimizer: &mut Optimizer, step: u64) {
-        let gradient = numbers(10 + step, values.len());
-        optimizer.update(values.as_mut_slice().into(), gradient[..].into(), 1e-3, 1.0, 1.0);
+        let mut gradient = numbers(10 + step, values.len());
+        optimizer.update(values.as_mut_slice().into(), gradient.as_mut_slice().into(), 1e-3, 1.0, 1.0);
     }
 
     fn copies(optimizer: &Optimizer) -> Vec<(&'static str, crate::device::DType, Vec<u8>)> {
@@ -180,6 +204,106 @@ mod tests {
             go_on(&mut values, &mut first, 2);
             go_on(&mut again, &mut second, 2);
             assert!(values == again && copies(&first) == copies(&second) && second.step() == 3);
+        }
+    }
+
+    /// Two groups and a frozen tensor between them, against the twins in f64, tensor by tensor.
+    #[test]
+    fn each_group_has_its_own_rate_and_decay_and_frozen_values_stay() {
+        let groups = [
+            Group { lr_factor: 16.0, weight_decay: Some(0.0), trainable: true },
+            Group::FROZEN,
+            Group { weight_decay: Some(0.25), ..Group::DEFAULT },
+            Group::DEFAULT,
+        ];
+        let mut segments = Segment::of(&[301, 5003, 4999, 77]);
+        segments.iter_mut().zip(groups).for_each(|(segment, group)| segment.group = group);
+        for kind in [OptimizerKind::AdamW, OptimizerKind::AdamW8bit] {
+            let options = AdamWOptions { weight_decay: 0.1, ..AdamWOptions::default() };
+            let mut arenas = Arenas::real(None);
+            let mut optimizer =
+                Optimizer::new(kind, &segments, options, Placement::Memory, &mut arenas).unwrap();
+            let mut values = numbers(1, 10_380);
+            let begin = values.clone();
+            let mut twins: Vec<Twin> = segments.iter().map(|segment| Twin::new(segment, &values)).collect();
+            for step in 1..=3 {
+                let gradient = numbers(10 + step, values.len());
+                let squares = segments.iter().filter(|segment| segment.group.trainable);
+                let squares = squares.flat_map(|segment| &gradient[segment.range()]);
+                let norm = squares.map(|&g| f64::from(g).powi(2)).sum::<f64>().sqrt();
+                let found = optimizer.update(
+                    values.as_mut_slice().into(),
+                    gradient.clone().as_mut_slice().into(),
+                    1e-2,
+                    1.0,
+                    1.0,
+                );
+                assert!((found / norm - 1.0).abs() < 1e-12, "{found} {norm}");
+                for (twin, segment) in twins.iter_mut().zip(&segments) {
+                    twin.update(segment, &gradient, step, 1.0 / (norm + 1e-6), kind);
+                }
+            }
+            assert!(values[301..5304] == begin[301..5304], "a frozen value has changed");
+            for (twin, segment) in twins.iter().zip(&segments) {
+                // A code may round to its neighbour in f64; a wrong rate or decay moves values by 4e-3 and more.
+                let coded = kind == OptimizerKind::AdamW8bit && segment.len >= adamw8::SMALLEST;
+                let tolerance = if coded { 1e-3 } else { 1e-6 };
+                assert_close(&values[segment.range()], &twin.values, tolerance, kind.name());
+            }
+            let held: usize = optimizer.tensors().iter().take(2).map(|(_, view, _)| view.len()).sum();
+            let large = if kind == OptimizerKind::AdamW { 4999 } else { 0 };
+            assert_eq!(held, 2 * (301 + 77 + large), "moments of what is trained, and no others");
+        }
+    }
+
+    /// One tensor and its moments in f64.
+    struct Twin {
+        values: Vec<f64>,
+        wide: [Vec<f64>; 2],
+        codes: [Vec<u8>; 2],
+        scales: [Vec<f64>; 2],
+    }
+
+    impl Twin {
+        fn new(segment: &Segment, values: &[f32]) -> Self {
+            let (len, blocks) = (segment.len, segment.len.div_ceil(adamw8::BLOCK));
+            // Code 127 of the signed book is zero, as is code 0 of the unsigned one.
+            Self {
+                values: widened(&values[segment.range()]),
+                wide: [vec![0.0; len], vec![0.0; len]],
+                codes: [vec![127; len], vec![0; len]],
+                scales: [vec![0.0; blocks], vec![0.0; blocks]],
+            }
+        }
+
+        fn update(
+            &mut self,
+            segment: &Segment,
+            gradient: &[f32],
+            step: u64,
+            factor: f64,
+            kind: OptimizerKind,
+        ) {
+            let Group { lr_factor, weight_decay, trainable } = segment.group;
+            if !trainable {
+                return;
+            }
+            let u = Update {
+                step,
+                lr: 1e-2 * lr_factor,
+                betas: (0.9, 0.999),
+                epsilon: 1e-8,
+                weight_decay: weight_decay.unwrap_or(0.1),
+                factor,
+            };
+            let gradient = widened(&gradient[segment.range()]);
+            if kind == OptimizerKind::AdamW8bit && segment.len >= adamw8::SMALLEST {
+                let ([c1, c2], [s1, s2]) = (&mut self.codes, &mut self.scales);
+                adamw8::reference::update(&mut self.values, &gradient, (c1, s1), (c2, s2), u);
+            } else {
+                let [m, v] = &mut self.wide;
+                adamw::reference::update(&mut self.values, &gradient, m, v, u);
+            }
         }
     }
 

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use engraft_adapters::{Group, Segment};
+
 use super::OptimizerKind;
 use crate::kernels::adamw8::{self, Piece, SMALLEST};
 
@@ -9,7 +11,7 @@ use crate::kernels::adamw8::{self, Piece, SMALLEST};
 pub const WINDOW: usize = 1 << 20;
 
 /// A stretch of the store and what belongs to it of the optimizer's buffers.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Default)]
 pub struct Window {
     /// Elements of values and gradient.
     pub range: Range<usize>,
@@ -21,18 +23,21 @@ pub struct Window {
     pub blocks: Range<usize>,
     /// The pieces it consists of.
     pub pieces: Vec<Piece>,
+    /// Learning rate and decay of all its elements.
+    pub group: Group,
 }
 
 impl Window {
-    /// The empty window behind this one.
-    fn next(&self) -> Self {
-        let behind = |range: &Range<usize>| range.end..range.end;
+    /// The empty window of `group` that begins at `start` of the store, with the moments after those of this one.
+    fn next(&self, start: usize, group: Group) -> Self {
+        let after = |range: &Range<usize>| range.end..range.end;
         Self {
-            range: behind(&self.range),
-            wide: behind(&self.wide),
-            codes: behind(&self.codes),
-            blocks: behind(&self.blocks),
+            range: start..start,
+            wide: after(&self.wide),
+            codes: after(&self.codes),
+            blocks: after(&self.blocks),
             pieces: Vec::new(),
+            group,
         }
     }
 
@@ -48,17 +53,24 @@ impl Window {
     }
 }
 
-/// The windows of a store of tensors of these lengths; they end where a tensor or a block ends.
-pub fn windows(segments: &[usize], kind: OptimizerKind) -> Vec<Window> {
+/// The windows of a store of these tensors: each ends where a tensor or a block ends, and has elements of one
+/// group. Frozen tensors are in none, and have no moments.
+pub fn windows(segments: &[Segment], kind: OptimizerKind) -> Vec<Window> {
     let coded = |len: usize| kind == OptimizerKind::AdamW8bit && len >= SMALLEST;
     let mut done = Vec::new();
     let mut open = Window::default();
-    for piece in segments.iter().flat_map(|&len| adamw8::pieces(len, coded(len))) {
-        if open.range.len() + piece.len > WINDOW {
-            let next = open.next();
-            done.push(std::mem::replace(&mut open, next));
+    for segment in segments.iter().filter(|segment| segment.group.trainable) {
+        let mut start = segment.offset;
+        for piece in adamw8::pieces(segment.len, coded(segment.len)) {
+            let fits = open.range.len() + piece.len <= WINDOW;
+            if !fits || start != open.range.end || segment.group != open.group {
+                let next = open.next(start, segment.group);
+                let full = std::mem::replace(&mut open, next);
+                done.extend(Some(full).filter(|full| !full.range.is_empty()));
+            }
+            open.push(piece);
+            start += piece.len;
         }
-        open.push(piece);
     }
     // A store without trainables has one window too.
     done.push(open);
@@ -71,14 +83,16 @@ mod tests {
 
     #[test]
     fn windows_follow_one_another_and_end_with_blocks() {
-        let segments = [100, 5000, 9_000_001, 4095, 4096, 70_000];
+        let lens = [100, 5000, 9_000_001, 4095, 4096, 70_000];
+        let segments = Segment::of(&lens);
         for kind in [OptimizerKind::AdamW, OptimizerKind::AdamW8bit] {
             let windows = windows(&segments, kind);
-            let total: usize = segments.iter().sum();
+            let total: usize = lens.iter().sum();
             assert_eq!((windows[0].range.start, windows.last().unwrap().range.end), (0, total));
             assert!(windows.len() >= 3 && windows.iter().all(|window| window.range.len() <= WINDOW));
             for pair in windows.windows(2) {
-                assert_eq!(pair[0].next(), Window { pieces: vec![], ..pair[1].clone() }.start());
+                let next = pair[0].next(pair[0].range.end, Group::DEFAULT);
+                assert_eq!(next, Window { pieces: vec![], ..pair[1].clone() }.start());
             }
             // The first ends inside the long tensor, a whole number of blocks after its beginning.
             assert!((windows[0].range.end - 5100).is_multiple_of(adamw8::BLOCK));
@@ -86,6 +100,23 @@ mod tests {
             let small = if kind == OptimizerKind::AdamW { total } else { 100 + 4095 };
             assert_eq!((last.wide.end, last.codes.end), (small, total - small));
         }
+    }
+
+    #[test]
+    fn windows_leave_frozen_tensors_out_and_hold_one_group_each() {
+        let fast = Group { lr_factor: 2.0, ..Group::DEFAULT };
+        let mut segments = Segment::of(&[300, 5000, 70, 6000, 9]);
+        for (segment, group) in segments.iter_mut().zip([Group::FROZEN, fast, fast, Group::FROZEN]) {
+            segment.group = group;
+        }
+        let found = windows(&segments, OptimizerKind::AdamW8bit);
+        let ranges: Vec<_> = found.iter().map(|window| (window.range.clone(), window.group)).collect();
+        assert_eq!(ranges, [(300..5370, fast), (11_370..11_379, Group::DEFAULT)]);
+        let moments: Vec<_> =
+            found.iter().map(|window| (window.wide.clone(), window.codes.clone())).collect();
+        assert_eq!(moments, [(0..70, 0..5000), (70..79, 5000..5000)]);
+        let none = [Segment { offset: 0, len: 5, group: Group::FROZEN }];
+        assert_eq!(windows(&none, OptimizerKind::AdamW), [Window::default()]);
     }
 
     impl Window {
@@ -97,6 +128,7 @@ mod tests {
                 codes: front(self.codes),
                 blocks: front(self.blocks),
                 pieces: self.pieces,
+                group: self.group,
             }
         }
     }

@@ -203,7 +203,7 @@ pub fn initial_values(
     text: &[u32],
     stream: bool,
 ) -> Result<Vec<f32>> {
-    let mut values = set.init(seed);
+    let mut values = set.init_from(seed, Some(base.as_ref()))?;
     let Some(prefix) = &set.prefix else { return Ok(values) };
     let PrefixValues::Direct { prompt } = prefix.values else { return Ok(values) };
     let slot = &set.layout.tensors[prompt];

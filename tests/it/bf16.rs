@@ -76,7 +76,7 @@ fn train(activations: DType) -> Vec<f64> {
     let base = Arc::new(embedded(activations));
     let spec = AdapterSpec { lora: Some(LoraSpec::default()), prefix: None };
     let set = AdapterSet::new(&spec, &base.description()).unwrap();
-    let values = set.init(1);
+    let values = set.init(1).unwrap();
     let (rows, seq_len, vocab) = (4, 48, base.config.vocab as u64);
     let options = TrainerOptions {
         rows,

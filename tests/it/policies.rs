@@ -428,7 +428,7 @@ fn a_restored_trainer_goes_on_bit_for_bit() {
             }
             let saved = state(&first);
             drop(first);
-            let fresh = Case { name: case.name, set: case.set.clone(), values: case.set.init(99) };
+            let fresh = Case { name: case.name, set: case.set.clone(), values: case.set.init(99).unwrap() };
             let mut second = trainer(&base, &fresh, options(Policy::default()));
             restore(&mut second, &saved).unwrap();
             assert_eq!(second.steps_done(), cut as u64);

@@ -8,18 +8,13 @@ use std::{
 
 use serde::Serialize;
 
-use super::{
-    CONFIG_FILE, META_FINGERPRINT, META_LORA, TENSOR_FILE,
-    config::{Config, Kind},
-    folders,
-    tensors::TensorFile,
-};
-use crate::{LoraSpec, PrefixSpec, Problem, Result};
+use super::{CONFIG_FILE, META_FINGERPRINT, TENSOR_FILE, config::Config, folders, tensors::TensorFile};
+use crate::{AdapterSpec, Problem, Result};
 
 /// The adapters in a folder.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Description {
-    /// One entry, or a LoRA and a prefix.
+    /// One entry for each method.
     pub adapters: Vec<Described>,
 }
 
@@ -28,10 +23,8 @@ pub struct Description {
 pub struct Described {
     /// Folder of its two files.
     pub folder: PathBuf,
-    /// The LoRA, if it is one that could be understood.
-    pub lora: Option<LoraSpec>,
-    /// The prefix, if it is one that could be understood.
-    pub prefix: Option<PrefixSpec>,
+    /// The one method, if it could be understood.
+    pub spec: AdapterSpec,
     /// Name of the base it was made for.
     pub base: Option<String>,
     /// Revision of that base.
@@ -59,7 +52,7 @@ pub struct DescribedTensor {
     pub shape: Vec<usize>,
 }
 
-/// Describes the adapter in a folder, or the LoRA and the prefix below it. Tensor values are not read.
+/// Describes the adapter in a folder, or the methods below it. Tensor values are not read.
 ///
 /// # Errors
 /// Files that cannot be read, as [`load`](super::load) has them. What is not supported is no error here.
@@ -74,14 +67,8 @@ fn describe_folder(folder: PathBuf) -> Result<Described> {
     let tensors: Vec<_> = file.tensors().into_iter().map(tensor).collect();
     let a = tensors.iter().filter(|tensor| tensor.name.ends_with(".lora_A.weight"));
     let ranks: BTreeSet<usize> = a.filter_map(|tensor| tensor.shape.first().copied()).collect();
-    let (lora, prefix) = match config.kind {
-        Some(Kind::Lora { spec, .. }) => (Some(own_spec(&file).unwrap_or(spec)), None),
-        Some(Kind::Prefix(prefix)) => (None, Some(PrefixSpec { length: prefix.length, projection: None })),
-        None => (None, None),
-    };
     Ok(Described {
-        lora,
-        prefix,
+        spec: config.stored.map(|stored| stored.spec(&file)).unwrap_or_default(),
         base: config.base_name,
         revision: config.revision,
         fingerprint: file.metadata(META_FINGERPRINT).map(str::to_owned),
@@ -91,11 +78,6 @@ fn describe_folder(folder: PathBuf) -> Result<Described> {
         unsupported: config.problems.iter().map(Problem::to_string).collect(),
         folder,
     })
-}
-
-/// What was asked for before parts were fused.
-fn own_spec(file: &TensorFile) -> Option<LoraSpec> {
-    serde_json::from_str(file.metadata(META_LORA)?).ok()
 }
 
 fn tensor((name, info): (String, &safetensors::tensor::TensorInfo)) -> DescribedTensor {
@@ -112,13 +94,8 @@ impl fmt::Display for Description {
 impl fmt::Display for Described {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "folder       {}", self.folder.display())?;
-        if let Some(lora) = &self.lora {
-            let root = if lora.rslora { " / sqrt(rank)" } else { " / rank" };
-            writeln!(f, "kind         lora, rank {}, alpha {}, scale alpha{root}", lora.rank, lora.alpha)?;
-            writeln!(f, "targets      {}", lora.targets)?;
-        }
-        if let Some(prefix) = &self.prefix {
-            writeln!(f, "kind         prefix, {} virtual tokens", prefix.length)?;
+        for (name, text) in self.spec.methods().iter().flat_map(|method| method.lines()) {
+            writeln!(f, "{name:<12} {text}")?;
         }
         let or_none = |text: &Option<String>| text.clone().unwrap_or_else(|| "not named".to_owned());
         writeln!(f, "base         {}", or_none(&self.base))?;

@@ -92,7 +92,7 @@ fn an_adapter_of_peft_on_another_base_is_refused_for_every_reason() {
 fn it_is_described_without_a_base() {
     let description = describe(&fixture("lora_and_prefix")).unwrap();
     let [lora, prefix] = &description.adapters[..] else { panic!("{description:?}") };
-    assert_eq!((lora.ranks.as_slice(), prefix.prefix.as_ref().unwrap().length), (&[2][..], 5));
+    assert_eq!((lora.ranks.as_slice(), prefix.spec.prefix.as_ref().unwrap().length), (&[2][..], 5));
     assert_eq!(prefix.parameters, 720);
     assert!(lora.unsupported.is_empty() && lora.fingerprint.is_none());
     let text = description.to_string();

@@ -1,14 +1,15 @@
 //! Adapters as PEFT 0.21.2 writes and reads them, strictly.
 //!
-//! A folder holds `adapter_config.json` and `adapter_model.safetensors`. A LoRA and a prefix together
-//! have no single PEFT folder: they are the folders `lora/` and `prefix/` below one. What PEFT has no
-//! field for (the base's fingerprint, the parts of fused modules) is in the tensor file's metadata,
-//! which PEFT passes over without a word.
+//! A folder holds `adapter_config.json` and `adapter_model.safetensors`. Several methods together have no
+//! single PEFT folder: each has one of its name below a common one. What PEFT has no field for (the base's
+//! fingerprint, the parts of fused modules) is in the tensor file's metadata, which PEFT ignores. The fields
+//! and tensors of a method are in its own file; here is what all methods share.
 
 mod config;
 mod describe;
-mod modules;
+pub(crate) mod modules;
 mod read;
+pub(crate) mod selection;
 mod tensors;
 mod write;
 
@@ -16,22 +17,19 @@ pub use describe::{Described, DescribedTensor, Description, describe};
 pub use read::{Loaded, load};
 pub use write::save;
 
+pub(crate) use config::{Fields, config_text, number};
+pub(crate) use read::Findings;
+pub(crate) use tensors::{Outgoing, TensorFile};
+pub(crate) use write::{Files, check_count, check_finite};
+
 /// File name of the config.
 pub const CONFIG_FILE: &str = "adapter_config.json";
 /// File name of the tensors.
 pub const TENSOR_FILE: &str = "adapter_model.safetensors";
-/// Subfolder of the LoRA where a prefix belongs to it.
-pub const LORA_FOLDER: &str = "lora";
-/// Subfolder of the prefix where a LoRA belongs to it.
-pub const PREFIX_FOLDER: &str = "prefix";
-/// In front of each module path in the tensor file.
-pub(crate) const LORA_PREFIX: &str = "base_model.model.";
-/// The one tensor of a prefix, [P, 2Ld].
-pub(crate) const PROMPT: &str = "prompt_embeddings";
+/// Stands before each module path in the tensor file.
+pub(crate) const MODULE_PREFIX: &str = "base_model.model.";
 /// Metadata: fingerprint of the base the adapter was made for.
 pub(crate) const META_FINGERPRINT: &str = "engraft.base_fingerprint";
-/// Metadata: the LoRA spec as JSON, where parts were fused and the config cannot say so.
-pub(crate) const META_LORA: &str = "engraft.lora";
 
 #[cfg(test)]
 #[path = "golden_tests.rs"]
@@ -42,21 +40,24 @@ mod tests;
 
 use std::path::{Path, PathBuf};
 
-use crate::{Error, Result};
+use crate::{Error, Result, methods};
 
-/// The folders that hold an adapter's files: itself, or `lora/` and `prefix/` below it.
+/// The folders that hold an adapter's files: itself, or those of several methods below it.
 fn folders(path: &Path) -> Result<Vec<PathBuf>> {
     std::fs::metadata(path).map_err(|cause| Error::read(path, cause))?;
-    let not_an_adapter = |found| Error::NotAnAdapter { path: path.to_owned(), found };
-    let below: Vec<PathBuf> = [LORA_FOLDER, PREFIX_FOLDER]
-        .iter()
-        .map(|name| path.join(name))
+    let not_an_adapter = |found: String| Error::NotAnAdapter { path: path.to_owned(), found };
+    let below: Vec<PathBuf> = methods::kinds()
+        .into_iter()
+        .map(|kind| path.join(kind.name))
         .filter(|folder| folder.join(CONFIG_FILE).is_file())
         .collect();
     match (path.join(CONFIG_FILE).is_file(), below.is_empty()) {
         (true, true) => Ok(vec![path.to_owned()]),
         (false, false) => Ok(below),
-        (true, false) => Err(not_an_adapter("it holds an adapter_config.json beside lora/ or prefix/")),
-        (false, true) => Err(not_an_adapter("it holds no adapter_config.json")),
+        (true, false) => {
+            let names = methods::list(|kind| format!("{}/", kind.name), " or ");
+            Err(not_an_adapter(format!("it holds an adapter_config.json beside {names}")))
+        }
+        (false, true) => Err(not_an_adapter("it holds no adapter_config.json".to_owned())),
     }
 }

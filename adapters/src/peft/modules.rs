@@ -6,8 +6,8 @@
 
 use std::{borrow::Cow, ops::Range};
 
-use super::LORA_PREFIX;
-use crate::{AdapterSet, BaseDescription, Lora};
+use super::MODULE_PREFIX;
+use crate::{AdapterSet, BaseDescription, Lora, methods::Kind};
 
 /// A module with all the deltas of a set that act on it.
 #[derive(Debug, Clone, PartialEq)]
@@ -26,11 +26,12 @@ pub(crate) struct Module {
     pub loras: Range<usize>,
 }
 
-/// The adapted modules of a set, in its order.
-pub(crate) fn modules(set: &AdapterSet, base: &BaseDescription) -> Vec<Module> {
+/// The modules of a set that the deltas of one kind of method act on, in the set's order.
+pub(crate) fn modules(set: &AdapterSet, kind: &Kind, base: &BaseDescription) -> Vec<Module> {
     let rslora = set.spec.lora.as_ref().is_some_and(|lora| lora.rslora);
     let mut modules: Vec<Module> = Vec::new();
-    for (index, lora) in set.loras.iter().enumerate() {
+    let own = |(_, lora): &(usize, &Lora)| set.is_of(lora, kind);
+    for (index, lora) in set.loras.iter().enumerate().filter(own) {
         match modules.last_mut() {
             Some(last) if (last.layer, last.site) == (lora.layer, lora.site) => last.loras.end = index + 1,
             _ => modules.push(module(lora, index, base)),
@@ -61,12 +62,12 @@ fn module(lora: &Lora, index: usize, base: &BaseDescription) -> Module {
 impl Module {
     /// Name of A in the file, [rank, inputs].
     pub fn a(&self) -> String {
-        format!("{LORA_PREFIX}{}.lora_A.weight", self.path)
+        format!("{MODULE_PREFIX}{}.lora_A.weight", self.path)
     }
 
     /// Name of B in the file, [outputs, rank].
     pub fn b(&self) -> String {
-        format!("{LORA_PREFIX}{}.lora_B.weight", self.path)
+        format!("{MODULE_PREFIX}{}.lora_B.weight", self.path)
     }
 
     /// Whether parts are fused in it, or a single part is placed in a zero matrix.
@@ -74,7 +75,7 @@ impl Module {
         set.loras[self.loras.start].part.is_some()
     }
 
-    /// The fused A. The parts lie apart in the flat store, so more than one is copied.
+    /// The fused A. The parts are apart in the flat store, so more than one is copied.
     pub fn fuse_a<'a>(&self, set: &AdapterSet, values: &'a [f32]) -> Cow<'a, [f32]> {
         let slot = |lora: &Lora| &values[set.layout.tensors[lora.a].range()];
         match &set.loras[self.loras.clone()] {

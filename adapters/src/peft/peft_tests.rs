@@ -5,11 +5,12 @@ use std::{collections::BTreeMap, fs, path::Path};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use super::{CONFIG_FILE, META_LORA, TENSOR_FILE, describe, load, save};
+use super::{CONFIG_FILE, TENSOR_FILE, describe, load, save};
 use engraft_util::rng;
 
 use crate::{
-    AdapterSet, AdapterSpec, BaseDescription, Error, LoraSpec, PrefixSpec, Problem, Result, testing,
+    AdapterSet, AdapterSpec, BaseDescription, Error, LoraSpec, PrefixSpec, Problem, Result,
+    methods::lora::META_SPEC, testing,
 };
 
 /// An adapter whose every value is drawn, B included, in a fresh folder.
@@ -24,7 +25,8 @@ fn lora(targets: &str) -> LoraSpec {
 }
 
 fn spec(lora: Option<LoraSpec>, prefix: Option<usize>) -> AdapterSpec {
-    AdapterSpec { lora, prefix: prefix.map(|length| PrefixSpec { length, projection: None }) }
+    let prefix = prefix.map(|length| PrefixSpec { length, projection: None });
+    AdapterSpec { lora, prefix, ..AdapterSpec::default() }
 }
 
 fn drawn(set: &AdapterSet, seed: u64) -> Vec<f32> {
@@ -168,7 +170,7 @@ fn parts_are_written_as_one_lora_on_the_whole_module() {
 fn a_fused_delta_is_the_sum_of_the_parts() {
     use candle_core::{Device, Tensor};
     let saved = Saved::new(&spec(Some(LoraSpec { rslora: true, ..lora("q,v") }), None));
-    let module = &super::modules::modules(&saved.set, &testing::base())[0];
+    let module = &super::modules::modules(&saved.set, &LoraSpec::KIND, &testing::base())[0];
     let tensor = |values: &[f32], rows: usize| {
         Tensor::from_slice(values, (rows, values.len() / rows), &Device::Cpu).unwrap()
     };
@@ -306,7 +308,7 @@ fn fused_blocks_must_stay_zero_and_agree_with_the_config() {
     let found = problems(load(&saved.dir(), &testing::base(), false));
     assert!(matches!(&found[..], [Problem::OutsideBlock { index: 68, .. }]), "{found:?}");
     field(Saved::lora("q,v").with(json!({"lora_alpha": 5})), CONFIG_FILE);
-    field(Saved::lora("q,v").patched(r#"{\"rank\""#, r#"{\"rnak\""#), META_LORA);
+    field(Saved::lora("q,v").patched(r#"{\"rank\""#, r#"{\"rnak\""#), META_SPEC);
 }
 
 #[test]
@@ -341,10 +343,10 @@ fn another_depth_is_said_in_one_sentence() {
 
 #[test]
 fn a_projected_prefix_is_stored_as_what_it_made() {
-    let spec = AdapterSpec { lora: None, prefix: Some(PrefixSpec { length: 3, projection: Some(5) }) };
+    let spec = AdapterSpec::from(PrefixSpec { length: 3, projection: Some(5) });
     let set = AdapterSet::new(&spec, &testing::base()).unwrap();
     let folder = tempfile::tempdir().unwrap();
-    let (values, projected) = (set.init(1), vec![0.25; 3 * 36]);
+    let (values, projected) = (set.init(1).unwrap(), vec![0.25; 3 * 36]);
     let missing = save(folder.path(), &set, &values, None, &testing::base()).unwrap_err();
     assert!(matches!(missing, Error::ValueCount { found: 0, expected: 108, .. }));
     save(folder.path(), &set, &values, Some(&projected), &testing::base()).unwrap();
@@ -432,7 +434,7 @@ fn a_description_tells_parts_and_what_is_not_supported() {
     let saved = Saved::lora("q,v");
     assert!(saved.with(json!({"use_dora": true})).is_err());
     let described = &describe(&saved.dir()).unwrap().adapters[0];
-    assert_eq!(described.lora.as_ref().unwrap().targets.to_string(), "q,v");
+    assert_eq!(described.spec.lora.as_ref().unwrap().targets.to_string(), "q,v");
     assert_eq!((described.ranks.as_slice(), described.fingerprint.as_deref()), (&[4][..], Some("f00d")));
     assert!(described.unsupported[0].contains("use_dora"));
 }

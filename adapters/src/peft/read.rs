@@ -3,15 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use super::{
-    CONFIG_FILE, LORA_PREFIX, META_FINGERPRINT, META_LORA, PROMPT, TENSOR_FILE,
-    config::{Config, Kind, PrefixConfig},
+    CONFIG_FILE, META_FINGERPRINT, TENSOR_FILE,
+    config::Config,
     folders,
-    modules::{Module, modules},
     tensors::{TensorFile, is_readable},
 };
-use crate::{
-    AdapterSet, AdapterSpec, BaseDescription, Error, LoraSpec, PrefixSpec, Problem, Result, Targets, targets,
-};
+use crate::{AdapterSet, AdapterSpec, BaseDescription, Error, Problem, Result, methods};
 
 /// An adapter, read and found to fit.
 #[derive(Debug)]
@@ -24,7 +21,7 @@ pub struct Loaded {
     pub hints: Vec<String>,
 }
 
-/// Reads the adapter in a folder, or the LoRA and the prefix in `lora/` and `prefix/` below it.
+/// Reads the adapter in a folder, or the methods saved together in folders of their names below it.
 ///
 /// F32, F16 and BF16 tensors are read. A prefix that was made by a projection comes back as the
 /// prefix it made: PEFT's files do not hold the projection.
@@ -35,25 +32,29 @@ pub struct Loaded {
 /// with another fingerprint is one of them, unless `allow_base_mismatch`.
 pub fn load(dir: &Path, base: &BaseDescription, allow_base_mismatch: bool) -> Result<Loaded> {
     let mut sources = folders(dir)?.into_iter().map(Source::open).collect::<Result<Vec<_>>>()?;
-    let mut report = Findings { allow_base_mismatch, ..Findings::default() };
-    refuse_two_of_a_kind(&sources, &mut report);
-    let fitted: Vec<Option<Fitted>> =
-        sources.iter_mut().map(|source| Fitted::new(source, base, &mut report)).collect();
-    report.or_refuse(dir)?;
+    let mut findings = Findings { allow_base_mismatch, ..Findings::default() };
+    refuse_wrong_folders(&sources, &mut findings);
+    let fitted: Vec<Option<AdapterSet>> =
+        sources.iter_mut().map(|source| source.fit(base, &mut findings)).collect();
+    findings.or_refuse(dir)?;
     let mut spec = AdapterSpec::default();
     let mut values = Vec::new();
-    for (source, fitted) in sources.iter_mut().zip(fitted.into_iter().flatten()) {
-        values.extend(fitted.values(&mut source.tensors, &mut report)?);
-        spec.lora = spec.lora.or(fitted.set.spec.lora);
-        spec.prefix = spec.prefix.or(fitted.set.spec.prefix);
+    for (source, set) in sources.iter_mut().zip(fitted.into_iter().flatten()) {
+        let mut own = vec![0.0; set.layout.len];
+        for method in set.spec.methods() {
+            method.read(&set, base, &mut source.tensors, &mut own, &mut findings)?;
+        }
+        values.extend(own);
+        spec = spec.or(set.spec);
     }
-    report.or_refuse(dir)?;
-    // The LoRA's tensors come before the prefix's in a set of both, as its folder did.
-    Ok(Loaded { set: AdapterSet::new(&spec, base)?, values, hints: report.hints })
+    findings.or_refuse(dir)?;
+    // Folders come in the order of the registry, as the tensors of a set do.
+    Ok(Loaded { set: AdapterSet::new(&spec, base)?, values, hints: findings.hints })
 }
 
 /// The two files of one PEFT folder.
 struct Source {
+    folder: PathBuf,
     config: Config,
     tensors: TensorFile,
 }
@@ -64,18 +65,26 @@ impl Source {
         if !path.exists() && folder.join("adapter_model.bin").exists() {
             let found =
                 "its tensors are a pickle, adapter_model.bin, which is not read (save it as safetensors)";
-            return Err(Error::NotAnAdapter { path: folder, found });
+            return Err(Error::NotAnAdapter { path: folder, found: found.to_owned() });
         }
-        Ok(Self { config: Config::read(&folder.join(CONFIG_FILE))?, tensors: TensorFile::open(&path)? })
+        let config = Config::read(&folder.join(CONFIG_FILE))?;
+        Ok(Self { config, tensors: TensorFile::open(&path)?, folder })
+    }
+
+    /// The set of the one method here, if its header fits the base.
+    fn fit(&mut self, base: &BaseDescription, findings: &mut Findings) -> Option<AdapterSet> {
+        findings.problems.append(&mut self.config.problems);
+        check_base(self, base, findings);
+        self.config.stored.as_ref()?.fit(&self.tensors, base, findings)
     }
 }
 
 /// What was found while reading.
 #[derive(Default)]
-struct Findings {
+pub(crate) struct Findings {
     allow_base_mismatch: bool,
-    problems: Vec<Problem>,
-    hints: Vec<String>,
+    pub problems: Vec<Problem>,
+    pub hints: Vec<String>,
 }
 
 impl Findings {
@@ -86,20 +95,22 @@ impl Findings {
         }
     }
 
-    fn field(&mut self, name: &str, value: impl ToString, expected: impl Into<String>) {
+    /// Notes a field of the config that does not fit the base.
+    pub fn field(&mut self, name: &str, value: impl ToString, expected: impl Into<String>) {
         let (name, value, expected) = (name.to_owned(), value.to_string(), expected.into());
         self.problems.push(Problem::Field { name, value, expected });
     }
 
-    /// Said once, though a LoRA and a prefix can both be for the same other base.
-    fn layers(&mut self, found: usize, expected: usize) {
+    /// Notes another number of layers; once, though several methods can be for the same other base.
+    pub fn layers(&mut self, found: usize, expected: usize) {
         let problem = Problem::Layers { found, expected };
         if !self.problems.contains(&problem) {
             self.problems.push(problem);
         }
     }
 
-    fn tensor(&mut self, tensors: &TensorFile, name: String, expected: &[usize]) {
+    /// Notes what is wrong with a tensor that the config promises.
+    pub fn tensor(&mut self, tensors: &TensorFile, name: String, expected: &[usize]) {
         let Some(info) = tensors.info(&name) else {
             return self.problems.push(Problem::Missing(name));
         };
@@ -112,284 +123,63 @@ impl Findings {
         }
     }
 
-    fn extras(&mut self, tensors: &TensorFile, expected: &[String]) {
+    /// Notes the tensors that are not among `expected`.
+    pub fn extras(&mut self, tensors: &TensorFile, expected: &[String]) {
         let extra =
             tensors.tensors().into_iter().map(|(name, _)| name).filter(|name| !expected.contains(name));
         self.problems.extend(extra.map(Problem::Extra));
     }
-}
 
-fn refuse_two_of_a_kind(sources: &[Source], report: &mut Findings) {
-    let kinds: Vec<_> = sources.iter().filter_map(|source| source.config.kind.as_ref()).collect();
-    match kinds[..] {
-        [Kind::Lora { .. }, Kind::Lora { .. }] => {
-            report.field("prefix/ peft_type", "LORA", "PREFIX_TUNING is expected");
-        }
-        [Kind::Prefix(_), Kind::Prefix(_)] => {
-            report.field("lora/ peft_type", "PREFIX_TUNING", "LORA is expected");
-        }
-        [Kind::Prefix(_), Kind::Lora { .. }] => {
-            report.field("lora/ peft_type", "PREFIX_TUNING", "LORA is expected");
-            report.field("prefix/ peft_type", "LORA", "PREFIX_TUNING is expected");
-        }
-        _ => {}
-    }
-}
-
-/// One adapter whose header fits the base.
-struct Fitted {
-    set: AdapterSet,
-    modules: Vec<Module>,
-}
-
-impl Fitted {
-    fn new(source: &mut Source, base: &BaseDescription, report: &mut Findings) -> Option<Self> {
-        report.problems.append(&mut source.config.problems);
-        check_base(source, base, report);
-        match source.config.kind.as_ref()? {
-            Kind::Lora { spec, layers_pattern, exclude } => {
-                check_layers_pattern(layers_pattern, base, report);
-                fit_lora(spec, exclude.as_ref(), &source.tensors, base, report)
-            }
-            Kind::Prefix(prefix) => fit_prefix(prefix, &source.tensors, base, report),
-        }
-    }
-
-    /// The values of the flat store, as this adapter's own layout has them.
-    fn values(&self, tensors: &mut TensorFile, report: &mut Findings) -> Result<Vec<f32>> {
-        let mut values = vec![0.0; self.set.layout.len];
-        for module in &self.modules {
-            if let Some(a) = read_finite(tensors, &module.a(), report)? {
-                module.split_a(&self.set, &a, &mut values);
-            }
-            if let Some(b) = read_finite(tensors, &module.b(), report)?
-                && let Some(index) = module.split_b(&self.set, &b, &mut values)
-            {
-                report.problems.push(Problem::OutsideBlock { tensor: module.b(), index });
-            }
-        }
-        if self.set.prefix.is_some()
-            && let Some(prompt) = read_finite(tensors, PROMPT, report)?
-        {
-            values = prompt;
+    /// Values of a tensor; nothing where it cannot be read or where one is not finite, which is noted.
+    pub fn read_finite(&mut self, tensors: &mut TensorFile, name: &str) -> Result<Option<Vec<f32>>> {
+        let values = tensors.read(name)?;
+        let bad = values.as_ref().and_then(|values| values.iter().position(|value| !value.is_finite()));
+        if let Some(index) = bad {
+            self.problems.push(Problem::NotFinite { tensor: name.to_owned(), index });
+            return Ok(None);
         }
         Ok(values)
     }
 }
 
-fn read_finite(tensors: &mut TensorFile, name: &str, report: &mut Findings) -> Result<Option<Vec<f32>>> {
-    let values = tensors.read(name)?;
-    let bad = values.as_ref().and_then(|values| values.iter().position(|value| !value.is_finite()));
-    if let Some(index) = bad {
-        report.problems.push(Problem::NotFinite { tensor: name.to_owned(), index });
-        return Ok(None);
+/// Of methods saved together, each must be in the folder of its name.
+fn refuse_wrong_folders(sources: &[Source], findings: &mut Findings) {
+    if sources.len() < 2 {
+        return;
     }
-    Ok(values)
+    for source in sources {
+        let Some(found) = source.config.stored.as_ref().map(|stored| stored.kind()) else { continue };
+        let is_folder = |name: &str| source.folder.file_name().is_some_and(|folder| folder == name);
+        let expected = methods::kinds().into_iter().find(|kind| is_folder(kind.name));
+        if let Some(expected) = expected.filter(|expected| expected.name != found.name) {
+            let field = format!("{}/ peft_type", expected.name);
+            findings.field(&field, found.peft_type, format!("{} is expected", expected.peft_type));
+        }
+    }
 }
 
-fn check_base(source: &Source, base: &BaseDescription, report: &mut Findings) {
+fn check_base(source: &Source, base: &BaseDescription, findings: &mut Findings) {
     let named = source.config.base_name.as_deref().unwrap_or("none");
     match (source.tensors.metadata(META_FINGERPRINT), base.fingerprint.as_deref()) {
         (Some(found), Some(expected)) if found != expected => {
-            if report.allow_base_mismatch {
-                report.hints.push(format!(
+            if findings.allow_base_mismatch {
+                findings.hints.push(format!(
                     "the adapter was made for a base with fingerprint {found} ({named}), not {expected} ({})",
                     base.name
                 ));
             } else {
                 let (found, expected) = (found.to_owned(), expected.to_owned());
-                report.problems.push(Problem::Base { found, expected });
+                findings.problems.push(Problem::Base { found, expected });
             }
         }
         (Some(_), Some(_)) => {}
         (found, _) => {
             let who = if found.is_none() { "adapter" } else { "base" };
-            report.hints.push(format!(
+            findings.hints.push(format!(
                 "the {who} carries no base fingerprint, so that nothing but shapes was compared \
                  (the adapter names base {named}, this is {})",
                 base.name
             ));
         }
     }
-}
-
-fn check_layers_pattern(layers_pattern: &[String], base: &BaseDescription, report: &mut Findings) {
-    let segment = base.sites.first().map(|site| site.layers_segment()).unwrap_or_default();
-    for name in layers_pattern.iter().filter(|&name| name != segment) {
-        report.field("layers_pattern", name, format!("{segment} is what the base calls its layers"));
-    }
-}
-
-fn fit_lora(
-    config: &LoraSpec,
-    exclude: Option<&Targets>,
-    tensors: &TensorFile,
-    base: &BaseDescription,
-    report: &mut Findings,
-) -> Option<Fitted> {
-    let config = as_peft_matches(config, exclude, base, report);
-    let fit = |spec: &LoraSpec, report: &mut Findings| {
-        let set = AdapterSet::new(&AdapterSpec { lora: Some(spec.clone()), prefix: None }, base);
-        let set = set.map_err(|error| report.problems.push(Problem::Spec(error.to_string()))).ok()?;
-        Some(Fitted { modules: modules(&set, base), set })
-    };
-    let by_config = fit(&config, report);
-    let by_config = match (by_config, tensors.metadata(META_LORA)) {
-        (Some(by_config), Some(text)) => match serde_json::from_str::<LoraSpec>(text) {
-            Ok(ours) => fit(&ours, report).inspect(|ours| same_modules(&by_config, ours, report)),
-            Err(error) => {
-                report.field(META_LORA, error, "the LoRA as this program writes it is expected");
-                None
-            }
-        },
-        (by_config, _) => by_config,
-    };
-    check_layers(&config, tensors, base, report);
-    let fitted = by_config?;
-    let mut expected = Vec::new();
-    for module in &fitted.modules {
-        report.tensor(tensors, module.a(), &[module.rank, module.inputs]);
-        report.tensor(tensors, module.b(), &[module.outputs, module.rank]);
-        expected.extend([module.a(), module.b()]);
-    }
-    report.extras(tensors, &expected);
-    Some(fitted)
-}
-
-/// The config without what PEFT passes over: names in lists that match nothing, as long as another does
-/// (it knows no parts), modules that it excludes, and pattern keys that apply to none of the others.
-fn as_peft_matches(
-    config: &LoraSpec,
-    exclude: Option<&Targets>,
-    base: &BaseDescription,
-    report: &mut Findings,
-) -> LoraSpec {
-    let mut spec = config.clone();
-    let paths: Vec<String> =
-        base.sites.iter().flat_map(|site| (0..base.layers).map(|layer| site.module(layer))).collect();
-    let mut idle = Vec::new();
-    if let Targets::List(names) = &mut spec.targets {
-        let used = |name: &String| paths.iter().any(|path| targets::names(name, path));
-        if names.iter().any(used) {
-            idle.extend(names.extract_if(.., |name| !used(name)));
-        }
-    }
-    if let Some(exclude) = exclude {
-        leave_out(&mut spec, exclude, base, report);
-    }
-    // The selection can fail here; the caller meets the same error again and reports it.
-    if let Ok(chosen) = targets::select(&spec.targets, spec.layers.as_deref(), base) {
-        let used: Vec<String> = chosen.into_iter().map(|one| one.path(base)).collect();
-        idle.extend(idle_keys("rank_pattern", &mut spec.rank_pattern, &used));
-        idle.extend(idle_keys("alpha_pattern", &mut spec.alpha_pattern, &used));
-    }
-    if !idle.is_empty() {
-        report.hints.push(format!("the config's {} applies to no module of this base", idle.join(", ")));
-    }
-    spec
-}
-
-/// Turns the targets into the paths of those modules that `exclude` does not match, by PEFT's rules.
-fn leave_out(spec: &mut LoraSpec, exclude: &Targets, base: &BaseDescription, report: &mut Findings) {
-    let is_excluded = match targets::matcher(exclude) {
-        Ok(is_excluded) => is_excluded,
-        Err(error) => return report.problems.push(Problem::Spec(error.to_string())),
-    };
-    if let Ok(chosen) = targets::select(&spec.targets, spec.layers.as_deref(), base) {
-        let paths = chosen.into_iter().map(|one| one.path(base)).filter(|path| !is_excluded(path));
-        spec.targets = Targets::List(paths.collect());
-        spec.layers = None;
-    }
-}
-
-/// Takes out the keys that are the first match of no module.
-fn idle_keys<T>(
-    option: &'static str,
-    patterns: &mut std::collections::BTreeMap<String, T>,
-    modules: &[String],
-) -> Vec<String> {
-    let regexes: Option<Vec<_>> = patterns
-        .keys()
-        .map(|key| targets::pattern_regex(option, key).ok().map(|regex| (key.clone(), regex)))
-        .collect();
-    let Some(regexes) = regexes else { return Vec::new() }; // reported by the caller
-    let first =
-        |module: &String| regexes.iter().find(|(_, regex)| regex.is_match(module)).map(|(key, _)| key);
-    let used: Vec<&String> = modules.iter().filter_map(first).collect();
-    let idle: Vec<String> = patterns.keys().filter(|key| !used.contains(key)).cloned().collect();
-    patterns.retain(|key, _| !idle.contains(key));
-    idle
-}
-
-/// The config, which PEFT goes by, and our own record of the parts must say the same.
-fn same_modules(config: &Fitted, ours: &Fitted, report: &mut Findings) {
-    let close = |a: f64, b: f64| (a - b).abs() <= 1e-9 * a.abs().max(b.abs());
-    let rslora = |fitted: &Fitted| fitted.set.spec.lora.as_ref().map(|lora| lora.rslora);
-    let same = config.modules.len() == ours.modules.len()
-        && rslora(config) == rslora(ours)
-        && config
-            .modules
-            .iter()
-            .zip(&ours.modules)
-            .all(|(a, b)| a.path == b.path && a.rank == b.rank && close(a.alpha, b.alpha));
-    if !same {
-        report.field(
-            CONFIG_FILE,
-            "at odds with the tensor file",
-            format!("its modules, ranks and alphas should be those of {META_LORA} there"),
-        );
-    }
-}
-
-/// Says it in one sentence when the adapter is for a deeper or a flatter base.
-fn check_layers(config: &LoraSpec, tensors: &TensorFile, base: &BaseDescription, report: &mut Findings) {
-    let layer = |(name, _): (String, _)| {
-        let path = name.strip_prefix(LORA_PREFIX)?;
-        base.sites.iter().find_map(|site| site.layer_of(path))
-    };
-    let Some(found) =
-        tensors.tensors().into_iter().filter_map(layer).max().map(|last| last.saturating_add(1))
-    else {
-        return;
-    };
-    let all_layers =
-        config.layers.is_none() && !matches!(config.targets, Targets::Regex(_)) && !names_layers(config);
-    if found > base.layers || (all_layers && found < base.layers) {
-        report.layers(found, base.layers);
-    }
-}
-
-fn names_layers(config: &LoraSpec) -> bool {
-    let Targets::List(names) = &config.targets else { return false };
-    names.iter().any(|name| name.split('.').any(|segment| segment.parse::<usize>().is_ok()))
-}
-
-fn fit_prefix(
-    config: &PrefixConfig,
-    tensors: &TensorFile,
-    base: &BaseDescription,
-    report: &mut Findings,
-) -> Option<Fitted> {
-    if let Some(found) = config.layers.filter(|&found| found != base.layers) {
-        report.layers(found, base.layers);
-    }
-    for (name, found, expected) in
-        [("num_attention_heads", config.heads, base.heads), ("token_dim", config.width, base.width)]
-    {
-        if let Some(found) = found.filter(|&found| found != expected) {
-            report.field(name, found, format!("the base has {expected}"));
-        }
-    }
-    if config.projection {
-        report.hints.push(
-            "the prefix was made by a projection, which the files do not hold; the prefix itself is read"
-                .to_owned(),
-        );
-    }
-    report.tensor(tensors, PROMPT.to_owned(), &[config.length, 2 * base.layers * base.width]);
-    report.extras(tensors, &[PROMPT.to_owned()]);
-    let prefix = PrefixSpec { length: config.length, projection: None };
-    let set = AdapterSet::new(&AdapterSpec { lora: None, prefix: Some(prefix) }, base);
-    let set = set.map_err(|error| report.problems.push(Problem::Spec(error.to_string()))).ok()?;
-    Some(Fitted { set, modules: Vec::new() })
 }

@@ -9,23 +9,29 @@ use std::{collections::HashMap, io::Write, path::Path};
 use engraft_util::atomic::{self, WriteError};
 
 use super::{
-    CONFIG_FILE, LORA_FOLDER, META_FINGERPRINT, META_LORA, PREFIX_FOLDER, PROMPT, TENSOR_FILE, config,
-    modules::modules,
+    CONFIG_FILE, META_FINGERPRINT, TENSOR_FILE,
     tensors::{self, Outgoing},
 };
-use crate::{AdapterSet, BaseDescription, Error, PrefixValues, Result};
+use crate::{AdapterSet, BaseDescription, Error, Result, methods};
+
+/// Folders of methods that are saved together.
+fn method_folders() -> Vec<&'static str> {
+    methods::kinds().into_iter().map(|kind| kind.name).collect()
+}
 
 /// Entries of an adapter's folder that a save may replace or remove.
-const OWNED: [&str; 4] = [CONFIG_FILE, TENSOR_FILE, LORA_FOLDER, PREFIX_FOLDER];
+fn owned() -> Vec<&'static str> {
+    [CONFIG_FILE, TENSOR_FILE].into_iter().chain(method_folders()).collect()
+}
 
 /// The two files of one PEFT folder, ready to be written.
-struct Files<'a> {
+pub(crate) struct Files<'a> {
     config: String,
     tensors: Vec<Outgoing<'a>>,
     metadata: HashMap<String, String>,
 }
 
-/// Writes an adapter as PEFT files: one kind straight into `dir`, both into `dir/lora` and `dir/prefix`.
+/// Writes an adapter as PEFT files: one method straight into `dir`, several into folders of their names below.
 ///
 /// `values` is the flat store. `projected`, [P, 2Ld], is what a prefix projection makes of it, and is
 /// needed if there is one: PEFT stores the result only. The folder is made if need be; an adapter in it
@@ -42,15 +48,28 @@ pub fn save(
     base: &BaseDescription,
 ) -> Result<()> {
     check(set, values)?;
-    let lora = lora_files(set, values, base);
-    let prefix = prefix_files(set, values, projected, base)?;
-    match (&lora, &prefix) {
-        (Some(lora), Some(prefix)) => Ok(atomic::replace_folder(dir, &OWNED, |fresh| {
-            lora.write_below(&fresh.join(LORA_FOLDER))?;
-            prefix.write_below(&fresh.join(PREFIX_FOLDER))
+    let methods = set.spec.methods();
+    let files = methods.iter().map(|method| method.files(set, values, projected, base));
+    let files = files.collect::<Result<Vec<_>>>()?;
+    match &files[..] {
+        [] => Err(Error::Empty),
+        [one] => one.replace(dir),
+        several => Ok(atomic::replace_folder(dir, &owned(), |fresh| {
+            let mut each = methods.iter().zip(several);
+            each.try_for_each(|(method, files)| files.write_below(&fresh.join(method.kind().name)))
         })?),
-        (Some(one), None) | (None, Some(one)) => one.replace(dir),
-        (None, None) => Err(Error::Empty),
+    }
+}
+
+impl<'a> Files<'a> {
+    /// A config and tensors, with the metadata that all adapters carry.
+    pub fn new(config: String, tensors: Vec<Outgoing<'a>>, base: &BaseDescription) -> Self {
+        Self { config, tensors, metadata: metadata(base) }
+    }
+
+    /// Adds an entry to the tensor file's metadata, which PEFT ignores.
+    pub fn note(&mut self, key: &str, text: String) {
+        self.metadata.insert(key.to_owned(), text);
     }
 }
 
@@ -59,11 +78,11 @@ impl Files<'_> {
         if self.differs_in_tensors_only(dir) {
             return Ok(atomic::write_with(&dir.join(TENSOR_FILE), |out| self.write_tensors(out))?);
         }
-        Ok(atomic::replace_folder(dir, &OWNED, |fresh| self.write_into(fresh))?)
+        Ok(atomic::replace_folder(dir, &owned(), |fresh| self.write_into(fresh))?)
     }
 
     fn differs_in_tensors_only(&self, dir: &Path) -> bool {
-        let alone = [LORA_FOLDER, PREFIX_FOLDER].iter().all(|name| !dir.join(name).exists());
+        let alone = method_folders().iter().all(|name| !dir.join(name).exists());
         alone && std::fs::read(dir.join(CONFIG_FILE)).is_ok_and(|old| old == self.config.as_bytes())
     }
 
@@ -84,16 +103,18 @@ impl Files<'_> {
 }
 
 fn check(set: &AdapterSet, values: &[f32]) -> Result<()> {
-    count("the flat store", values, set.layout.len)?;
-    set.layout.tensors.iter().try_for_each(|slot| finite(&slot.name, &values[slot.range()]))
+    check_count("the flat store", values, set.layout.len)?;
+    set.layout.tensors.iter().try_for_each(|slot| check_finite(&slot.name, &values[slot.range()]))
 }
 
-fn count(what: &'static str, values: &[f32], expected: usize) -> Result<()> {
+/// Refuses `values` that are not `expected` in number.
+pub(crate) fn check_count(what: &'static str, values: &[f32], expected: usize) -> Result<()> {
     let found = values.len();
     if found == expected { Ok(()) } else { Err(Error::ValueCount { what, found, expected }) }
 }
 
-fn finite(tensor: &str, values: &[f32]) -> Result<()> {
+/// Refuses a value that is NaN or infinite.
+pub(crate) fn check_finite(tensor: &str, values: &[f32]) -> Result<()> {
     match values.iter().position(|value| !value.is_finite()) {
         None => Ok(()),
         Some(index) => Err(Error::NotFinite { tensor: tensor.to_owned(), index, value: values[index] }),
@@ -105,45 +126,4 @@ fn metadata(base: &BaseDescription) -> HashMap<String, String> {
     let fingerprint = base.fingerprint.as_ref();
     let fingerprint = fingerprint.map(|fingerprint| (META_FINGERPRINT.to_owned(), fingerprint.clone()));
     std::iter::once(format).chain(fingerprint).collect()
-}
-
-fn lora_files<'a>(set: &'a AdapterSet, values: &'a [f32], base: &BaseDescription) -> Option<Files<'a>> {
-    let lora = set.spec.lora.as_ref()?;
-    let modules = modules(set, base);
-    let mut metadata = metadata(base);
-    if modules.iter().any(|module| module.is_fused(set)) {
-        metadata.insert(META_LORA.to_owned(), serde_json::to_string(lora).unwrap_or_default());
-    }
-    let config = config::lora_json(set, lora, &modules, base);
-    let mut tensors = Vec::new();
-    for module in modules {
-        let (name, shape, twin) = (module.a(), vec![module.rank, module.inputs], module.clone());
-        tensors.push(Outgoing { name, shape, values: Box::new(move || twin.fuse_a(set, values)) });
-        let (name, shape) = (module.b(), vec![module.outputs, module.rank]);
-        tensors.push(Outgoing { name, shape, values: Box::new(move || module.fuse_b(set, values)) });
-    }
-    Some(Files { config, tensors, metadata })
-}
-
-fn prefix_files<'a>(
-    set: &'a AdapterSet,
-    values: &'a [f32],
-    projected: Option<&'a [f32]>,
-    base: &BaseDescription,
-) -> Result<Option<Files<'a>>> {
-    let (Some(spec), Some(prefix)) = (&set.spec.prefix, &set.prefix) else { return Ok(None) };
-    let width = 2 * base.layers * base.width;
-    let prompt = match prefix.values {
-        PrefixValues::Direct { prompt } => &values[set.layout.tensors[prompt].range()],
-        PrefixValues::Projected { .. } => projected.unwrap_or_default(),
-    };
-    count("the projected prefix", prompt, prefix.length * width)?;
-    finite(PROMPT, prompt)?;
-    let shape = vec![prefix.length, width];
-    let tensor = Outgoing { name: PROMPT.to_owned(), shape, values: Box::new(move || prompt.into()) };
-    Ok(Some(Files {
-        config: config::prefix_json(spec, base),
-        tensors: vec![tensor],
-        metadata: metadata(base),
-    }))
 }

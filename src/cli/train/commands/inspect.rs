@@ -62,7 +62,7 @@ fn look(path: &Path) -> Result<Value> {
 
 fn adapter(description: &Description) -> Value {
     let adapters = description.adapters.iter().map(|adapter| {
-        let kind = match (&adapter.lora, &adapter.prefix) {
+        let kind = match (&adapter.spec.lora, &adapter.spec.prefix) {
             (Some(_), _) => "lora",
             (_, Some(_)) => "prefix",
             _ => "unsupported",
@@ -77,8 +77,8 @@ fn adapter(description: &Description) -> Value {
             "base": adapter.base,
             "revision": adapter.revision,
             "fingerprint": adapter.fingerprint,
-            "lora": adapter.lora,
-            "prefix": adapter.prefix,
+            "lora": adapter.spec.lora,
+            "prefix": adapter.spec.prefix,
             "ranks": adapter.ranks,
             "parameters": adapter.parameters,
             "unsupported": adapter.unsupported,

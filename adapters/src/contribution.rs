@@ -1,0 +1,192 @@
+//! What the methods of a set add to a model, as data: a model binds it to its own layers.
+//!
+//! A linear site of a layer computes, for input x, frozen weight W `[inputs, outputs]` and bias b,
+//!
+//! `y = g * ((u * x) W [+ b] + sum over deltas of s e * (((drop(x) A^T) * d) B^T)) [+ b] + residual`
+//!
+//! where u, d, e and g are vectors that may be absent, and b stands inside or outside g.
+//! All `usize` fields named after a tensor are indices into [`Layout::tensors`](crate::Layout::tensors);
+//! several fields may name the same tensor.
+
+use std::ops::Range;
+
+use crate::{Error, Result};
+
+/// All that one method, or a set of methods, adds to a model.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Contribution {
+    /// Low-rank deltas, ordered by layer, site, part.
+    pub loras: Vec<Lora>,
+    /// Vectors of linear sites, ordered by layer and site; at most one entry a site.
+    pub vectors: Vec<SiteVectors>,
+    /// Changes of layer norms.
+    pub norms: Vec<NormVectors>,
+    /// A low-rank delta on the token embedding.
+    pub embedding: Option<EmbeddingDelta>,
+    /// Learned keys and values.
+    pub prefix: Option<Prefix>,
+    /// Learned embeddings in front of the tokens.
+    pub prompt: Option<Prompt>,
+}
+
+/// A low-rank delta on a module, or on a part of its output columns.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Lora {
+    /// Layer of the base, from 0.
+    pub layer: usize,
+    /// Index into [`BaseDescription::sites`](crate::BaseDescription::sites).
+    pub site: usize,
+    /// Name of the part, `None` for the whole module.
+    pub part: Option<String>,
+    /// Output columns it adds to.
+    pub columns: Range<usize>,
+    /// Rank r.
+    pub rank: usize,
+    /// Numerator of the scale.
+    pub alpha: f64,
+    /// Scale s of the delta.
+    pub scale: f32,
+    /// A, [rank, inputs].
+    pub a: usize,
+    /// B, [columns.len(), rank].
+    pub b: usize,
+    /// d `[rank]`: multiplies `x A^T`.
+    pub d: Option<usize>,
+    /// e `[columns.len()]`: multiplies what the delta adds.
+    pub e: Option<usize>,
+}
+
+/// Vectors of one linear site that act on the whole module.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SiteVectors {
+    /// Layer of the base, from 0.
+    pub layer: usize,
+    /// Index into [`BaseDescription::sites`](crate::BaseDescription::sites).
+    pub site: usize,
+    /// u `[inputs]`: multiplies the input of the frozen product.
+    pub u: Option<usize>,
+    /// g: multiplies the output.
+    pub g: Option<OutputScale>,
+    /// b `[outputs]`, in place of the base's.
+    pub bias: Option<usize>,
+}
+
+/// The output scale g `[outputs]` of a linear site.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OutputScale {
+    /// The learned vector `[outputs]`.
+    pub vector: usize,
+    /// Whether g is the vector over the norms of the columns of `W + sum s A^T B^T`, derived once a step
+    /// and not differentiated, or the vector itself.
+    pub over_norms: bool,
+    /// Whether g multiplies the bias too.
+    pub with_bias: bool,
+}
+
+/// Learned changes of a layer norm, which computes `(1 + gain) * normalised * G + (B + bias)` of the base's G, B.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NormVectors {
+    /// Layer of the base, `None` for the norm before the head.
+    pub layer: Option<usize>,
+    /// Which norm of the layer, in the order in which a token meets them.
+    pub norm: usize,
+    /// Learned gain `[width]`.
+    pub gain: Option<usize>,
+    /// Learned bias `[width]`.
+    pub bias: Option<usize>,
+}
+
+/// A low-rank delta on the token embedding: row t of the table gets `scale * (B A)` column t added.
+#[derive(Debug, Clone, PartialEq)]
+pub struct EmbeddingDelta {
+    /// Rank r.
+    pub rank: usize,
+    /// Scale s of the delta.
+    pub scale: f32,
+    /// A, [rank, vocab].
+    pub a: usize,
+    /// B, [width, rank].
+    pub b: usize,
+}
+
+/// Learned keys and values in front of every sequence; each takes a position of the base.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Prefix {
+    /// Virtual tokens, P.
+    pub length: usize,
+    /// How the values come about.
+    pub values: PrefixValues,
+}
+
+/// What is learned of a prefix; each tensor is an index into the layout. d width, L layers.
+///
+/// Viewed as [P, 2L, heads, d / heads], index 2l is the key and 2l + 1 the value of layer l.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PrefixValues {
+    /// The keys and values themselves.
+    Direct {
+        /// [P, 2Ld].
+        prompt: usize,
+    },
+    /// `tanh(embedding in_weight^T + in_bias) out_weight^T + out_bias`, [P, 2Ld].
+    Projected {
+        /// Hidden width.
+        hidden: usize,
+        /// [P, d].
+        embedding: usize,
+        /// [hidden, d].
+        in_weight: usize,
+        /// `[hidden]`.
+        in_bias: usize,
+        /// [2Ld, hidden].
+        out_weight: usize,
+        /// `[2Ld]`.
+        out_bias: usize,
+    },
+}
+
+/// Learned embeddings in front of the tokens' own; they take positions as tokens do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Prompt {
+    /// Virtual tokens, P.
+    pub length: usize,
+    /// [P, width].
+    pub embeddings: usize,
+}
+
+impl Contribution {
+    /// Adds what another method contributes.
+    ///
+    /// # Errors
+    /// [`Error::Conflict`] where both set the same thing and a model has room for one.
+    pub(crate) fn extend(&mut self, other: Self) -> Result<()> {
+        self.loras.extend(other.loras);
+        for vectors in other.vectors {
+            self.add_vectors(vectors)?;
+        }
+        self.norms.extend(other.norms);
+        one(&mut self.embedding, other.embedding, "the delta on the embedding")?;
+        one(&mut self.prefix, other.prefix, "the prefix")?;
+        one(&mut self.prompt, other.prompt, "the prompt")
+    }
+
+    fn add_vectors(&mut self, new: SiteVectors) -> Result<()> {
+        let place = (new.layer, new.site);
+        let Some(known) = self.vectors.iter_mut().find(|known| (known.layer, known.site) == place) else {
+            let at = self.vectors.partition_point(|known| (known.layer, known.site) < place);
+            self.vectors.insert(at, new);
+            return Ok(());
+        };
+        one(&mut known.u, new.u, "the input scale of a module")?;
+        one(&mut known.g, new.g, "the output scale of a module")?;
+        one(&mut known.bias, new.bias, "the bias of a module")
+    }
+}
+
+fn one<T>(own: &mut Option<T>, new: Option<T>, what: &'static str) -> Result<()> {
+    if own.is_some() && new.is_some() {
+        return Err(Error::Conflict { what });
+    }
+    *own = own.take().or(new);
+    Ok(())
+}

@@ -1,0 +1,265 @@
+//! A method that exists in tests alone and has every part there is. With its line in the registry it is complete:
+//! resolved, started from weights, saved as PEFT files, described and read again by the code of all methods.
+
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use super::{AdapterSpec, Kind, Method, Stored};
+use crate::{
+    AdapterSet, BaseDescription, BaseWeights, Contribution, Error, Group, Lora, OutputScale, Problem, Result,
+    SiteVectors,
+    init::Init,
+    layout::Slots,
+    peft::{self, Fields, Files, Findings, Outgoing, TensorFile},
+    testing,
+};
+
+/// Frozen factors of rank r that all layers share, learned d, e, u and g at one site.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ToySpec {
+    rank: usize,
+}
+
+/// The site in the tests' base: inputs 6, outputs 24.
+const SITE: usize = 2;
+const SLOW: Group = Group { lr_factor: 0.25, weight_decay: Some(0.0), trainable: true };
+
+impl Default for ToySpec {
+    fn default() -> Self {
+        Self { rank: 3 }
+    }
+}
+
+impl ToySpec {
+    pub(crate) const KIND: Kind =
+        Kind { name: "toy", peft_type: "TOY", claims: |_| true, read: StoredToy::read };
+}
+
+impl Method for ToySpec {
+    fn kind(&self) -> &'static Kind {
+        &Self::KIND
+    }
+
+    fn resolve(&self, base: &BaseDescription, slots: &mut Slots) -> Result<Contribution> {
+        let (rank, site) = (self.rank, &base.sites[SITE]);
+        let mut all = Contribution::default();
+        for layer in 0..base.layers {
+            let name = |what: &str| format!("{}.{what}", site.module(layer));
+            all.loras.push(Lora {
+                layer,
+                site: SITE,
+                part: None,
+                columns: 0..site.outputs,
+                rank,
+                alpha: 1.0,
+                scale: 1.0,
+                a: slots.push_to(Group::FROZEN, "shared.A", &[rank, site.inputs])?,
+                b: slots.push_to(Group::FROZEN, "shared.B", &[site.outputs, rank])?,
+                d: Some(slots.push(name("d"), &[rank])?),
+                e: Some(slots.push(name("e"), &[site.outputs])?),
+            });
+            let vector = slots.push_to(SLOW, name("g"), &[site.outputs])?;
+            all.vectors.push(SiteVectors {
+                layer,
+                site: SITE,
+                u: Some(slots.push(name("u"), &[site.inputs])?),
+                g: Some(OutputScale { vector, over_norms: true, with_bias: false }),
+                bias: None,
+            });
+        }
+        Ok(all)
+    }
+
+    /// Factors are drawn, d and u are 1, e is 0, g is the norm of each column of W.
+    fn init(&self, set: &AdapterSet, values: &mut [f32], from: &Init) -> Result<()> {
+        let slots = &set.layout.tensors;
+        for lora in set.loras_of(&Self::KIND) {
+            from.uniform(values, &slots[lora.a], slots[lora.a].shape[1]);
+            from.normal(values, &slots[lora.b]);
+            lora.d.iter().for_each(|&d| values[slots[d].range()].fill(1.0));
+        }
+        for vectors in &set.vectors {
+            vectors.u.iter().for_each(|&u| values[slots[u].range()].fill(1.0));
+            let Some(g) = vectors.g else { continue };
+            let g = &mut values[slots[g.vector].range()];
+            let w = from.matrix("toy", vectors.site, vectors.layer)?;
+            for row in w.chunks(g.len()) {
+                g.iter_mut().zip(row).for_each(|(g, w)| *g += w * w);
+            }
+            g.iter_mut().for_each(|g| *g = g.sqrt());
+        }
+        Ok(())
+    }
+
+    fn matched(&self, _: &AdapterSet, base: &BaseDescription) -> Vec<String> {
+        vec![format!("toy on {}", base.sites[SITE].name)]
+    }
+
+    fn lines(&self) -> Vec<(&'static str, String)> {
+        vec![("kind", format!("toy, rank {}", self.rank))]
+    }
+
+    fn files<'a>(
+        &'a self,
+        set: &'a AdapterSet,
+        values: &'a [f32],
+        _: Option<&'a [f32]>,
+        base: &BaseDescription,
+    ) -> Result<Files<'a>> {
+        let own = set.layout.tensors.iter().filter(|slot| slot.method == Self::KIND.name);
+        let tensors = own.map(|slot| Outgoing {
+            name: slot.name.clone(),
+            shape: slot.shape.clone(),
+            values: Box::new(move || values[slot.range()].into()),
+        });
+        Ok(Files::new(
+            peft::config_text(&Self::KIND, base, [("r", json!(self.rank))]),
+            tensors.collect(),
+            base,
+        ))
+    }
+
+    fn read(
+        &self,
+        set: &AdapterSet,
+        _: &BaseDescription,
+        tensors: &mut TensorFile,
+        values: &mut [f32],
+        findings: &mut Findings,
+    ) -> Result<()> {
+        for slot in &set.layout.tensors {
+            if let Some(found) = findings.read_finite(tensors, &slot.name)? {
+                values[slot.range()].copy_from_slice(&found);
+            }
+        }
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+struct StoredToy(ToySpec);
+
+impl StoredToy {
+    fn read(fields: &mut Fields) -> Option<Box<dyn Stored>> {
+        Some(Box::new(Self(ToySpec { rank: fields.need("r", "a whole number is expected")? })))
+    }
+}
+
+impl Stored for StoredToy {
+    fn kind(&self) -> &'static Kind {
+        &ToySpec::KIND
+    }
+
+    fn spec(&self, _: &TensorFile) -> AdapterSpec {
+        AdapterSpec { toy: Some(self.0.clone()), ..AdapterSpec::default() }
+    }
+
+    fn fit(
+        &self,
+        tensors: &TensorFile,
+        base: &BaseDescription,
+        findings: &mut Findings,
+    ) -> Option<AdapterSet> {
+        let set = AdapterSet::new(&self.spec(tensors), base);
+        let set = set.map_err(|error| findings.problems.push(Problem::Spec(error.to_string()))).ok()?;
+        let slots = &set.layout.tensors;
+        slots.iter().for_each(|slot| findings.tensor(tensors, slot.name.clone(), &slot.shape));
+        findings.extras(tensors, &slots.iter().map(|slot| slot.name.clone()).collect::<Vec<_>>());
+        Some(set)
+    }
+}
+
+// ---- tests ----
+
+fn spec(lora: bool) -> AdapterSpec {
+    let lora = lora.then(crate::LoraSpec::default);
+    AdapterSpec { lora, toy: Some(ToySpec::default()), ..AdapterSpec::default() }
+}
+
+/// Weights whose element i is i + layer.
+struct Counted;
+
+impl BaseWeights for Counted {
+    fn matrix(&self, site: usize, layer: usize) -> Option<Vec<f32>> {
+        let site = testing::base().sites.get(site)?.clone();
+        Some((0..site.inputs * site.outputs).map(|i| (i + layer) as f32).collect())
+    }
+}
+
+#[test]
+fn shared_and_frozen_tensors_are_in_the_layout_once_and_groups_are_told() {
+    let set = AdapterSet::new(&spec(false), &testing::base()).unwrap();
+    let names: Vec<&str> = set.layout.tensors.iter().map(|slot| slot.name.as_str()).collect();
+    assert_eq!(names[..3], ["shared.A", "shared.B", "transformer.h.0.mlp.c_fc.d"]);
+    assert_eq!(names.len(), 2 + 3 * 4);
+    assert!(set.loras.iter().all(|lora| (lora.a, lora.b) == (0, 1)));
+    let frozen = 3 * 6 + 24 * 3;
+    assert_eq!((set.layout.len, set.trainables()), (frozen + 3 * (3 + 24 + 24 + 6), 3 * 57));
+    let segments = set.layout.segments();
+    assert_eq!(segments[0].group, Group::FROZEN);
+    assert_eq!((segments[4].group, segments[5].group), (SLOW, Group::DEFAULT));
+    let mut end = 0;
+    for segment in segments {
+        assert_eq!(segment.offset, end);
+        end = segment.range().end;
+    }
+    // Two shapes under one name are refused.
+    let mut layout = crate::Layout::default();
+    let mut slots = Slots::new(&mut layout, "toy");
+    slots.push("x", &[2, 3]).unwrap();
+    assert!(matches!(slots.push("x", &[3, 2]), Err(Error::SharedShape { .. })));
+}
+
+#[test]
+fn initial_values_may_follow_from_weights() {
+    let set = AdapterSet::new(&spec(true), &testing::base()).unwrap();
+    assert!(matches!(set.init(1), Err(Error::WeightsNeeded { method: "toy" })));
+    let values = set.init_from(1, Some(&Counted)).unwrap();
+    let of = |name: &str| &values[set.layout.slot(name).unwrap().range()];
+    // Column 5 of layer 2: elements 5 + 2 + 24 row.
+    let norm = (0..6).map(|row| ((7 + 24 * row) as f32).powi(2)).sum::<f32>().sqrt();
+    assert!((of("transformer.h.2.mlp.c_fc.g")[5] / norm - 1.0).abs() < 1e-6);
+    assert_eq!(of("transformer.h.1.mlp.c_fc.d"), [1.0; 3]);
+    assert!(of("shared.B").iter().all(|&x| x != 0.0));
+    // The LoRA beside it starts as it does alone.
+    let alone = AdapterSet::new(&crate::LoraSpec::default().into(), &testing::base()).unwrap();
+    assert_eq!(values[..alone.layout.len], alone.init(1).unwrap());
+}
+
+#[test]
+fn it_is_saved_described_and_read_like_any_method_alone_and_beside_another() {
+    for lora in [false, true] {
+        let base = testing::base();
+        let set = AdapterSet::new(&spec(lora), &base).unwrap();
+        let values = set.init_from(1, Some(&Counted)).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let dir = folder.path().join("adapter");
+        peft::save(&dir, &set, &values, None, &base).unwrap();
+        assert_eq!(dir.join("toy").is_dir(), lora);
+        let loaded = peft::load(&dir, &base, false).unwrap();
+        assert_eq!((loaded.set.layout, loaded.values), (set.layout, values));
+        assert_eq!((loaded.set.loras, loaded.set.vectors), (set.loras, set.vectors));
+        let text = peft::describe(&dir).unwrap().to_string();
+        assert!(text.contains("kind         toy, rank 3") && text.contains("shared.B F32 [24, 3]"), "{text}");
+        let json = serde_json::to_string(&set.spec).unwrap();
+        assert_eq!(serde_json::from_str::<AdapterSpec>(&json).unwrap(), set.spec);
+    }
+}
+
+#[test]
+fn two_methods_cannot_scale_one_output() {
+    let set = AdapterSet::new(&spec(false), &testing::base()).unwrap();
+    let own = || Contribution { vectors: set.vectors.clone(), ..Contribution::default() };
+    let mut all = own();
+    assert!(matches!(all.extend(own()), Err(Error::Conflict { .. })));
+    // Vectors of another layer, and another vector of the same site, have room.
+    let mut all = Contribution::default();
+    let [first, second, _] = set.vectors.clone().try_into().unwrap();
+    let bias = SiteVectors { u: None, g: None, bias: Some(0), ..second.clone() };
+    for vectors in [second, first, bias] {
+        all.extend(Contribution { vectors: vec![vectors], ..Contribution::default() }).unwrap();
+    }
+    let places: Vec<_> = all.vectors.iter().map(|vectors| (vectors.layer, vectors.bias)).collect();
+    assert_eq!(places, [(0, None), (1, Some(0))]);
+}

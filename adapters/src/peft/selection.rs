@@ -1,0 +1,182 @@
+//! The config fields with which PEFT chooses modules, for every method that attaches to modules.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde_json::{Value, json};
+
+use super::{Fields, Findings, MODULE_PREFIX, TensorFile, config::OneOrMany, modules::Module};
+use crate::{BaseDescription, Problem, Targets, targets};
+
+/// Modules as a config chooses them.
+#[derive(Debug)]
+pub(crate) struct Selection {
+    /// `target_modules`.
+    pub targets: Targets,
+    /// `layers_to_transform`; `None` for all.
+    pub layers: Option<Vec<usize>>,
+    layers_pattern: Vec<String>,
+    exclude: Option<Targets>,
+}
+
+impl Selection {
+    /// Takes the fields; nothing without targets.
+    pub fn read(fields: &mut Fields) -> Option<Self> {
+        let expected = "names or a regular expression are expected";
+        let targets = fields.need::<OneOrMany<String>>("target_modules", expected);
+        let layers = fields.take::<OneOrMany<usize>>("layers_to_transform", "layer numbers are expected");
+        let layers_pattern = fields.take::<OneOrMany<String>>("layers_pattern", "a name is expected");
+        let exclude = match fields.take::<OneOrMany<String>>("exclude_modules", expected) {
+            None => None,
+            Some(OneOrMany::One(text)) if text.is_empty() => None,
+            Some(OneOrMany::One(text)) => Some(Targets::Regex(text)),
+            Some(OneOrMany::Many(names)) => Some(Targets::List(sorted(names))),
+        };
+        let targets = match targets? {
+            OneOrMany::One(text) if text == "all-linear" => Targets::AllLinear,
+            OneOrMany::One(text) => Targets::Regex(text),
+            OneOrMany::Many(names) => Targets::List(sorted(names)),
+        };
+        let layers = layers.map(OneOrMany::into_vec).filter(|layers| !layers.is_empty());
+        let layers_pattern = layers_pattern.map(OneOrMany::into_vec).unwrap_or_default();
+        let layers_pattern = layers_pattern.into_iter().filter(|name| !name.is_empty()).collect();
+        Some(Self { targets, layers, layers_pattern, exclude })
+    }
+
+    /// Refuses a `layers_pattern` that is not what the base calls its layers.
+    pub fn check_pattern(&self, base: &BaseDescription, findings: &mut Findings) {
+        let segment = base.sites.first().map(|site| site.layers_segment()).unwrap_or_default();
+        for name in self.layers_pattern.iter().filter(|&name| name != segment) {
+            findings.field("layers_pattern", name, format!("{segment} is what the base calls its layers"));
+        }
+    }
+
+    /// Targets and layers without what PEFT passes over: names in lists that match nothing, as long as another
+    /// does (it knows no parts), which come third, and modules that it excludes.
+    pub fn as_peft_matches(
+        &self,
+        base: &BaseDescription,
+        findings: &mut Findings,
+    ) -> (Targets, Option<Vec<usize>>, Vec<String>) {
+        let mut targets = self.targets.clone();
+        let paths: Vec<String> =
+            base.sites.iter().flat_map(|site| (0..base.layers).map(|layer| site.module(layer))).collect();
+        let mut idle = Vec::new();
+        if let Targets::List(names) = &mut targets {
+            let used = |name: &String| paths.iter().any(|path| targets::names(name, path));
+            if names.iter().any(used) {
+                idle.extend(names.extract_if(.., |name| !used(name)));
+            }
+        }
+        let (targets, layers) = self.without_excluded(targets, base, findings);
+        (targets, layers, idle)
+    }
+
+    /// `targets` as the paths of those modules that the config does not exclude, by PEFT's rules.
+    fn without_excluded(
+        &self,
+        targets: Targets,
+        base: &BaseDescription,
+        findings: &mut Findings,
+    ) -> (Targets, Option<Vec<usize>>) {
+        let unchanged = (targets, self.layers.clone());
+        let Some(exclude) = &self.exclude else { return unchanged };
+        let is_excluded = match targets::matcher(exclude) {
+            Ok(is_excluded) => is_excluded,
+            Err(error) => {
+                findings.problems.push(Problem::Spec(error.to_string()));
+                return unchanged;
+            }
+        };
+        match targets::select(&unchanged.0, self.layers.as_deref(), base) {
+            Ok(chosen) => {
+                let paths = chosen.into_iter().map(|one| one.path(base)).filter(|path| !is_excluded(path));
+                (Targets::List(paths.collect()), None)
+            }
+            Err(_) => unchanged,
+        }
+    }
+}
+
+/// PEFT writes lists of names out of sets, in any order.
+fn sorted(names: Vec<String>) -> Vec<String> {
+    BTreeSet::from_iter(names).into_iter().collect()
+}
+
+/// Takes out the keys that are the first match of no module.
+pub(crate) fn idle_keys<T>(
+    option: &'static str,
+    patterns: &mut BTreeMap<String, T>,
+    modules: &[String],
+) -> Vec<String> {
+    let regexes: Option<Vec<_>> = patterns
+        .keys()
+        .map(|key| targets::pattern_regex(option, key).ok().map(|regex| (key.clone(), regex)))
+        .collect();
+    let Some(regexes) = regexes else { return Vec::new() }; // reported by the caller
+    let first =
+        |module: &String| regexes.iter().find(|(_, regex)| regex.is_match(module)).map(|(key, _)| key);
+    let used: Vec<&String> = modules.iter().filter_map(first).collect();
+    let idle: Vec<String> = patterns.keys().filter(|key| !used.contains(key)).cloned().collect();
+    patterns.retain(|key, _| !idle.contains(key));
+    idle
+}
+
+/// Says it in one sentence when the adapter is for a deeper or a flatter base.
+pub(crate) fn check_layers(
+    targets: &Targets,
+    layers: Option<&[usize]>,
+    tensors: &TensorFile,
+    base: &BaseDescription,
+    findings: &mut Findings,
+) {
+    let layer = |(name, _): (String, _)| {
+        let path = name.strip_prefix(MODULE_PREFIX)?;
+        base.sites.iter().find_map(|site| site.layer_of(path))
+    };
+    let Some(found) =
+        tensors.tensors().into_iter().filter_map(layer).max().map(|last| last.saturating_add(1))
+    else {
+        return;
+    };
+    let all_layers = layers.is_none() && !matches!(targets, Targets::Regex(_)) && !names_layers(targets);
+    if found > base.layers || (all_layers && found < base.layers) {
+        findings.layers(found, base.layers);
+    }
+}
+
+fn names_layers(targets: &Targets) -> bool {
+    let Targets::List(names) = targets else { return false };
+    names.iter().any(|name| name.split('.').any(|segment| segment.parse::<usize>().is_ok()))
+}
+
+/// `target_modules` and `layers_to_transform` with which PEFT finds exactly these modules.
+///
+/// A list goes out as the user wrote it. Parts PEFT does not know; a regular expression can match modules
+/// that are no sites (an activation), on which PEFT stops: these go out by site, or else by full path.
+pub(crate) fn target_fields(
+    targets: &Targets,
+    layers: Option<&[usize]>,
+    modules: &[Module],
+    fused: bool,
+    base: &BaseDescription,
+) -> [(&'static str, Value); 2] {
+    let fields = |targets: Value, layers: Option<&[usize]>| {
+        [("layers_to_transform", json!(layers)), ("target_modules", targets)]
+    };
+    if let (Targets::List(names), false) = (targets, fused) {
+        return fields(json!(names), layers);
+    }
+    let sites: BTreeSet<&str> = modules.iter().map(|module| base.sites[module.site].name.as_str()).collect();
+    let names: Vec<String> = sites.into_iter().map(str::to_owned).collect();
+    let layers: BTreeSet<usize> = modules.iter().map(|module| module.layer).collect();
+    let layers = (layers.len() < base.layers).then(|| Vec::from_iter(layers));
+    let by_site = targets::select(&Targets::List(names.clone()), layers.as_deref(), base);
+    let same = by_site.is_ok_and(|found| {
+        let found = found.iter().map(|one| (one.layer, one.site));
+        found.eq(modules.iter().map(|module| (module.layer, module.site)))
+    });
+    if same {
+        return fields(json!(names), layers.as_deref());
+    }
+    fields(json!(modules.iter().map(|module| &module.path).collect::<Vec<_>>()), None)
+}
