@@ -2,37 +2,37 @@
 //! the whole adapted layer with a frozen weight of zeros.
 
 use cuda_shim::{Launcher, kernels};
-use engraft::kernels::adapted_linear::reference::{self, Shape};
+use engraft::kernels::adapted_linear::reference::{self, Delta, Gradients, Site};
 use engraft_util::rng;
 use half::{bf16, f16};
 
 use crate::{args, harness::*};
 
 macro_rules! deltas {
-    ($($type:ident: $low:ident $few:ident $add:ident $d_low:ident $da:ident $db:ident $dx:ident
+    ($($type:ident: $xa:ident $small_batch:ident $add:ident $d_xa:ident $da:ident $db:ident $dx:ident
         $both:ident $finish:ident;)*) => {
-        kernels!($($low, $few, $add, $d_low, $da, $db, $dx, $both, $finish,)* sum_parts_launch);
+        kernels!($($xa, $small_batch, $add, $d_xa, $da, $db, $dx, $both, $finish,)* sum_parts_launch);
         const KERNELS: [Kernels; 3] = [$(Kernels {
-            low: $low, few: $few, add: $add, d_low: $d_low, da: $da, db: $db, dx: $dx, both: $both, finish: $finish,
+            xa: $xa, small_batch: $small_batch, add: $add, d_xa: $d_xa, da: $da, db: $db, dx: $dx, both: $both, finish: $finish,
         }),*];
     };
 }
 deltas!(
-    f32: lora_low_f32_launch lora_low_few_f32_launch lora_add_f32_launch lora_d_low_f32_launch
-        lora_da_f32_launch lora_db_f32_launch lora_dx_f32_launch lora_few_f32_launch lora_few_finish_f32_launch;
-    f16: lora_low_f16_launch lora_low_few_f16_launch lora_add_f16_launch lora_d_low_f16_launch
-        lora_da_f16_launch lora_db_f16_launch lora_dx_f16_launch lora_few_f16_launch lora_few_finish_f16_launch;
-    bf16: lora_low_bf16_launch lora_low_few_bf16_launch lora_add_bf16_launch lora_d_low_bf16_launch
-        lora_da_bf16_launch lora_db_bf16_launch lora_dx_bf16_launch lora_few_bf16_launch
-        lora_few_finish_bf16_launch;
+    f32: lora_xa_f32_launch lora_xa_small_batch_f32_launch lora_add_f32_launch lora_d_xa_f32_launch
+        lora_da_f32_launch lora_db_f32_launch lora_dx_f32_launch lora_small_batch_f32_launch lora_small_batch_finish_f32_launch;
+    f16: lora_xa_f16_launch lora_xa_small_batch_f16_launch lora_add_f16_launch lora_d_xa_f16_launch
+        lora_da_f16_launch lora_db_f16_launch lora_dx_f16_launch lora_small_batch_f16_launch lora_small_batch_finish_f16_launch;
+    bf16: lora_xa_bf16_launch lora_xa_small_batch_bf16_launch lora_add_bf16_launch lora_d_xa_bf16_launch
+        lora_da_bf16_launch lora_db_bf16_launch lora_dx_bf16_launch lora_small_batch_bf16_launch
+        lora_small_batch_finish_bf16_launch;
 );
 
 #[derive(Clone, Copy)]
 struct Kernels {
-    low: Launcher,
-    few: Launcher,
+    xa: Launcher,
+    small_batch: Launcher,
     add: Launcher,
-    d_low: Launcher,
+    d_xa: Launcher,
     da: Launcher,
     db: Launcher,
     dx: Launcher,
@@ -65,6 +65,39 @@ impl Dropout {
 
 const SCALE: f32 = 1.7;
 
+/// Sizes of a layer with one delta on `columns` outputs from `first` on.
+#[derive(Clone, Copy)]
+struct Shape {
+    n: usize,
+    inputs: usize,
+    outputs: usize,
+    rank: usize,
+    first: usize,
+    columns: usize,
+}
+
+impl Shape {
+    /// The twin's layer with this delta.
+    fn site<'a>(self, w: &'a [f64], bias: &'a [f64], delta: Delta<'a, f64>) -> Site<'a, f64> {
+        let Shape { n, inputs, outputs, .. } = self;
+        Site { n, inputs, outputs, w, bias, u: None, g: None, bias_inside: false, deltas: vec![delta] }
+    }
+
+    fn delta<'a>(self, a: &'a [f64], b: &'a [f64], dropped: &'a [f64]) -> Delta<'a, f64> {
+        Delta {
+            a,
+            b,
+            rank: self.rank,
+            columns: self.first..self.first + self.columns,
+            tokens: 0..self.n,
+            scale: f64::from(SCALE),
+            d: None,
+            e: None,
+            dropped: Some(dropped),
+        }
+    }
+}
+
 fn check<T: Activation>(s: Shape, p: f32, splits: usize, seed: u64) {
     let kernels = KERNELS[T::INDEX];
     let Shape { n, inputs, outputs, rank, first, columns } = s;
@@ -82,17 +115,17 @@ fn check<T: Activation>(s: Shape, p: f32, splits: usize, seed: u64) {
         .collect();
 
     let (x_in, a_in, b_in) = (Device::<T>::of(&x), Device::<f32>::of(&a), Device::<f32>::of(&b));
-    let (low, y_out) = (Device::<f32>::poisoned(n * rank), Device::<T>::of(&y));
+    let (xa, y_out) = (Device::<f32>::poisoned(n * rank), Device::<T>::of(&y));
     let [n_, in_, out_, rank_, first_, columns_] =
         [n, inputs, outputs, rank, first, columns].map(|x| x as i32);
     let (tiles, ranks) = (n.div_ceil(64), rank.div_ceil(16));
-    let args = args![x_in.head(), a_in.head(), dropout, low.head(), n_, in_, rank_];
-    run(kernels.low, [tiles, ranks, 1], 256, 0, seed, args);
+    let args = args![x_in.head(), a_in.head(), dropout, xa.head(), n_, in_, rank_];
+    run(kernels.xa, [tiles, ranks, 1], 256, 0, seed, args);
     if n <= 8 {
-        let few = Device::<f32>::poisoned(n * rank);
-        let args = args![x_in.head(), a_in.head(), dropout, few.head(), n_, in_, rank_];
-        run(kernels.few, [rank.div_ceil(4), n, 1], 128, 0, seed, args);
-        assert_close(&few.wide(), &low.wide(), 1e-6, "low of few rows");
+        let small = Device::<f32>::poisoned(n * rank);
+        let args = args![x_in.head(), a_in.head(), dropout, small.head(), n_, in_, rank_];
+        run(kernels.small_batch, [rank.div_ceil(4), n, 1], 128, 0, seed, args);
+        assert_close(&small.wide(), &xa.wide(), 1e-6, "xa of few rows");
         // With the frozen product, whose shares are added with B.
         let (w, bias, residual) =
             (rounded::<f16>(9, inputs * outputs), rounded::<f16>(10, outputs), rounded::<T>(11, n * outputs));
@@ -113,7 +146,7 @@ fn check<T: Activation>(s: Shape, p: f32, splits: usize, seed: u64) {
             rank_
         ];
         run(kernels.both, [outputs.div_ceil(32) + (n * rank).div_ceil(8), splits, 1], 256, 0, seed, args);
-        assert_eq!(both.wide(), few.wide(), "low beside a product");
+        assert_eq!(both.wide(), small.wide(), "xa beside a product");
         let y = Device::<T>::poisoned(n * outputs);
         let args = args![
             parts.head(),
@@ -131,38 +164,40 @@ fn check<T: Activation>(s: Shape, p: f32, splits: usize, seed: u64) {
             rank_
         ];
         run(kernels.finish, [(n * outputs).div_ceil(256), 1, 1], 256, 0, seed, args);
-        let whole = reference::forward(&x, &w, &bias, &a, &b, f64::from(SCALE), &factors, s);
+        let whole = reference::forward(&s.site(&w, &bias, s.delta(&a, &b, &factors)), &x);
         let expected: Vec<f64> = residual.iter().zip(whole).map(|(r, y)| r + y).collect();
         assert_close(&y.wide(), &expected, T::ROUNDING + 1e-5, "y of few rows");
     }
-    let args = args![low.head(), b_in.head(), SCALE, y_out.head(), n_, out_, first_, columns_, rank_];
+    let args = args![xa.head(), b_in.head(), SCALE, y_out.head(), n_, out_, first_, columns_, rank_];
     run(kernels.add, [tiles, columns.div_ceil(64), 1], 256, 0, seed, args);
-    let (zeros, scale) = (vec![0.0; inputs * outputs], f64::from(SCALE));
-    let part = reference::forward(&x, &zeros, &vec![0.0; outputs], &a, &b, scale, &factors, s);
+    let zeros = vec![0.0; inputs * outputs];
+    let site = s.site(&zeros, &zeros[..outputs], s.delta(&a, &b, &factors));
+    let part = reference::forward(&site, &x);
     let expected: Vec<f64> = y.iter().zip(part).map(|(y, part)| y + part).collect();
     assert_close(&y_out.wide(), &expected, T::ROUNDING + 1e-5, "y");
 
-    let (dy_in, d_low) = (Device::<T>::of(&dy), Device::<f32>::poisoned(n * rank));
-    let args = args![dy_in.head(), b_in.head(), SCALE, d_low.head(), n_, out_, first_, columns_, rank_];
-    run(kernels.d_low, [tiles, ranks, 1], 256, 0, seed, args);
+    let (dy_in, d_xa) = (Device::<T>::of(&dy), Device::<f32>::poisoned(n * rank));
+    let args = args![dy_in.head(), b_in.head(), SCALE, d_xa.head(), n_, out_, first_, columns_, rank_];
+    run(kernels.d_xa, [tiles, ranks, 1], 256, 0, seed, args);
     let (da_out, db_out, dx_out) = (Device::<f32>::of(&da), Device::<f32>::of(&db), Device::<T>::of(&dx));
     let parts = Device::<f32>::poisoned(splits * a.len());
-    let args = args![x_in.head(), d_low.head(), dropout, parts.head(), n_, in_, rank_];
+    let args = args![x_in.head(), d_xa.head(), dropout, parts.head(), n_, in_, rank_];
     run(kernels.da, [inputs.div_ceil(64), ranks, splits], 256, 0, seed, args);
     sum(&parts, splits, 1.0, &da_out, a.len());
     let parts = Device::<f32>::poisoned(splits * b.len());
-    let args = args![dy_in.head(), low.head(), parts.head(), n_, out_, first_, columns_, rank_];
+    let args = args![dy_in.head(), xa.head(), parts.head(), n_, out_, first_, columns_, rank_];
     run(kernels.db, [columns.div_ceil(64), ranks, splits], 256, 0, seed, args);
     sum(&parts, splits, SCALE, &db_out, b.len());
-    let args = args![d_low.head(), a_in.head(), dropout, dx_out.head(), n_, in_, rank_];
+    let args = args![d_xa.head(), a_in.head(), dropout, dx_out.head(), n_, in_, rank_];
     run(kernels.dx, [tiles, inputs.div_ceil(64), 1], 256, 0, seed, args);
 
-    let (dx_part, da_part, db_part) = reference::backward(&dy, &x, &zeros, &a, &b, scale, &factors, s);
+    let Gradients { x: dx_part, deltas, .. } = reference::backward(&site, &x, &dy);
+    let [found] = <[_; 1]>::try_from(deltas).ok().expect("one delta");
     let plus =
         |before: &[f64], part: Vec<f64>| before.iter().zip(part).map(|(a, b)| a + b).collect::<Vec<_>>();
     assert_close(&dx_out.wide(), &plus(&dx, dx_part), T::ROUNDING + 1e-5, "dx");
-    assert_close(&da_out.wide(), &plus(&da, da_part), 2e-5, "dA");
-    assert_close(&db_out.wide(), &plus(&db, db_part), 2e-5, "dB");
+    assert_close(&da_out.wide(), &plus(&da, found.a), 2e-5, "dA");
+    assert_close(&db_out.wide(), &plus(&db, found.b), 2e-5, "dB");
 }
 
 fn sum(parts: &Device<f32>, splits: usize, scale: f32, gradient: &Device<f32>, count: usize) {

@@ -4,6 +4,7 @@
 mod attention;
 mod harness;
 mod lora;
+mod lora_vectors;
 mod optimizer;
 mod pointwise;
 mod products;

@@ -45,13 +45,14 @@ pub fn scratch(needs: DeltaScratch) -> (usize, usize) {
 pub fn forward(linear: AdaptedLinear, x: View, residual: Option<View>, n: usize, to: ForwardBuffers) {
     let ForwardBuffers { xa, mut y, scaled_x, product } = to;
     let (layer, vectors, shape) = (linear.layer, linear.vectors, (n, linear.outputs()));
+    assert!(scaled_x.is_some() || !vectors.needs_scaled_x(), "a layer with u needs a buffer for u * x");
     let mut scaled_x = scaled_x;
-    let input = if vectors.u.is_empty() {
-        x
-    } else {
-        let to = scaled_x.as_mut().expect("u * x has a buffer");
-        columns::scale(Some(x), vectors.u, linear.values, to.reborrow(), (n, linear.inputs()));
-        to.as_view()
+    let input = match &mut scaled_x {
+        Some(to) if vectors.needs_scaled_x() => {
+            columns::scale(Some(x), vectors.u, linear.values, to.reborrow(), (n, linear.inputs()));
+            to.as_view()
+        }
+        _ => x,
     };
     if vectors.g.is_empty() && vectors.bias.is_none() {
         let start =
@@ -145,16 +146,22 @@ pub fn backward(
     let BackwardBuffers { mut grads, d_xa, dx, d_product } = to;
     let (vectors, shape) = (linear.vectors, (n, linear.outputs()));
     let (mut dx, mut d_product) = (dx, d_product);
-    if vectors.keeps_product() {
-        let product = saved.product.expect("what a trainable g multiplies is kept");
+    assert!(
+        saved.product.is_some() || !vectors.keeps_product(),
+        "the gradient of g needs the product that g scaled"
+    );
+    if let Some(product) = saved.product
+        && vectors.keeps_product()
+    {
         columns::gradient(vectors.g, dy, product, grads.reborrow(), shape);
     }
-    let dz = if vectors.g.is_empty() {
-        dy
-    } else {
-        let to = d_product.as_mut().expect("g * dy has a buffer");
-        columns::scale(Some(dy), vectors.g, linear.values, to.reborrow(), shape);
-        to.as_view()
+    assert!(d_product.is_some() || !vectors.needs_d_product(), "a layer with g needs a buffer for g * dy");
+    let dz = match &mut d_product {
+        Some(to) if vectors.needs_d_product() => {
+            columns::scale(Some(dy), vectors.g, linear.values, to.reborrow(), shape);
+            to.as_view()
+        }
+        _ => dy,
     };
     if let Some(Vector { at, frozen: false }) = vectors.bias {
         let dy = if vectors.bias_place == BiasPlace::Inside { dz } else { dy };
