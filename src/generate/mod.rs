@@ -49,9 +49,9 @@ impl Finish {
 pub struct Sample {
     /// The new ids, without prompt and end-of-text.
     pub token_ids: Vec<u32>,
-    /// What they say, up to a stop text; `None` without a tokenizer.
+    /// Their text, up to a stop text; `None` without a tokenizer.
     pub text: Option<String>,
-    /// Why it ended.
+    /// The reason for its end.
     pub finish: Finish,
     /// New tokens over seconds; the first sample's seconds include reading the prompt.
     pub tokens_per_s: f64,
@@ -63,7 +63,7 @@ pub type Scaled<'a> = (&'a AdapterSet, &'a [f32], f32);
 /// A base with adapters, continuing prompts.
 pub struct Generator<'a> {
     base: Arc<Base>,
-    /// Laid out for many samples, once there were some.
+    /// The base in the layout for many samples, once some were asked for.
     settled: OnceCell<Arc<Base>>,
     bindings: AdapterBindings,
     values: Vec<f32>,
@@ -87,7 +87,7 @@ impl<'a> Generator<'a> {
         Ok(Self { base, settled: OnceCell::new(), bindings, values, tokenizer, end_of_text })
     }
 
-    /// Tokens of prompt and continuation together that fit behind the prefix.
+    /// Tokens of prompt and continuation together that fit after the prefix.
     pub fn room(&self) -> usize {
         self.base.config.positions.saturating_sub(self.bindings.prefix_len())
     }
@@ -95,7 +95,7 @@ impl<'a> Generator<'a> {
     /// `options.num_samples` continuations of `prompt`; sample i draws with `options.seed + i`.
     ///
     /// `options.micro_batch` samples are made at a time. `stream` gets the text of each sample, and a line
-    /// break behind it; as it comes where one is made at a time, else when all of them are done. Nothing
+    /// break after it; as it comes where one is made at a time, else when all of them are done. Nothing
     /// without a tokenizer.
     ///
     /// # Errors
@@ -133,7 +133,7 @@ impl<'a> Generator<'a> {
     }
 
     /// The base as so many samples are made fastest with. A copy cannot be dropped when memory gets short, as pages of a
-    /// file can: there must be room for two.
+    /// file can: there must be memory for two.
     fn laid_out(&self, rows: usize, tokens: usize) -> Arc<Base> {
         if let Some(base) = self.settled.get() {
             return Arc::clone(base);
@@ -184,7 +184,7 @@ impl<'a> Generator<'a> {
     }
 }
 
-/// A sample on its way.
+/// A sample that is being made.
 struct Running<'a> {
     options: &'a GenerateOptions,
     chooser: Chooser<'a>,

@@ -31,7 +31,7 @@ impl<'a> Text<'a> {
         Ok(false)
     }
 
-    /// Counts nothing as shown: what was shown so far went nowhere.
+    /// Counts nothing as shown: the text so far was not printed.
     pub fn show_again(&mut self) {
         self.shown = 0;
     }
@@ -101,7 +101,7 @@ mod tests {
     fn a_stop_text_ends_the_text_and_is_never_shown() {
         assert_eq!(run("one. two", &[]), ("one. two".into(), "one. two\n".into()));
         assert_eq!(run("one. End two", &["End", "zzz"]), ("one. ".into(), "one. \n".into()));
-        // What only begins like one is shown in the end.
+        // A text that only begins like one is shown in the end.
         assert_eq!(run("one En", &["End"]), ("one En".into(), "one En\n".into()));
     }
 }

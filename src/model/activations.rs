@@ -1,8 +1,8 @@
-//! All memory of a [`Stack`](super::Stack): cut here, once to count and once to hold.
+//! All memory of a pass through the layers: cut by the same code to be counted and to be held.
 //!
 //! Inputs of blocks that must last until the backward are buffers of their own; or, where they wait in the host's memory
-//! ([`Placement::Host`]), three buffers of the device that they take in turn: the forward writes one, reads another, and
-//! the third is on its way out; the backward reads one while the next comes in.
+//! ([`Placement::Host`]), three buffers of the device that they rotate through: the forward writes one, reads another,
+//! and the third is being copied out; the backward reads one while the next is copied in.
 
 use crate::{
     device::{
@@ -24,33 +24,33 @@ use super::{
 /// The layer whose memory serves all layers of a pass that keeps nothing, where layers share none.
 pub const ANY: usize = 0;
 
-/// Buffers that inputs take in turn where they wait in the host's memory.
-pub const TURNS: usize = 3;
+/// Buffers that inputs rotate through where they are offloaded to the host's memory.
+pub const ROTATING: usize = 3;
 
-/// Inputs of blocks in the host's memory.
-struct Waiting {
+/// Inputs of blocks that are offloaded to the host's memory.
+struct OffloadedInputs {
     // First, so that it is dropped first: it ends when copies have.
-    mover: AsyncCopier,
+    copier: AsyncCopier,
     /// Copies of the inputs from the first lasting one on; of the last ones, which nothing overwrites, there are none.
     copies: Vec<Buffer>,
     /// Which layer's input each of the buffers on the device holds.
-    holds: [Option<usize>; TURNS],
+    holds: [Option<usize>; ROTATING],
 }
 
-/// Buffers of a stack.
+/// Buffers of a pass through the layers.
 pub struct ActivationBuffers {
-    /// Where inputs wait, if not in `residual`.
-    waiting: Option<Waiting>,
+    /// Copies of the inputs that are not in `residual`.
+    offloaded: Option<OffloadedInputs>,
     /// Inputs of the blocks and output of the last, `(n, c)`.
     residual: Vec<Buffer>,
-    /// First layer whose input must last until the backward; those below take turns with two buffers.
+    /// First layer whose input must last until the backward; those below alternate between two buffers.
     lasting: usize,
-    /// What each block keeps.
+    /// The activations that each block keeps.
     layers: Vec<BlockActivations>,
-    /// What blocks use in turn.
+    /// Activations of one block, shared by all.
     shared: BlockActivations,
     /// Workspace of a forward.
-    work: Workspace,
+    workspace: Workspace,
     /// Workspace of head and loss.
     head: HeadWork,
     /// Workspace of a backward; `None` where there is no training.
@@ -74,24 +74,30 @@ impl ActivationBuffers {
         let lowest = bindings.iter().map(|bindings| bindings.lowest()).min().unwrap_or(layers);
         let lasting = if training { lowest.min(layers) } else { layers + 1 };
         let shape = [sizes.limits.cells(), width];
-        let waits = policy.inputs == Placement::Host;
-        let last = if waits { layers.min(lasting + TURNS - 1) } else { layers };
-        let place = if waits { Placement::Memory } else { policy.inputs };
+        let offloads = policy.inputs == Placement::Host;
+        let last = if offloads { layers.min(lasting + ROTATING - 1) } else { layers };
+        let place = if offloads { Placement::Memory } else { policy.inputs };
         let residual = arenas.build("saved inputs", place, |arena| {
-            let in_turn = lasting.min(2);
-            (0..in_turn)
-                .map(|index| format!("in turn {index}"))
+            let alternating = lasting.min(2);
+            (0..alternating)
+                .map(|index| format!("alternating {index}"))
                 .chain((lasting..=last).map(|layer| format!("residual {layer}")))
                 .map(|name| arena.take(name, sizes.activations, &shape))
                 .collect::<Result<Vec<_>>>()
         })?;
-        let waiting = if waits {
+        let offloaded = if offloads {
             let copies = arenas.build("offloaded inputs", Placement::Host, |arena| {
-                (lasting + TURNS..=layers)
-                    .map(|above| arena.take(format!("residual {}", above - TURNS), sizes.activations, &shape))
+                (lasting + ROTATING..=layers)
+                    .map(|above| {
+                        arena.take(format!("residual {}", above - ROTATING), sizes.activations, &shape)
+                    })
                     .collect::<Result<Vec<_>>>()
             })?;
-            Some(Waiting { mover: AsyncCopier::new(arenas.device(), TURNS)?, copies, holds: [None; TURNS] })
+            Some(OffloadedInputs {
+                copier: AsyncCopier::new(arenas.device(), ROTATING)?,
+                copies,
+                holds: [None; ROTATING],
+            })
         } else {
             None
         };
@@ -126,15 +132,15 @@ impl ActivationBuffers {
             });
             Ok((kept, BlockActivations::cut(arena, "shared block", sizes, most, missing)?))
         })?;
-        let (work, head, back) = arenas.build("workspace", Placement::Memory, |arena| {
+        let (workspace, head, back) = arenas.build("workspace", Placement::Memory, |arena| {
             let backward = bindings.first().copied().filter(|_| training);
             let passes = Passes { head_rows: policy.head_rows, backward };
-            let work = Workspace::cut(arena, sizes, passes)?;
+            let workspace = Workspace::cut(arena, sizes, passes)?;
             let head = HeadWork::cut(arena, sizes, policy.head_rows)?;
             let back = backward.map(|bindings| BackwardWork::cut(arena, sizes, bindings)).transpose()?;
-            Ok((work, head, back))
+            Ok((workspace, head, back))
         })?;
-        Ok(Self { waiting, residual, lasting, layers: kept, shared, work, head, back })
+        Ok(Self { offloaded, residual, lasting, layers: kept, shared, workspace, head, back })
     }
 
     /// The memory of block `layer`, to be given back with [`ActivationBuffers::give_back`].
@@ -169,45 +175,47 @@ impl ActivationBuffers {
         if layer < self.lasting {
             return layer % 2;
         }
-        let behind = layer - self.lasting;
-        self.lasting.min(2) + if self.waiting.is_some() { behind % TURNS } else { behind }
+        let offset = layer - self.lasting;
+        self.lasting.min(2) + if self.offloaded.is_some() { offset % ROTATING } else { offset }
     }
 
-    /// Which of the buffers taken in turn that of the input of `layer` is; `None` where nothing waits.
-    fn turn(&self, layer: usize) -> Option<usize> {
-        let waits = self.waiting.is_some() && layer >= self.lasting;
-        waits.then(|| (layer - self.lasting) % TURNS)
+    /// Which of the rotating buffers the input of `layer` has; `None` where nothing is offloaded.
+    fn slot(&self, layer: usize) -> Option<usize> {
+        let offloads = self.offloaded.is_some() && layer >= self.lasting;
+        offloads.then(|| (layer - self.lasting) % ROTATING)
     }
 
     /// The input of `layer` is about to be written.
     fn claim(&mut self, layer: usize) {
-        if let (Some(turn), Some(waiting)) = (self.turn(layer), &mut self.waiting) {
-            waiting.mover.wait(turn);
-            waiting.holds[turn] = Some(layer);
+        if let (Some(slot), Some(offloaded)) = (self.slot(layer), &mut self.offloaded) {
+            offloaded.copier.wait(slot);
+            offloaded.holds[slot] = Some(layer);
         }
     }
 
     /// The forward is done with the first `len` elements of the input of `layer`, which wait for the backward: where
     /// another input will take their buffer, in the host's memory.
     pub fn send(&mut self, layer: usize, len: usize) {
-        let (place, Some(turn)) = (self.place(layer), self.turn(layer)) else { return };
-        let Some(waiting) = &mut self.waiting else { return };
-        if let Some(copy) = waiting.copies.get_mut(layer - self.lasting) {
+        let (place, Some(slot)) = (self.place(layer), self.slot(layer)) else { return };
+        let Some(offloaded) = &mut self.offloaded else { return };
+        if let Some(copy) = offloaded.copies.get_mut(layer - self.lasting) {
             let (from, to) = (self.residual[place].view(), copy.view_mut());
-            waiting.mover.copy(turn, from.slice(0, len), to.slice(0, len));
+            offloaded.copier.copy(slot, from.slice(0, len), to.slice(0, len));
         }
     }
 
     /// The backward comes to `layer` soon and will need the first `len` elements of its input.
     pub fn fetch(&mut self, layer: usize, len: usize) {
-        let (place, Some(turn)) = (self.place(layer), self.turn(layer)) else { return };
-        let Some(waiting) = self.waiting.as_mut().filter(|waiting| waiting.holds[turn] != Some(layer)) else {
+        let (place, Some(slot)) = (self.place(layer), self.slot(layer)) else { return };
+        let Some(offloaded) =
+            self.offloaded.as_mut().filter(|offloaded| offloaded.holds[slot] != Some(layer))
+        else {
             return;
         };
-        if let Some(copy) = waiting.copies.get(layer - self.lasting) {
+        if let Some(copy) = offloaded.copies.get(layer - self.lasting) {
             let (from, to) = (copy.view(), self.residual[place].view_mut());
-            waiting.mover.copy(turn, from.slice(0, len), to.slice(0, len));
-            waiting.holds[turn] = Some(layer);
+            offloaded.copier.copy(slot, from.slice(0, len), to.slice(0, len));
+            offloaded.holds[slot] = Some(layer);
         }
     }
 
@@ -228,22 +236,22 @@ impl ActivationBuffers {
         self.claim(layer + 1);
         let (read, write) = (self.place(layer), self.place(layer + 1));
         let (x, y) = two(&mut self.residual, read, write);
-        (x, y, &mut self.work)
+        (x, y, &mut self.workspace)
     }
 
     /// Input of block `layer` and the workspace of both directions.
     pub fn back(&mut self, layer: usize) -> Option<(&Buffer, &mut Workspace, &mut BackwardWork)> {
         let place = self.place(layer);
-        if let (Some(turn), Some(waiting)) = (self.turn(layer), &mut self.waiting) {
-            waiting.mover.wait(turn);
+        if let (Some(slot), Some(offloaded)) = (self.slot(layer), &mut self.offloaded) {
+            offloaded.copier.wait(slot);
         }
-        Some((&self.residual[place], &mut self.work, self.back.as_mut()?))
+        Some((&self.residual[place], &mut self.workspace, self.back.as_mut()?))
     }
 
     /// Output of the last block, and the workspace of the head and of a backward.
     pub fn head(&mut self) -> (&Buffer, &mut Workspace, &mut HeadWork, Option<&mut BackwardWork>) {
         let place = self.place(self.layers.len());
-        (&self.residual[place], &mut self.work, &mut self.head, self.back.as_mut())
+        (&self.residual[place], &mut self.workspace, &mut self.head, self.back.as_mut())
     }
 
     /// Pages of the input of block `layer`, where it waits in a file.

@@ -27,15 +27,15 @@ pub const SITES: usize = 4;
 /// The shape of a [`Site`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SiteShape {
-    /// Which one.
+    /// The site that has this shape.
     pub site: Site,
     /// Module path within a layer, the same in checkpoints and in PEFT's files.
     pub name: &'static str,
     /// Short name, for tables of memory.
     pub label: &'static str,
-    /// Input features.
+    /// Features of x `(n, inputs)`.
     pub inputs: usize,
-    /// Output features.
+    /// Features of y `(n, outputs)`.
     pub outputs: usize,
     /// Whether it adds a bias `(outputs)`.
     pub bias: bool,
@@ -67,7 +67,7 @@ pub enum Positions {
 pub struct Tensor {
     /// Name in a checkpoint; within a layer for the tensors of a block.
     pub name: String,
-    /// Outermost size first.
+    /// Sizes, the outermost first; FP16 unless the base is kept in codes.
     pub shape: Vec<usize>,
 }
 
@@ -76,25 +76,25 @@ impl Tensor {
         Self { name: name.into(), shape: shape.to_vec() }
     }
 
-    /// Number of elements.
+    /// Product of the sizes.
     pub fn len(&self) -> usize {
         self.shape.iter().product()
     }
 }
 
-/// What stands before the number of a layer in the names of its tensors.
+/// The names of a layer's tensors begin with this and its number.
 const LAYERS: &str = "transformer.h.";
 
 /// The layout of a base of some size.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Arch {
-    /// c.
+    /// Width c of the residual stream.
     pub width: usize,
-    /// Heads of queries.
+    /// Heads h of queries.
     pub heads: usize,
     /// Heads of keys and of values.
     pub kv_heads: usize,
-    /// d.
+    /// Width d of a head.
     pub head_width: usize,
     /// How tokens know where they are.
     pub positions: Positions,
@@ -108,7 +108,7 @@ pub struct Arch {
 
 /// The token embedding `(v, c)`, which is also the head of a tied base.
 pub const TOKEN_EMBEDDING: &str = "transformer.wte.weight";
-/// The position embedding.
+/// The learned position embedding `(positions, c)`.
 pub const POSITION_EMBEDDING: &str = "transformer.wpe.weight";
 /// The head `(v, c)` of a base that is not tied.
 pub const HEAD: &str = "lm_head.weight";

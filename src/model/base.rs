@@ -20,7 +20,7 @@ use crate::{
     kernels::matmul::Arithmetic,
 };
 
-/// Where a base lies.
+/// Where a base is stored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum BaseSource {
     /// Compiled into the program.
@@ -29,7 +29,7 @@ pub enum BaseSource {
     Folder(PathBuf),
 }
 
-/// Where the tokenizer of a base lies.
+/// Where the tokenizer of a base is stored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TokenizerFiles {
     /// Perhaps `tokenizer.json`, or `vocab.json` and `merges.txt`, in this folder.
@@ -41,19 +41,19 @@ pub enum TokenizerFiles {
 /// A frozen model, ready to run.
 #[derive(Debug, Clone)]
 pub struct Base {
-    /// What the user called it.
+    /// The name that the user gave.
     pub name: String,
     /// Its sizes and switches.
     pub config: Config,
-    /// Its tensors.
+    /// Its frozen tensors.
     pub weights: Weights,
     /// Where it came from.
     pub source: BaseSource,
-    /// What computes on it.
+    /// The device that computes with it.
     pub device: Device,
     /// Type of its activations: F32 on CPUs.
     pub activations: DType,
-    /// What its matrices are kept in.
+    /// Type that its matrices are kept in.
     pub dtype: BaseDType,
     streamed: bool,
 }
@@ -132,9 +132,9 @@ impl Base {
         Ok(Self { device, activations, ..self })
     }
 
-    /// The base as generation of `tokens` tokens for each of `rows` samples side by side is fastest with: the matrices of
-    /// the blocks, and for many samples the head, copied to where a CPU's kernels read them best, if that is worth the time
-    /// it takes, about that of two tokens of 8 samples. Results are the same to the last bit.
+    /// Copies block weights into the fastest layout for generation, and for many samples the head, if it pays for itself:
+    /// with `rows` samples of `tokens` tokens side by side. Copying takes about the time of two tokens of 8 samples.
+    /// Results are the same to the last bit.
     pub fn for_generation(self: &Arc<Self>, rows: usize, tokens: usize) -> Arc<Self> {
         if rows.saturating_mul(tokens) < WORTH_SETTLING
             || !self.device.kind().wants_settled_weights
@@ -148,7 +148,7 @@ impl Base {
             return Arc::clone(self);
         }
         if MANY.contains(&rows) {
-            let _ = settled.weights.turn_head();
+            let _ = settled.weights.transpose_head();
         }
         Arc::new(settled)
     }
@@ -158,14 +158,14 @@ impl Base {
         self.streamed
     }
 
-    /// What adapters must know of this base.
+    /// The names and sizes that adapters need of this base.
     pub fn description(&self) -> BaseDescription {
         let mut description = self.config.describe(&self.name, Some(&self.weights.fingerprint));
         description.revision = self.revision();
         description
     }
 
-    /// The commit, for a base that lies in the hub's cache (`snapshots/<commit>`).
+    /// The commit, for a base in the hub's cache (`snapshots/<commit>`).
     pub fn revision(&self) -> Option<String> {
         let BaseSource::Folder(folder) = &self.source else { return None };
         let parent = folder.parent()?.file_name()?;
@@ -174,7 +174,7 @@ impl Base {
         (parent == "snapshots" && is_commit).then(|| commit.to_owned())
     }
 
-    /// Where the tokenizer lies, if the base has one.
+    /// Where the tokenizer is stored, if the base has one.
     pub fn tokenizer_files(&self) -> TokenizerFiles {
         match &self.source {
             BaseSource::Embedded => TokenizerFiles::Bytes(embedded::TOKENIZER),
@@ -184,7 +184,7 @@ impl Base {
 }
 
 /// Samples times tokens from which on generation is faster with settled blocks. They save an eighth to a fifth of the time of
-/// 4 to 32 samples; of one a quarter on a Zen 4, whose rows of weights lie in as many small pages of the file, and nothing on
+/// 4 to 32 samples; of one a quarter on a Zen 4, whose rows of weights are in as many small pages of the file, and nothing on
 /// a fifth-generation Xeon, where copying them takes as long as five tokens.
 const WORTH_SETTLING: usize = 96;
 

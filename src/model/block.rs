@@ -28,14 +28,14 @@ use super::{
     policy::Keep,
 };
 
-/// Everything a block sees beside its input.
+/// All that a block reads beside its input.
 #[derive(Clone, Copy)]
 pub struct Block<'a> {
     /// Sizes and switches of the base.
     pub config: &'a Config,
     /// Index of the layer.
     pub layer: usize,
-    /// Its frozen weights.
+    /// The frozen weights of the layer.
     pub weights: &'a BlockWeights,
     /// The rows, in the order of their tokens: n in all.
     pub groups: &'a [RowGroup<'a>],
@@ -226,13 +226,13 @@ impl<'a> Block<'a> {
         &self,
         x: View,
         mut buffers: BlockBuffers,
-        work: &mut Workspace,
+        workspace: &mut Workspace,
         cache: Option<&mut LayerCache>,
         y: ViewMut,
     ) -> Saved {
-        self.attention_half(x, &mut buffers, work, cache);
+        self.attention_half(x, &mut buffers, workspace, cache);
         if self.outputs() > 0 {
-            self.mlp_half(&mut buffers, work, y);
+            self.mlp_half(&mut buffers, workspace, y);
         }
         Saved(buffers)
     }
@@ -242,28 +242,29 @@ impl<'a> Block<'a> {
         &self,
         x: View,
         kept: &mut BlockBuffers,
-        work: &mut Workspace,
+        workspace: &mut Workspace,
         cache: Option<&mut LayerCache>,
     ) {
         let (n, m, c) = (self.cells(), self.outputs(), self.config.width);
-        self.queries_keys_values(x, kept, work);
+        self.queries_keys_values(x, kept, workspace);
         self.attend(kept, cache);
         if m == 0 {
             return;
         }
-        let x = self.pick(x, rows!(mut work.normed, m, c));
-        let mixed = self.pick(rows!(kept.outputs.mixed, n, c), work.room.activated_mut().slice(0, m * c));
+        let x = self.pick(x, rows!(mut workspace.normed, m, c));
+        let mixed =
+            self.pick(rows!(kept.outputs.mixed, n, c), workspace.shared.activated_mut().slice(0, m * c));
         let middle = rows!(mut kept.outputs.middle, m, c);
-        self.linear(Site::AttnProj, mixed, Some(x), &mut kept.small.low, middle);
+        self.linear(Site::AttnProj, mixed, Some(x), &mut kept.statistics.xa, middle);
     }
 
     /// `qkv = c_attn(ln_1(x))`.
-    fn queries_keys_values(&self, x: View, kept: &mut BlockBuffers, work: &mut Workspace) {
+    fn queries_keys_values(&self, x: View, kept: &mut BlockBuffers, workspace: &mut Workspace) {
         let (n, c) = (self.cells(), self.config.width);
-        let (normed, stats) = (rows!(mut work.normed, n, c), rows!(mut kept.small.stats_1, n, 2));
+        let (normed, stats) = (rows!(mut workspace.normed, n, c), rows!(mut kept.statistics.stats_1, n, 2));
         layernorm::forward(x, self.norm(&self.weights.ln_1), normed, stats);
         let qkv = rows!(mut kept.qkv, n, self.weights.c_attn.weight.view().cols);
-        self.linear(Site::CAttn, rows!(work.normed, n, c), None, &mut kept.small.low, qkv);
+        self.linear(Site::CAttn, rows!(workspace.normed, n, c), None, &mut kept.statistics.xa, qkv);
     }
 
     /// Attention of all rows over their keys and values, with a cache after those that it has; the new ones are appended.
@@ -290,7 +291,7 @@ impl<'a> Block<'a> {
             return;
         }
         let mixed = kept.outputs.mixed.view_mut().slice(first * c, n * c);
-        let lse = kept.small.lse.view_mut().slice(first * h, n * h);
+        let lse = kept.statistics.lse.view_mut().slice(first * h, n * h);
         let starts = self.starts.slice(first, n);
         let (prefix, scale, shape) = (self.prefix(group), self.scale(), self.shape(group, past));
         match each {
@@ -300,50 +301,54 @@ impl<'a> Block<'a> {
     }
 
     /// `inner = c_fc(ln_2(middle))`.
-    fn mlp_inside(&self, kept: &mut BlockBuffers, work: &mut Workspace) {
+    fn mlp_inside(&self, kept: &mut BlockBuffers, workspace: &mut Workspace) {
         let (n, c, f) = (self.outputs(), self.config.width, self.config.inner);
-        let (normed, stats) = (rows!(mut work.normed, n, c), rows!(mut kept.small.stats_2, n, 2));
+        let (normed, stats) = (rows!(mut workspace.normed, n, c), rows!(mut kept.statistics.stats_2, n, 2));
         layernorm::forward(rows!(kept.outputs.middle, n, c), self.norm(&self.weights.ln_2), normed, stats);
         let inner = rows!(mut kept.inner, n, f);
-        self.linear(Site::CFc, rows!(work.normed, n, c), None, &mut kept.small.low, inner);
+        self.linear(Site::CFc, rows!(workspace.normed, n, c), None, &mut kept.statistics.xa, inner);
     }
 
     /// `y = middle + c_proj(f(c_fc(ln_2(middle))))`.
-    fn mlp_half(&self, kept: &mut BlockBuffers, work: &mut Workspace, y: ViewMut) {
+    fn mlp_half(&self, kept: &mut BlockBuffers, workspace: &mut Workspace, y: ViewMut) {
         let (n, c, f) = (self.outputs(), self.config.width, self.config.inner);
-        self.mlp_inside(kept, work);
+        self.mlp_inside(kept, workspace);
         activation::forward(
             self.config.activation,
             rows!(kept.inner, n, f),
-            work.room.activated_mut().slice(0, n * f),
+            workspace.shared.activated_mut().slice(0, n * f),
         );
         let middle = rows!(kept.outputs.middle, n, c);
         self.linear(
             Site::MlpProj,
-            work.room.activated().slice(0, n * f),
+            workspace.shared.activated().slice(0, n * f),
             Some(middle),
-            &mut kept.small.low,
+            &mut kept.statistics.xa,
             y,
         );
     }
 
     /// Computes again what a forward from `x (n, c)` filled `kept` with, without the parts that `keep` kept,
     /// by the same functions and hence with the same bits; the block's output is not computed again.
-    pub fn again(&self, x: View, mut kept: BlockBuffers, work: &mut Workspace, keep: Keep) -> Saved {
+    pub fn again(&self, x: View, mut kept: BlockBuffers, workspace: &mut Workspace, keep: Keep) -> Saved {
         match keep {
             Keep::All | Keep::Attention => {}
-            Keep::Outputs => self.queries_keys_values(x, &mut kept, work),
-            Keep::Input => self.attention_half(x, &mut kept, work, None),
+            Keep::Outputs => self.queries_keys_values(x, &mut kept, workspace),
+            Keep::Input => self.attention_half(x, &mut kept, workspace, None),
         }
         if keep != Keep::All {
-            self.mlp_inside(&mut kept, work);
+            self.mlp_inside(&mut kept, workspace);
         }
         if keep == Keep::Input && self.adapts(Site::MlpProj) {
             let (n, f) = (self.outputs(), self.config.inner);
             let kind = self.config.activation;
-            activation::forward(kind, rows!(kept.inner, n, f), work.room.activated_mut().slice(0, n * f));
-            let xa = rows!(mut kept.small.low[Site::MlpProj as usize], n, self.ranks(Site::MlpProj));
-            let x = work.room.activated().slice(0, n * f);
+            activation::forward(
+                kind,
+                rows!(kept.inner, n, f),
+                workspace.shared.activated_mut().slice(0, n * f),
+            );
+            let xa = rows!(mut kept.statistics.xa[Site::MlpProj as usize], n, self.ranks(Site::MlpProj));
+            let x = workspace.shared.activated().slice(0, n * f);
             adapted_linear::xa(self.adapted(self.group(), Site::MlpProj), x, xa, n);
         }
         Saved(kept)
@@ -355,14 +360,14 @@ impl<'a> Block<'a> {
         &self,
         x: View,
         saved: Saved,
-        work: &mut Workspace,
+        workspace: &mut Workspace,
         back: &mut BackwardWork,
         to: &mut Gradients,
         input_gradient: bool,
     ) -> BlockBuffers {
         let Saved(mut kept) = saved;
-        self.mlp_half_backward(&mut kept, work, back, to);
-        self.attention_half_backward(x, &mut kept, work, back, to, input_gradient);
+        self.mlp_half_backward(&mut kept, workspace, back, to);
+        self.attention_half_backward(x, &mut kept, workspace, back, to, input_gradient);
         kept
     }
 
@@ -370,7 +375,7 @@ impl<'a> Block<'a> {
     fn mlp_half_backward(
         &self,
         kept: &mut BlockBuffers,
-        work: &mut Workspace,
+        workspace: &mut Workspace,
         back: &mut BackwardWork,
         to: &mut Gradients,
     ) {
@@ -378,9 +383,9 @@ impl<'a> Block<'a> {
         let inner = rows!(kept.inner, n, f);
         let kind = self.config.activation;
         if self.adapts(Site::MlpProj) {
-            activation::forward(kind, inner, work.room.activated_mut().slice(0, n * f));
+            activation::forward(kind, inner, workspace.shared.activated_mut().slice(0, n * f));
         }
-        let (activated, d_activated) = work.room.wide_mut();
+        let (activated, d_activated) = workspace.shared.wide_mut();
         // Nothing of it where no adapter needs it.
         let activated = activated.slice(0, activated.len().min(n * f));
         let d_activated = Some(d_activated.slice(0, n * f));
@@ -389,11 +394,11 @@ impl<'a> Block<'a> {
             rows!(back.grad, n, c),
             activated,
             kept,
-            &mut back.d_low,
+            &mut back.d_xa,
             to,
             d_activated,
         );
-        activation::backward(kind, inner, work.room.wide_mut().1.slice(0, n * f));
+        activation::backward(kind, inner, workspace.shared.wide_mut().1.slice(0, n * f));
 
         let middle = rows!(kept.outputs.middle, n, c);
         let norm = self.norm(&self.weights.ln_2);
@@ -401,14 +406,14 @@ impl<'a> Block<'a> {
             layernorm::forward(
                 middle,
                 norm,
-                rows!(mut work.normed, n, c),
-                rows!(mut kept.small.stats_2, n, 2),
+                rows!(mut workspace.normed, n, c),
+                rows!(mut kept.statistics.stats_2, n, 2),
             );
         }
         let d_normed = rows!(mut back.narrow, n, c);
-        let (d_inner, normed) = (work.room.wide().slice(0, n * f), rows!(work.normed, n, c));
-        self.linear_backward(Site::CFc, d_inner, normed, kept, &mut back.d_low, to, Some(d_normed));
-        let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.small.stats_2, n, 2));
+        let (d_inner, normed) = (workspace.shared.wide().slice(0, n * f), rows!(workspace.normed, n, c));
+        self.linear_backward(Site::CFc, d_inner, normed, kept, &mut back.d_xa, to, Some(d_normed));
+        let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.statistics.stats_2, n, 2));
         layernorm::backward(
             d_normed,
             rows!(kept.outputs.middle, n, c),
@@ -423,14 +428,14 @@ impl<'a> Block<'a> {
         &self,
         x: View,
         kept: &mut BlockBuffers,
-        work: &mut Workspace,
+        workspace: &mut Workspace,
         back: &mut BackwardWork,
         to: &mut Gradients,
         input_gradient: bool,
     ) {
         let (n, c) = (self.cells(), self.config.width);
-        self.attention_output_backward(kept, work, back, to);
-        self.attention_backward(kept, &mut work.room, back, to);
+        self.attention_output_backward(kept, workspace, back, to);
+        self.attention_backward(kept, &mut workspace.shared, back, to);
 
         let norm = self.norm(&self.weights.ln_1);
         let adapted = self.adapts(Site::CAttn);
@@ -438,13 +443,18 @@ impl<'a> Block<'a> {
             return;
         }
         if adapted {
-            layernorm::forward(x, norm, rows!(mut work.normed, n, c), rows!(mut kept.small.stats_1, n, 2));
+            layernorm::forward(
+                x,
+                norm,
+                rows!(mut workspace.normed, n, c),
+                rows!(mut kept.statistics.stats_1, n, 2),
+            );
         }
         let d_normed = input_gradient.then(|| rows!(mut back.narrow, n, c));
-        let (d_qkv, normed) = (work.room.wide().slice(0, n * 3 * c), rows!(work.normed, n, c));
-        self.linear_backward(Site::CAttn, d_qkv, normed, kept, &mut back.d_low, to, d_normed);
+        let (d_qkv, normed) = (workspace.shared.wide().slice(0, n * 3 * c), rows!(workspace.normed, n, c));
+        self.linear_backward(Site::CAttn, d_qkv, normed, kept, &mut back.d_xa, to, d_normed);
         if input_gradient {
-            let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.small.stats_1, n, 2));
+            let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.statistics.stats_1, n, 2));
             layernorm::backward(d_normed, x, stats, norm, rows!(mut back.grad, n, c));
         }
     }
@@ -454,29 +464,32 @@ impl<'a> Block<'a> {
     fn attention_output_backward(
         &self,
         kept: &BlockBuffers,
-        work: &mut Workspace,
+        workspace: &mut Workspace,
         back: &mut BackwardWork,
         to: &mut Gradients,
     ) {
         let (n, m, c) = (self.cells(), self.outputs(), self.config.width);
-        let mixed = self.pick(rows!(kept.outputs.mixed, n, c), work.room.wide_mut().1.slice(0, m * c));
-        let d_mixed =
-            if self.wanted.is_some() { rows!(mut work.normed, m, c) } else { rows!(mut back.narrow, m, c) };
+        let mixed = self.pick(rows!(kept.outputs.mixed, n, c), workspace.shared.wide_mut().1.slice(0, m * c));
+        let d_mixed = if self.wanted.is_some() {
+            rows!(mut workspace.normed, m, c)
+        } else {
+            rows!(mut back.narrow, m, c)
+        };
         let dy = rows!(back.grad, m, c);
-        self.linear_backward(Site::AttnProj, dy, mixed, kept, &mut back.d_low, to, Some(d_mixed));
+        self.linear_backward(Site::AttnProj, dy, mixed, kept, &mut back.d_xa, to, Some(d_mixed));
         if let Some(wanted) = self.wanted {
-            spread(rows!(work.normed, m, c), wanted, rows!(mut back.narrow, n, c), c);
+            spread(rows!(workspace.normed, m, c), wanted, rows!(mut back.narrow, n, c), c);
             // Both are (n, c) of one type.
-            std::mem::swap(&mut work.normed, &mut back.grad);
-            spread(rows!(work.normed, m, c), wanted, rows!(mut back.grad, n, c), c);
+            std::mem::swap(&mut workspace.normed, &mut back.grad);
+            spread(rows!(workspace.normed, m, c), wanted, rows!(mut back.grad, n, c), c);
         }
     }
 
-    /// From the gradient of attention's output in `back.narrow` to that of qkv in `room`.
+    /// From the gradient of attention's output in `back.narrow` to that of qkv in `shared`.
     fn attention_backward(
         &self,
         kept: &BlockBuffers,
-        room: &mut SharedScratch,
+        shared: &mut SharedScratch,
         back: &mut BackwardWork,
         to: &mut Gradients,
     ) {
@@ -488,10 +501,10 @@ impl<'a> Block<'a> {
             prefix: self.prefix(group),
             starts: self.starts,
             out: rows!(kept.outputs.mixed, n, c),
-            lse: rows!(kept.small.lse, n, self.config.heads),
+            lse: rows!(kept.statistics.lse, n, self.config.heads),
         };
         let d_prefix = rows!(mut back.d_prefix, group.batch * 2 * shape.prefix, c);
-        let d_qkv = room.wide_mut().1.slice(0, n * 3 * c);
+        let d_qkv = shared.wide_mut().1.slice(0, n * 3 * c);
         attention::backward(rows!(back.narrow, n, c), seen, self.scale(), shape, d_qkv, d_prefix);
         if shape.prefix > 0 {
             let places = (2 * layers * c, 2 * self.layer * c, (2 * self.layer + 1) * c);
@@ -507,13 +520,13 @@ impl<'a> Block<'a> {
         dy: View,
         x: View,
         kept: &BlockBuffers,
-        d_low: &mut crate::device::Buffer,
+        d_xa: &mut crate::device::Buffer,
         to: &mut Gradients,
         dx: Option<ViewMut>,
     ) {
         let (n, ranks) = (self.seen_by(site), self.ranks(site));
-        let saved = SavedProducts { xa: rows!(kept.small.low[site as usize], n, ranks), product: None };
-        let to = BackwardBuffers::new(to.store.reborrow(), rows!(mut d_low, n, ranks), dx);
+        let saved = SavedProducts { xa: rows!(kept.statistics.xa[site as usize], n, ranks), product: None };
+        let to = BackwardBuffers::new(to.store.reborrow(), rows!(mut d_xa, n, ranks), dx);
         adapted_linear::backward(self.adapted(self.group(), site), dy, x, saved, n, to);
     }
 }

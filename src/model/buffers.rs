@@ -1,4 +1,4 @@
-//! What a run holds in memory, cut from arenas: activations kept for backward, workspace, inputs.
+//! The memory of a run, cut from arenas: activations kept for the backward, workspace, inputs.
 //!
 //! Shapes use the alphabet b rows, t tokens, n = b t, c width, f inner width of the MLP, h heads,
 //! r sum of the ranks at a site, p prefix rows, v vocabulary.
@@ -37,24 +37,24 @@ impl Limits {
     }
 }
 
-/// What every buffer of a pass is sized by.
+/// The sizes that every buffer of a pass follows from.
 #[derive(Clone, Copy)]
 pub struct Sizes<'a> {
     /// Sizes of the base.
     pub config: &'a Config,
-    /// The largest micro-batch.
+    /// Largest b and t.
     pub limits: Limits,
     /// Type of activations; statistics and everything small stay FP32.
     pub activations: DType,
 }
 
-/// What one block keeps between its forward and its backward, beside its input.
+/// The activations of one block between its forward and its backward, beside its input.
 pub struct BlockBuffers {
     /// Statistics and thin products.
-    pub small: BlockStatistics,
+    pub statistics: BlockStatistics,
     /// Queries, keys, values `(n, 3c)`.
     pub qkv: Buffer,
-    /// What the attention half yields.
+    /// Outputs of the attention half.
     pub outputs: Outputs,
     /// The MLP before its activation `(n, f)`.
     pub inner: Buffer,
@@ -68,11 +68,11 @@ pub struct BlockStatistics {
     pub lse: Buffer,
     /// Mean and rstd of the second layer norm `(n, 2)`.
     pub stats_2: Buffer,
-    /// Each site's `drop(x) A^T`, `(n, r)`.
-    pub low: [Buffer; SITES],
+    /// `drop(x) A^T` of each site, `(n, r)`.
+    pub xa: [Buffer; SITES],
 }
 
-/// What the attention half of a block yields.
+/// Outputs of the attention half of a block.
 pub struct Outputs {
     /// Output of attention before its projection `(n, c)`.
     pub mixed: Buffer,
@@ -89,20 +89,20 @@ impl BlockStatistics {
             stats_1: take("stats_1", &[n, 2])?,
             lse: take("lse", &[limits.rows, config.heads, limits.tokens])?,
             stats_2: take("stats_2", &[n, 2])?,
-            low: {
+            xa: {
                 let [c_attn, attn_proj, c_fc, mlp_proj] = &Arch::of(config).sites;
-                let mut low =
+                let mut xa =
                     |site: &SiteShape| take(&format!("low {}", site.label), &[n, ranks[site.site as usize]]);
-                [low(c_attn)?, low(attn_proj)?, low(c_fc)?, low(mlp_proj)?]
+                [xa(c_attn)?, xa(attn_proj)?, xa(c_fc)?, xa(mlp_proj)?]
             },
         })
     }
 }
 
-/// The memory of a block as far as it is there: what a layer keeps, or what layers share.
+/// The memory of a block, some of which may be missing: parts that a layer keeps, or that layers share.
 #[derive(Default)]
 pub struct BlockActivations {
-    small: Option<BlockStatistics>,
+    statistics: Option<BlockStatistics>,
     qkv: Option<Buffer>,
     outputs: Option<Outputs>,
     inner: Option<Buffer>,
@@ -113,7 +113,7 @@ pub struct BlockActivations {
 pub struct OwnedMask([bool; 4]);
 
 impl OwnedMask {
-    /// What the layer kept.
+    /// The policy under which a layer owns these parts.
     pub fn keep(self) -> Keep {
         let kept = |keep: &Keep| BlockActivations::kept(*keep) == self.0;
         [Keep::All, Keep::Attention, Keep::Outputs].into_iter().find(kept).unwrap_or(Keep::Input)
@@ -133,12 +133,12 @@ impl BlockActivations {
         parts: [bool; 4],
     ) -> Result<Self> {
         let (n, c) = (sizes.limits.cells(), sizes.config.width);
-        let [small, qkv, outputs, inner] = parts;
-        let small = small.then(|| BlockStatistics::cut(arena, name, sizes, ranks)).transpose()?;
+        let [statistics, qkv, outputs, inner] = parts;
+        let statistics = statistics.then(|| BlockStatistics::cut(arena, name, sizes, ranks)).transpose()?;
         let mut take =
             |part: &str, width: usize| arena.take(format!("{name} {part}"), sizes.activations, &[n, width]);
         Ok(Self {
-            small,
+            statistics,
             qkv: qkv.then(|| take("qkv", Arch::of(sizes.config).qkv())).transpose()?,
             outputs: if outputs {
                 Some(Outputs { mixed: take("mixed", c)?, middle: take("middle", c)? })
@@ -149,7 +149,7 @@ impl BlockActivations {
         })
     }
 
-    /// Which parts `keep` keeps: small, qkv, outputs, inner.
+    /// Which parts `keep` keeps: statistics, qkv, outputs, inner.
     pub fn kept(keep: Keep) -> [bool; 4] {
         match keep {
             Keep::All => [true; 4],
@@ -161,15 +161,16 @@ impl BlockActivations {
 
     /// Whether nothing is missing for a block.
     pub fn is_whole(&self) -> bool {
-        self.small.is_some() && self.qkv.is_some() && self.outputs.is_some() && self.inner.is_some()
+        self.statistics.is_some() && self.qkv.is_some() && self.outputs.is_some() && self.inner.is_some()
     }
 
     /// A whole block out of these parts and, for those that are missing, `shared` ones; `None` when a
     /// part is in neither, which only an earlier failure can bring about.
     pub fn assemble(&mut self, shared: &mut Self) -> Option<(BlockBuffers, OwnedMask)> {
-        let owned = [self.small.is_some(), self.qkv.is_some(), self.outputs.is_some(), self.inner.is_some()];
+        let owned =
+            [self.statistics.is_some(), self.qkv.is_some(), self.outputs.is_some(), self.inner.is_some()];
         let buffers = BlockBuffers {
-            small: self.small.take().or_else(|| shared.small.take())?,
+            statistics: self.statistics.take().or_else(|| shared.statistics.take())?,
             qkv: self.qkv.take().or_else(|| shared.qkv.take())?,
             outputs: self.outputs.take().or_else(|| shared.outputs.take())?,
             inner: self.inner.take().or_else(|| shared.inner.take())?,
@@ -179,9 +180,9 @@ impl BlockActivations {
 
     /// Takes the parts of a block back to where they were.
     pub fn dissolve(&mut self, buffers: BlockBuffers, owned: OwnedMask, shared: &mut Self) {
-        let BlockBuffers { small, qkv, outputs, inner } = buffers;
-        let OwnedMask([own_small, own_qkv, own_outputs, own_inner]) = owned;
-        (if own_small { &mut *self } else { &mut *shared }).small = Some(small);
+        let BlockBuffers { statistics, qkv, outputs, inner } = buffers;
+        let OwnedMask([own_statistics, own_qkv, own_outputs, own_inner]) = owned;
+        (if own_statistics { &mut *self } else { &mut *shared }).statistics = Some(statistics);
         (if own_qkv { &mut *self } else { &mut *shared }).qkv = Some(qkv);
         (if own_outputs { &mut *self } else { &mut *shared }).outputs = Some(outputs);
         (if own_inner { &mut *self } else { &mut *shared }).inner = Some(inner);
@@ -192,24 +193,24 @@ impl BlockActivations {
 pub struct Workspace {
     /// Output of a layer norm `(n, c)`.
     pub normed: Buffer,
-    /// Wide things, in turn.
-    pub room: SharedScratch,
+    /// Scratch shared by the widest tensors.
+    pub shared: SharedScratch,
 }
 
-/// Memory that the widest things of a pass hold in turn: the MLP after its activation `(n, f)`, and before it attention's
+/// Memory shared by the widest tensors of a pass: the MLP after its activation `(n, f)`, and before it attention's
 /// output of the tokens that are wanted `(m, c)`; in a backward the
-/// gradient of its inside or of qkv, `(n, max(f, 3c))`, behind the former where an adapter needs both; between forward
+/// gradient of its inside or of qkv, `(n, max(f, 3c))`, after the former where an adapter needs both; between forward
 /// and backward the logits of a chunk `(chunk, v)`, the rows of 16-bit activations a little apart.
 pub struct SharedScratch {
     bytes: Buffer,
     activations: DType,
     /// Bytes before the gradient.
     before: usize,
-    /// Bytes of logits.
+    /// Bytes of the logits of a chunk.
     logits: usize,
 }
 
-/// What passes the memory is for.
+/// The passes that memory is cut for.
 #[derive(Clone, Copy)]
 pub struct Passes<'a> {
     /// Rows of logits at a time; 0 where they have memory of their own.
@@ -240,7 +241,7 @@ impl SharedScratch {
         })
     }
 
-    /// The activated MLP `(n, f)` and whatever stands behind it.
+    /// The activated MLP `(n, f)` and whatever follows it.
     pub fn activated(&self) -> View<'_> {
         self.bytes.view().typed(self.activations)
     }
@@ -250,7 +251,7 @@ impl SharedScratch {
         self.bytes.view_mut().typed(self.activations)
     }
 
-    /// A wide gradient and whatever stands behind it.
+    /// A wide gradient and whatever follows it.
     pub fn wide(&self) -> View<'_> {
         let bytes = self.bytes.view();
         bytes.slice(self.before, bytes.len() - self.before).typed(self.activations)
@@ -274,8 +275,8 @@ pub struct BackwardWork {
     pub grad: Buffer,
     /// Gradient of a half's input or of attention's output `(n, c)`.
     pub narrow: Buffer,
-    /// Gradient of `low`, `(n, r)`.
-    pub d_low: Buffer,
+    /// Gradient of `xa`, `(n, r)`.
+    pub d_xa: Buffer,
     /// Parts of the gradient of a prefix `(b, 2, p, c)`.
     pub d_prefix: Buffer,
 }
@@ -288,7 +289,7 @@ impl Workspace {
     pub fn cut(arena: &mut Arena, sizes: Sizes, passes: Passes) -> Result<Self> {
         let (n, width) = (sizes.limits.cells(), sizes.config.width);
         let normed = arena.take("normed", sizes.activations, &[n, width])?;
-        Ok(Self { normed, room: SharedScratch::cut(arena, sizes, passes)? })
+        Ok(Self { normed, shared: SharedScratch::cut(arena, sizes, passes)? })
     }
 }
 
@@ -303,7 +304,7 @@ impl BackwardWork {
         Ok(Self {
             grad: arena.take("d residual", activations, &[n, c])?,
             narrow: arena.take("d narrow", activations, &[n, c])?,
-            d_low: arena.take("d low", F32, &[n, bindings.most_ranks()])?,
+            d_xa: arena.take("d low", F32, &[n, bindings.most_ranks()])?,
             d_prefix: arena.take("d prefix", F32, &[limits.rows, 2, bindings.prefix_len(), c])?,
         })
     }
@@ -350,7 +351,7 @@ pub struct Inputs {
 }
 
 impl Inputs {
-    /// Cuts room for the largest micro-batch.
+    /// Cuts the buffers of the largest micro-batch.
     ///
     /// # Errors
     /// When the arena is exhausted.

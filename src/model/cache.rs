@@ -26,7 +26,7 @@ pub struct LayerCache {
     v: Buffer,
     /// Tokens that a row has room for.
     capacity: usize,
-    /// c.
+    /// Width c of a key.
     width: usize,
 }
 
@@ -92,7 +92,7 @@ impl LayerCache {
 
 /// The caches of all layers.
 pub struct Cache {
-    /// By layer.
+    /// One cache a layer.
     pub(super) layers: Vec<LayerCache>,
     capacity: usize,
 }

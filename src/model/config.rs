@@ -102,7 +102,7 @@ impl Config {
         self.width / self.heads
     }
 
-    /// What adapters must know of this base; sites in the order of [`Site`](super::arch::Site).
+    /// The names and sizes that adapters need of this base; sites in the order of [`Site`](super::arch::Site).
     pub fn describe(&self, name: &str, fingerprint: Option<&str>) -> BaseDescription {
         let arch = Arch::of(self);
         let part = |(name, columns): &(&str, Range<usize>)| PartDescription {

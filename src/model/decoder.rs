@@ -43,7 +43,7 @@ const CHUNK: usize = 512;
 /// A base with adapters, reading one sequence of tokens, or several side by side.
 pub struct Decoder {
     layers: Layers,
-    /// What rows can be given, by number.
+    /// Adapters that rows can be given, by number.
     adapters: Vec<DecoderAdapter>,
     rows: Vec<RowState>,
     cache: Cache,
@@ -53,7 +53,7 @@ pub struct Decoder {
     logits: Buffer,
     /// Logits of a device, copied.
     on_host: Vec<f32>,
-    /// What a pass reads, in one upload: see [`PassInputs`].
+    /// The numbers that a pass reads, in one upload: see [`PassInputs`].
     inputs: Buffer,
     /// First visible token of each token `(n)`: 0 of all.
     starts: Buffer,
@@ -73,7 +73,7 @@ struct DecoderAdapter {
 struct RowState {
     /// Number of its adapters.
     adapter: usize,
-    /// Tokens read.
+    /// How many tokens it has read.
     tokens: usize,
 }
 
@@ -82,7 +82,7 @@ struct RowState {
 pub struct RowTokens<'a> {
     /// Number of the row.
     pub row: usize,
-    /// What it reads next.
+    /// The tokens that it reads next.
     pub ids: &'a [u32],
 }
 
@@ -101,20 +101,20 @@ enum Recorded {
     Never,
     /// Not yet, for the groups of the last pass: a first one loads kernels and scratch.
     Not(Vec<Shared>),
-    /// For these groups.
+    /// Recorded for these groups.
     For(Vec<Shared>, Graph),
 }
 
 /// Pieces that follow one another and are computed together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Shared {
-    /// First of them.
+    /// Index of the first piece.
     first: usize,
-    /// How many.
+    /// Number of pieces.
     count: usize,
-    /// Tokens of each.
+    /// Tokens of each piece.
     tokens: usize,
-    /// Their adapters.
+    /// Number of their adapters.
     adapter: usize,
 }
 
@@ -480,7 +480,7 @@ impl Decoder {
         let (c, v) = (base.config.width, base.config.vocab);
         let hidden = rows!(self.layers.buffers.head().1.normed, count, c);
         let logits = self.logits.view_mut().slice(to * v, count * v);
-        match &base.weights.head_turned {
+        match &base.weights.head_transposed {
             Some(transposed) if MANY.contains(&count) => {
                 matmul::frozen_nn(hidden, transposed.view(), InitialValue::Zero, logits, count);
             }
@@ -544,8 +544,8 @@ impl PassInputs {
     }
 }
 
-/// What a pass of up to `most` tokens reads of the sequences that are left, which become shorter; and how many of
-/// these end in it.
+/// The pieces that a pass of up to `most` tokens reads of the sequences that are left, which become shorter; and how
+/// many of these end in it.
 fn next_pieces<'a>(left: &mut [RowTokens<'a>], most: usize) -> (Vec<Piece<'a>>, usize) {
     let (mut pieces, mut budget, mut ended) = (Vec::new(), most, 0);
     for sequence in left {

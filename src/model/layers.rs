@@ -23,13 +23,13 @@ use super::{
 pub struct RowGroup<'a> {
     /// First of its tokens among the n of the pass.
     pub first: usize,
-    /// Rows b.
+    /// Number of rows b.
     pub batch: usize,
     /// Tokens t of each row.
     pub tokens: usize,
     /// Which of the wanted tokens are of these rows, where not all tokens are wanted.
     pub wanted: Range<usize>,
-    /// Deltas by layer.
+    /// Deltas, by layer and site.
     pub deltas: &'a [LayerDeltas],
     /// The flat store that deltas point into.
     pub values: View<'a>,
@@ -40,13 +40,13 @@ pub struct RowGroup<'a> {
 }
 
 impl RowGroup<'_> {
-    /// b t.
+    /// Number of tokens, b t.
     pub fn len(&self) -> usize {
         self.batch * self.tokens
     }
 }
 
-/// What a pass reads: n tokens, in memory of the device, and what each group of rows brings along.
+/// The input of a pass: n tokens, in memory of the device, and adapters and cache of each group of rows.
 #[derive(Clone, Copy)]
 pub struct MicroBatch<'a> {
     /// Token ids `(n)`.
@@ -64,7 +64,7 @@ pub struct MicroBatch<'a> {
 }
 
 impl MicroBatch<'_> {
-    /// n.
+    /// Number of tokens n.
     pub fn len(&self) -> usize {
         self.ids.len()
     }
@@ -129,9 +129,9 @@ impl Layers {
                 Keeping::Nothing => self.buffers.any_block()?,
             };
             let block = block(&base, &self.streamer, &batch, layer);
-            let (x, y, work) = self.buffers.step(layer);
+            let (x, y, workspace) = self.buffers.step(layer);
             let cache = caches.as_deref_mut().and_then(|caches| caches.get_mut(layer));
-            let saved = block.forward(rows!(x, n, c), buffers, work, cache, rows!(mut y, n, c));
+            let saved = block.forward(rows!(x, n, c), buffers, workspace, cache, rows!(mut y, n, c));
             // A layer's own buffers keep their content until the backward.
             match keeping {
                 Keeping::Policy => {
@@ -171,10 +171,10 @@ impl Layers {
             let (buffers, owned) = self.buffers.block(layer)?;
             // A layer's own buffers tell what it kept; all others are computed again.
             let keep = owned.keep();
-            let (x, work, back) = self.buffers.back(layer).ok_or_else(lost)?;
+            let (x, workspace, back) = self.buffers.back(layer).ok_or_else(lost)?;
             let x = rows!(x, n, c);
-            let saved = block.again(x, buffers, work, keep);
-            let buffers = block.backward(x, saved, work, back, to, layer > lowest);
+            let saved = block.again(x, buffers, workspace, keep);
+            let buffers = block.backward(x, saved, workspace, back, to, layer > lowest);
             self.buffers.give_back(layer, buffers, owned);
         }
         self.streamer.leave(&base.weights, self.buffers.pages(lowest));
@@ -184,8 +184,8 @@ impl Layers {
     /// The last norm of the first `n` rows that left the last block, into the workspace.
     pub fn last_norm(&mut self, n: usize) {
         let c = self.base.config.width;
-        let (x, work, head, _) = self.buffers.head();
-        let (normed, stats) = (rows!(mut work.normed, n, c), rows!(mut head.stats, n, 2));
+        let (x, workspace, head, _) = self.buffers.head();
+        let (normed, stats) = (rows!(mut workspace.normed, n, c), rows!(mut head.stats, n, 2));
         layernorm::forward(rows!(x, n, c), last_norm(&self.base), normed, stats);
     }
 
@@ -195,11 +195,12 @@ impl Layers {
     }
 }
 
-/// What blocks keep of a forward.
+/// Which activations blocks keep of a forward.
 #[derive(Clone, Copy)]
 enum Keeping {
-    /// What the policy says.
+    /// Those of the policy.
     Policy,
+    /// None: one block's memory serves all.
     Nothing,
 }
 

@@ -1,10 +1,10 @@
-//! What trades memory against time and changes no result.
+//! Policies: they trade memory against time and change no result.
 
 use std::fmt;
 
 use crate::device::{DType, arena::Placement};
 
-/// What blocks keep from their forward for their backward; the rest is computed again.
+/// Which activations blocks keep from their forward for their backward; the rest is computed again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Recompute {
     /// Every block keeps all its activations.
@@ -34,7 +34,7 @@ impl fmt::Display for Recompute {
 }
 
 impl Recompute {
-    /// What block `layer` keeps.
+    /// The activations that block `layer` keeps.
     pub fn keeps(self, layer: usize) -> Keep {
         match self {
             Self::None => Keep::All,
@@ -51,19 +51,19 @@ impl Recompute {
 pub enum Keep {
     /// Everything, 9c floats a token.
     All,
-    /// Without the inside of the MLP, 5c floats; 4c^2 products a token are made again.
+    /// Without the inside of the MLP, 5c floats; 4c^2 products a token are computed again.
     Attention,
-    /// Without queries, keys and values either, 2c floats; 7c^2 products are made again.
+    /// Without queries, keys and values either, 2c floats; 7c^2 products are computed again.
     Outputs,
-    /// Nothing beside the input; 8c^2 products and attention are made again.
+    /// Nothing beside the input; 8c^2 products and attention are computed again.
     Input,
 }
 
-/// What trades memory against time. Recompute, streaming and places change no bit of a result; chunks
+/// Choices that trade memory against time. Recompute, streaming and places change no bit of a result; chunks
 /// of the head change its rounding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Policy {
-    /// What blocks compute again.
+    /// Which activations blocks compute again.
     pub recompute: Recompute,
     /// Rows of logits in memory at a time.
     pub head_rows: usize,

@@ -22,7 +22,7 @@ use super::{
     bindings::{AdapterBindings, PrefixBinding, PrefixSource, Projection},
 };
 
-/// Keys and values `(p, 2 l c)` of a prefix, their gradient, and the network behind them if any.
+/// Keys and values `(p, 2 l c)` of a prefix, their gradient, and the network that yields them if there is one.
 ///
 /// The layout is PEFT's: vectors 2l and 2l + 1 of a row are key and value of layer l.
 pub struct PrefixState {
@@ -43,7 +43,7 @@ pub struct PrefixState {
 }
 
 impl PrefixState {
-    /// Prepares the prefix of a wiring, if it has one, with memory from `arenas`, for activations of a type.
+    /// Prepares the prefix of bindings, if they have one, with memory from `arenas`, for activations of a type.
     ///
     /// # Errors
     /// When memory cannot be reserved.
@@ -128,7 +128,7 @@ impl PrefixState {
         (view, self.gradient.view_mut())
     }
 
-    /// What the network yields, `(p, 2 l c)`; `None` without one.
+    /// Keys and values that the network yields, `(p, 2 l c)`; `None` without one.
     pub fn projected(&self) -> Option<Vec<f32>> {
         matches!(self.source, PrefixSource::Projected(_)).then(|| self.values.view().to_vec())
     }
@@ -163,7 +163,7 @@ impl PrefixState {
     }
 }
 
-/// Two disjoint ranges of one gradient, the second behind the first.
+/// Two disjoint ranges of one gradient, the second after the first.
 fn pair<'a>(grads: ViewMut<'a>, first: (usize, usize), second: (usize, usize)) -> (ViewMut<'a>, ViewMut<'a>) {
     let (head, tail) = grads.split_at(second.0);
     (head.slice(first.0, first.1), tail.slice(0, second.1))

@@ -15,7 +15,7 @@ use crate::{
     },
 };
 
-/// What scratch depends on.
+/// The sizes that scratch depends on.
 #[derive(Debug, Clone, Copy)]
 pub struct ScratchNeeds<'a> {
     /// Sizes of the base.
@@ -76,7 +76,7 @@ fn products(needs: ScratchNeeds, activations: DType) -> usize {
 }
 
 /// Bytes of scratch of generation: up to `needs.rows` tokens of a prompt at a time, and one token of each of `samples`
-/// behind up to `needs.keys` less one.
+/// after up to `needs.keys` less one.
 pub fn decoding(needs: ScratchNeeds, activations: DType, samples: usize) -> usize {
     let (heads, head_width) = (needs.config.heads, needs.config.head_width());
     let attention = attention::device_scratch::attention_decode(samples, needs.keys, heads, head_width);

@@ -35,7 +35,7 @@ use super::{
 /// Trained values as a forward needs them.
 #[derive(Clone, Copy)]
 pub struct Trained<'a> {
-    /// The flat store.
+    /// The flat store of all trainables.
     pub values: View<'a>,
     /// Keys and values of the prefix `(p, 2 l c)`.
     pub prompt: Option<View<'a>>,
@@ -55,7 +55,7 @@ pub struct LossSum {
 pub struct Pass {
     /// Factor of every token's gradient: one over the supervised tokens of the optimizer step.
     pub factor: f32,
-    /// Label smoothing.
+    /// Part of the target probability that is spread over the vocabulary.
     pub smoothing: f32,
     /// Dropout in front of every A.
     pub dropout: Dropout,
@@ -234,7 +234,7 @@ impl Stack {
                 self.layers.base.name
             )));
         }
-        // Positions of text start behind the prefix.
+        // Positions of text start after the prefix.
         let shift = self.bindings.prefix_len() as u32;
         let positions: Vec<u32> = batch.positions.iter().map(|position| position + shift).collect();
         let supervised: Vec<u32> = (0u32..)
@@ -257,15 +257,15 @@ pub(super) fn head_matrix(base: &Base) -> Matrix<'_> {
     base.weights.head().view()
 }
 
-/// Rows of `tokens` behind the prefix must fit the position embedding.
+/// Rows of `tokens` after the prefix must fit the position embedding.
 pub(super) fn check_length(base: &Base, bindings: &AdapterBindings, tokens: usize) -> Result<()> {
     let (positions, prefix) = (base.config.positions, bindings.prefix_len());
     if tokens + prefix <= positions {
         return Ok(());
     }
-    let behind = if prefix == 0 { String::new() } else { format!(" behind a prefix of {prefix}") };
+    let after = if prefix == 0 { String::new() } else { format!(" after a prefix of {prefix}") };
     Err(Error::input(format!(
-        "a row of {tokens} tokens{behind} is longer than the {positions} positions of base {}; use --seq-len {} or less",
+        "a row of {tokens} tokens{after} is longer than the {positions} positions of base {}; use --seq-len {} or less",
         base.name,
         positions.saturating_sub(prefix)
     )))
@@ -315,15 +315,16 @@ fn head(
 ) {
     let (n, c, base) = (batch.outputs(), layers.base.config.width, Arc::clone(&layers.base));
     layers.last_norm(n);
-    let (x, work, space, back) = layers.buffers.head();
+    let (x, workspace, space, back) = layers.buffers.head();
     let input = Supervised {
-        hidden: rows!(work.normed, n, c),
+        hidden: rows!(workspace.normed, n, c),
         // The last block may have computed the supervised tokens alone.
         rows: if batch.wanted.is_none() { Some(rows!(inputs.rows, supervised, 1)) } else { None },
         targets: rows!(inputs.targets, supervised, 1),
         smoothing: pass.map_or(0.0, |pass| pass.smoothing),
     };
-    let chunk = head_loss::HeadScratch { gathered: space.gathered.view_mut(), logits: work.room.logits() };
+    let chunk =
+        head_loss::HeadScratch { gathered: space.gathered.view_mut(), logits: workspace.shared.logits() };
     let losses = rows!(mut space.losses, supervised, 1);
     let matrix = head_matrix(&base);
     match back.zip(pass) {

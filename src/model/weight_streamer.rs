@@ -1,11 +1,11 @@
-//! What of the base, and of the inputs of blocks, is in memory while a pass goes through the layers.
+//! Which parts of the base, and which inputs of blocks, are in memory while a pass goes through the layers.
 //!
 //! A streamed base is read from its mapped file a stage ahead of the computation and given back a stage
-//! behind it, so that about two stages are in memory at a time. Inputs of blocks that wait in a file are
+//! after it, so that about two stages are in memory at a time. Inputs of blocks that wait in a file are
 //! given back once the next block has them, and fetched again a block ahead of the backward.
 //!
-//! For a device with memory of its own a streamed base has all but its blocks there, and two places for these, which
-//! they take in turn: while kernels work with one, the next is copied.
+//! For a device with memory of its own a streamed base has all but its blocks there, and two slots for these, which
+//! they use alternately: while kernels read one, the next is copied.
 
 use crate::{
     device::{
@@ -23,49 +23,49 @@ use super::{
     weights::{BlockWeights, Weights},
 };
 
-/// What a stretch of a pass reads of the base.
+/// The part of the base that a stretch of a pass reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
     /// Token and position embeddings.
     Embed,
-    /// One block.
+    /// The weights of one block.
     Block(usize),
-    /// The head.
+    /// The matrix of the head.
     Head,
 }
 
-/// Moves pages ahead of and behind a pass; does nothing for a resident base with inputs in memory.
+/// Moves pages in ahead of a pass and out after it; does nothing for a resident base with inputs in memory.
 pub struct WeightStreamer {
     pager: Option<Pager>,
     stream: bool,
     inputs: bool,
     held: Vec<Stage>,
-    places: Option<Places>,
+    staged: Option<StagedBlocks>,
 }
 
 impl WeightStreamer {
     /// Prepares for passes over `base` under `policy`.
     ///
     /// # Errors
-    /// When no thread can be had, or a device has no room for two blocks.
+    /// When no thread can be started, or a device has no memory for two blocks.
     pub fn new(policy: Policy, base: &Base) -> Result<Self> {
         let inputs = policy.inputs == Placement::Disk;
         let stream = (policy.stream || base.is_streamed()) && base.device.kind().shares_host_memory();
         let pager = if stream || inputs { Some(Pager::start()?) } else { None };
-        let places = if base.is_streamed() { Places::new(base)? } else { None };
-        Ok(Self { pager, stream, inputs, held: Vec::new(), places })
+        let staged = if base.is_streamed() { StagedBlocks::new(base)? } else { None };
+        Ok(Self { pager, stream, inputs, held: Vec::new(), staged })
     }
 
     /// Block `layer` as kernels read it; of a base streamed to a device what [`WeightStreamer::enter`] brought.
     pub fn block<'a>(&'a self, weights: &'a Weights, layer: usize) -> &'a BlockWeights {
-        self.places.as_ref().and_then(|places| places.block(layer)).unwrap_or(&weights.blocks[layer])
+        self.staged.as_ref().and_then(|staged| staged.block(layer)).unwrap_or(&weights.blocks[layer])
     }
 
     /// The computation enters `stage` and then goes on to `next`: both are brought into memory, whatever
     /// else was there is given back; `input` is given back or fetched with them.
     pub fn enter(&mut self, weights: &Weights, stage: Stage, next: Option<Stage>, input: Input) {
-        if let Some(places) = &mut self.places {
-            places.enter(weights, stage, next);
+        if let Some(staged) = &mut self.staged {
+            staged.enter(weights, stage, next);
         }
         let Some(pager) = &mut self.pager else { return };
         let mut request = PageRequest::default();
@@ -123,29 +123,29 @@ fn of_block(block: &BlockWeights) -> Vec<Region> {
     block.tensors().into_iter().map(Frozen::region).collect()
 }
 
-/// Two places on a device that the blocks of a streamed base take in turn.
-struct Places {
-    stages: StagingSlots,
-    /// A block as it lies in each place.
+/// Two slots on a device that the blocks of a streamed base use alternately.
+struct StagedBlocks {
+    slots: StagingSlots,
+    /// The weights of a block in each slot.
     blocks: [BlockWeights; SLOTS],
-    turns: Turns,
+    table: SlotTable,
 }
 
-impl Places {
+impl StagedBlocks {
     fn new(base: &Base) -> Result<Option<Self>> {
         let Some(first) = base.weights.blocks.first() else { return Ok(None) };
-        let Some(stages) = StagingSlots::new(base.device, &first.tensors())? else { return Ok(None) };
-        let blocks = std::array::from_fn(|place| {
+        let Some(slots) = StagingSlots::new(base.device, &first.tensors())? else { return Ok(None) };
+        let blocks = std::array::from_fn(|slot| {
             let mut block = first.clone();
-            let there = stages.tensors(place, &first.tensors());
+            let there = slots.tensors(slot, &first.tensors());
             block.tensors_mut().into_iter().zip(there).for_each(|(tensor, there)| *tensor = there);
             block
         });
-        Ok(Some(Self { stages, blocks, turns: Turns::default() }))
+        Ok(Some(Self { slots, blocks, table: SlotTable::default() }))
     }
 
     fn block(&self, layer: usize) -> Option<&BlockWeights> {
-        self.turns.place_of(layer).map(|place| &self.blocks[place])
+        self.table.slot_of(layer).map(|slot| &self.blocks[slot])
     }
 
     /// Kernels that follow read the block of `stage`; that of `next` is on its way while they run.
@@ -153,8 +153,8 @@ impl Places {
         let layer_of = |stage: Stage| if let Stage::Block(layer) = stage { Some(layer) } else { None };
         let (now, next) = (layer_of(stage), next.and_then(layer_of));
         if let Some(layer) = now {
-            let place = self.bring(weights, layer, next);
-            self.stages.wait(place);
+            let slot = self.bring(weights, layer, next);
+            self.slots.wait(slot);
         }
         if let Some(layer) = next {
             self.bring(weights, layer, now);
@@ -162,33 +162,33 @@ impl Places {
     }
 
     fn bring(&mut self, weights: &Weights, layer: usize, other: Option<usize>) -> usize {
-        let (place, is_there) = self.turns.take(layer, other);
+        let (slot, is_there) = self.table.take(layer, other);
         if !is_there {
             let part = weights.blocks[layer].tensors().into_iter().cloned().collect();
-            self.stages.bring(place, part);
+            self.slots.bring(slot, part);
         }
-        place
+        slot
     }
 }
 
-/// Which block each place holds.
+/// Which block each slot holds.
 #[derive(Default)]
-struct Turns([Option<usize>; SLOTS]);
+struct SlotTable([Option<usize>; SLOTS]);
 
-impl Turns {
-    fn place_of(&self, layer: usize) -> Option<usize> {
+impl SlotTable {
+    fn slot_of(&self, layer: usize) -> Option<usize> {
         self.0.iter().position(|held| *held == Some(layer))
     }
 
-    /// The place that block `layer` has from now on, and whether it is there already; never that of block `other`.
+    /// The slot that block `layer` has from now on, and whether it is there already; never that of block `other`.
     fn take(&mut self, layer: usize, other: Option<usize>) -> (usize, bool) {
-        if let Some(place) = self.place_of(layer) {
-            return (place, true);
+        if let Some(slot) = self.slot_of(layer) {
+            return (slot, true);
         }
-        let taken = other.and_then(|other| self.place_of(other));
-        let place = (0..SLOTS).find(|place| Some(*place) != taken).unwrap_or(0);
-        self.0[place] = Some(layer);
-        (place, false)
+        let taken = other.and_then(|other| self.slot_of(other));
+        let slot = (0..SLOTS).find(|slot| Some(*slot) != taken).unwrap_or(0);
+        self.0[slot] = Some(layer);
+        (slot, false)
     }
 }
 
@@ -197,34 +197,34 @@ mod tests {
     use super::*;
 
     /// The blocks that a pass enters and goes on to, as `Stack` does, and the copies that it makes.
-    fn copies(turns: &mut Turns, layers: usize, lowest: usize) -> Vec<usize> {
+    fn copies(table: &mut SlotTable, layers: usize, lowest: usize) -> Vec<usize> {
         let up = (0..layers).map(|layer| (Some(layer), (layer + 1 < layers).then_some(layer + 1)));
         let down = (lowest..layers).rev().map(|layer| (Some(layer), (layer > lowest).then(|| layer - 1)));
-        let stages =
+        let slots =
             [(None, Some(0))].into_iter().chain(up).chain([(None, layers.checked_sub(1))]).chain(down);
         let mut copied = Vec::new();
-        for (now, next) in stages {
+        for (now, next) in slots {
             for (layer, other) in [(now, next), (next, now)] {
                 let Some(layer) = layer else { continue };
-                let (place, is_there) = turns.take(layer, other);
-                assert_eq!(turns.place_of(layer), Some(place));
+                let (slot, is_there) = table.take(layer, other);
+                assert_eq!(table.slot_of(layer), Some(slot));
                 copied.extend((!is_there).then_some(layer));
             }
-            // What is computed with stays while the next one comes.
-            assert!(now.is_none_or(|now| turns.place_of(now).is_some()), "{now:?} {next:?}");
-            assert!(next.is_none_or(|next| turns.place_of(next).is_some()), "{now:?} {next:?}");
+            // The block that kernels read stays while the next one is copied.
+            assert!(now.is_none_or(|now| table.slot_of(now).is_some()), "{now:?} {next:?}");
+            assert!(next.is_none_or(|next| table.slot_of(next).is_some()), "{now:?} {next:?}");
         }
         copied
     }
 
     #[test]
     fn a_block_is_copied_once_a_direction_and_the_last_two_of_one_serve_the_other() {
-        let mut turns = Turns::default();
-        assert_eq!(copies(&mut turns, 5, 0), [0, 1, 2, 3, 4, 2, 1, 0]);
-        assert_eq!(copies(&mut turns, 5, 0), [2, 3, 4, 2, 1, 0], "0 and 1 are there from the pass before");
-        assert_eq!(copies(&mut turns, 5, 3), [2, 3, 4]);
-        assert_eq!(copies(&mut turns, 5, 3), [0, 1, 2, 3, 4]);
-        assert_eq!(copies(&mut Turns::default(), 1, 0), [0]);
-        assert_eq!(copies(&mut Turns::default(), 2, 0), [0, 1]);
+        let mut table = SlotTable::default();
+        assert_eq!(copies(&mut table, 5, 0), [0, 1, 2, 3, 4, 2, 1, 0]);
+        assert_eq!(copies(&mut table, 5, 0), [2, 3, 4, 2, 1, 0], "0 and 1 are there from the pass before");
+        assert_eq!(copies(&mut table, 5, 3), [2, 3, 4]);
+        assert_eq!(copies(&mut table, 5, 3), [0, 1, 2, 3, 4]);
+        assert_eq!(copies(&mut SlotTable::default(), 1, 0), [0]);
+        assert_eq!(copies(&mut SlotTable::default(), 2, 0), [0, 1]);
     }
 }

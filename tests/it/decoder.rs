@@ -183,7 +183,7 @@ fn what_cannot_be_read_changes_nothing() {
     let case = &cases(&base, 0.0)[2];
     let too_long = Decoder::new(Arc::clone(&base), bindings(&base, case), case.values.clone(), 1, 36);
     let error = too_long.err().map(|error| error.to_string()).unwrap_or_default();
-    assert!(error.contains("36 tokens behind a prefix of 5"), "{error}");
+    assert!(error.contains("36 tokens after a prefix of 5"), "{error}");
 }
 
 /// Adapters matter to generation at all, each of them.
@@ -253,7 +253,7 @@ fn a_base_laid_out_for_many_samples_says_the_same() {
     }
     let layout = |base: &Base| base.weights.blocks[1].mlp_proj.weight.layout;
     assert_eq!(layout(base), Layout::Rows);
-    assert_eq!(laid_out.weights.head_turned.is_some(), vectors());
+    assert_eq!(laid_out.weights.head_transposed.is_some(), vectors());
     let strips = large_pages() && vectors();
     assert_eq!(layout(&laid_out), if strips { Layout::Strips } else { Layout::Rows });
 }

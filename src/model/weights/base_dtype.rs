@@ -1,4 +1,4 @@
-//! What a converted copy of a base holds: which tensors, of which type, and where in its file.
+//! The tensors of a converted copy of a base: their types, and where in its file they are.
 
 use engraft_util::safetensors::{self as safetensors_file, Entry, Order};
 use half::f16;
@@ -14,7 +14,7 @@ use crate::{
 /// Types that the matrices of a base are kept in; vectors and positions are FP16 in both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum BaseDType {
-    /// FP16.
+    /// Half precision, 2 bytes an element.
     #[default]
     F16,
     /// 8-bit codes with an FP16 scale for each block of 32.
@@ -53,7 +53,7 @@ pub(super) fn scales_of(name: &str) -> String {
     format!("{name}.scales")
 }
 
-/// A tensor of a copy, and where it begins behind the header.
+/// A tensor of a copy, and where it begins after the header.
 pub(super) struct Part {
     pub(super) name: String,
     pub(super) dtype: Dtype,
@@ -61,7 +61,7 @@ pub(super) struct Part {
     pub(super) start: usize,
 }
 
-/// The tensors of a copy: all FP16 in canonical order, scales where their codes would be, then the codes. So FP16 lies
+/// The tensors of a copy: all FP16 in canonical order, scales where their codes would be, then the codes. So FP16 is
 /// at even places whatever the sizes are.
 pub(super) fn parts(wanted: &[Wanted], dtype: BaseDType) -> Vec<Part> {
     let coded = |tensor: &&Wanted| tensor.is_coded(dtype);
@@ -132,7 +132,7 @@ impl<'a, 'f> Coder<'a, 'f> {
         self.flush()
     }
 
-    /// Ends a block.
+    /// Ends a block: its codes and scale are made.
     fn close(&mut self) {
         let start = self.codes.len();
         self.codes.resize(start + self.block.len(), 0);
@@ -150,7 +150,7 @@ impl<'a, 'f> Coder<'a, 'f> {
         Ok(())
     }
 
-    /// Writes the scales.
+    /// Writes the scales after all codes.
     pub(super) fn finish(self) -> Result<()> {
         let bytes: Vec<u8> = self.scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
         self.file.write_at(self.places.1, &bytes)

@@ -21,7 +21,7 @@ use super::{
 };
 use crate::error::{Error, Result};
 
-/// Changes whenever what is kept under a key would change for the same source.
+/// Changes whenever the files under a key would change for the same source.
 const FORM: &[u8] = b"engraft cache 2";
 
 /// The place of one source in the cache.
@@ -47,7 +47,7 @@ impl Entry {
         Ok(Self { folder: cache.join(&key.as_str()[..32]), dtype })
     }
 
-    /// The copy.
+    /// The file of the copy.
     pub(super) fn model(&self) -> PathBuf {
         self.folder.join(match self.dtype {
             BaseDType::F16 => "model.safetensors",

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::error::{Error, Result};
 
-/// What fingerprints of this form begin with; another form gets another number.
+/// The beginning of fingerprints of this form; another form gets another number.
 pub(super) const FORM: &str = "engraft1";
 
 /// The fingerprint of a checked source, after looking at every value.
@@ -55,7 +55,7 @@ pub(super) fn convert(
     })
 }
 
-/// What is written to: a file, or memory.
+/// A file, or memory, that a copy is written to.
 pub(super) trait Room: Write + Seek {}
 
 impl<T: Write + Seek> Room for T {}
@@ -64,7 +64,7 @@ impl<T: Write + Seek> Room for T {}
 pub(super) struct Sink<'a> {
     pub(super) file: &'a mut dyn Room,
     pub(super) path: &'a std::path::Path,
-    /// Where it stands.
+    /// Bytes written so far.
     pub(super) at: usize,
 }
 

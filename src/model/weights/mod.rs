@@ -1,6 +1,6 @@
 //! The frozen weights of a base, mapped from their file in FP16 or 8 bits, and the fingerprint that names them.
 //!
-//! An FP16 safetensors source is mapped where it lies. Any other source, and any that is wanted in 8 bits, is
+//! An FP16 safetensors source is mapped in place. Any other source, and any that is wanted in 8 bits, is
 //! rewritten once, tensor by tensor, as a safetensors file in the cache, and that is mapped. Values are checked in the same
 //! pass that takes the fingerprint; the cache keeps the result under the identity of the source (path,
 //! size and times of its files), so a second load reads headers only.
@@ -46,12 +46,12 @@ pub struct Weights {
     pub wpe: Frozen,
     /// From the first block to the last.
     pub blocks: Vec<BlockWeights>,
-    /// Before the head.
+    /// The layer norm before the head.
     pub ln_f: Norm,
     /// Head, (v, c); `None` when it is the token embedding.
     pub head: Option<FrozenMatrix>,
     /// Transpose of the head for the logits of many rows, (c, v), where a CPU that generates has it.
-    pub head_turned: Option<FrozenMatrix>,
+    pub head_transposed: Option<FrozenMatrix>,
     /// Names the values: equal for every copy of the same FP16 weights, whatever their file, and whether or not they
     /// were rounded to 8 bits afterwards.
     ///
@@ -64,13 +64,13 @@ pub struct Weights {
 /// One transformer block; c width.
 #[derive(Debug, Clone)]
 pub struct BlockWeights {
-    /// Before attention.
+    /// The layer norm before attention.
     pub ln_1: Norm,
     /// Queries, keys and values side by side, (c, 3c).
     pub c_attn: Linear,
     /// After attention, (c, c).
     pub attn_proj: Linear,
-    /// Before the MLP.
+    /// The layer norm before the MLP.
     pub ln_2: Norm,
     /// Into the MLP, (c, inner).
     pub c_fc: Linear,
@@ -106,12 +106,12 @@ impl BlockWeights {
     }
 }
 
-/// A LayerNorm's parameters.
+/// The parameters of a layer norm, FP16.
 #[derive(Debug, Clone)]
 pub struct Norm {
-    /// Factor, (c).
+    /// Factor of each feature, (c).
     pub gain: Frozen,
-    /// Summand, (c).
+    /// Summand of each feature, (c).
     pub bias: Frozen,
 }
 
@@ -120,12 +120,12 @@ pub struct Norm {
 pub struct Linear {
     /// (inputs, outputs): columns of x, columns of y.
     pub weight: FrozenMatrix,
-    /// (outputs).
+    /// Added to y, (outputs).
     pub bias: Frozen,
 }
 
 impl Weights {
-    /// Maps the weights that lie in `folder` as `dtype`, through `cache` when they are kept in another type.
+    /// Maps the weights in `folder` as `dtype`, through `cache` when they are kept in another type.
     ///
     /// # Errors
     /// [`Error::Input`] when the files are damaged, or hold other tensors than `config` asks for, or values
@@ -234,8 +234,8 @@ impl Weights {
     ///
     /// # Errors
     /// [`Error::Memory`] when there is no memory for it.
-    pub fn turn_head(&mut self) -> Result<()> {
-        self.head_turned = self.head().transposed()?;
+    pub fn transpose_head(&mut self) -> Result<()> {
+        self.head_transposed = self.head().transposed()?;
         Ok(())
     }
 
@@ -312,7 +312,7 @@ fn assemble(views: Vec<FrozenMatrix>, config: &Config, fingerprint: String) -> O
     let blocks = (0..config.layers).map(|_| block(&mut next)).collect::<Option<Vec<_>>>()?;
     let ln_f = norm(&mut next)?;
     let head = next.next();
-    Some(Weights { wte, wpe, blocks, ln_f, head, head_turned: None, fingerprint })
+    Some(Weights { wte, wpe, blocks, ln_f, head, head_transposed: None, fingerprint })
 }
 
 fn block(next: &mut dyn Iterator<Item = FrozenMatrix>) -> Option<BlockWeights> {

@@ -152,7 +152,7 @@ impl Source {
         Ok(())
     }
 
-    /// What errors call the file of `stored`.
+    /// The name of the file of `stored`, for errors.
     pub(super) fn path(&self, stored: &StoredTensor) -> &Path {
         &self.files[stored.file].path
     }
