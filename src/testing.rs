@@ -2,10 +2,10 @@
 
 use half::f16;
 
-#[path = "../tests/it/skip.rs"]
-mod skip;
+#[cfg(test)]
+mod skip_tests;
 
-pub use skip::skip;
+pub use skip_tests::skip;
 
 /// Repeatable values in -1 .. 1, different for every `seed`.
 pub fn numbers(seed: u64, len: usize) -> Vec<f32> {
