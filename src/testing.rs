@@ -2,7 +2,10 @@
 
 use half::f16;
 
-pub use engraft_util::skip::skip;
+#[cfg(test)]
+mod skip_tests;
+
+pub use skip_tests::skip;
 
 /// Repeatable values in -1 .. 1, different for every `seed`.
 pub fn numbers(seed: u64, len: usize) -> Vec<f32> {

@@ -20,7 +20,7 @@ use engraft::{
 use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec};
 use engraft_util::rng;
 
-use engraft_util::skip::skip;
+use crate::skip::skip;
 
 use crate::cli_support::Sandbox;
 

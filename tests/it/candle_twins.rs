@@ -110,7 +110,7 @@ fn an_adapted_layer_agrees_with_candles_autograd() {
     let (residual, values) = (drawn(3, TOKENS * OUTPUTS), drawn(4, STORE));
     let weight: Vec<f16> = drawn(5, INPUTS * OUTPUTS).into_iter().map(f16::from_f32).collect();
     let bias = vec![f16::ZERO; OUTPUTS];
-    let layer = Layer { weight: Matrix::halves(weight[..].into(), INPUTS, OUTPUTS), bias: bias[..].into() };
+    let layer = Layer { weight: Matrix::f16(weight[..].into(), INPUTS, OUTPUTS), bias: bias[..].into() };
     let (d, e) = (Some(at("d")), Some(at("e")));
     let first =
         Delta { b: at("B").at, rank: RANK, columns: 0..OUTPUTS, scale: 1.7, d, e, ..Delta::default() };

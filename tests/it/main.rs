@@ -22,6 +22,8 @@ mod policies;
 mod q8;
 mod resume;
 mod setup;
+#[path = "../../src/testing/skip_tests.rs"]
+mod skip;
 mod source;
 mod speed;
 mod tidy;

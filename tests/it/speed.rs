@@ -14,7 +14,7 @@ use engraft::{
 use engraft_util::rng;
 use half::f16;
 
-use engraft_util::skip::skip;
+use crate::skip::skip;
 
 /// A kernel is at fault when it takes this many times as long as its twin; they take 0.2 to 0.95.
 const GROSS: f64 = 1.5;

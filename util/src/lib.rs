@@ -5,5 +5,3 @@ pub mod atomic;
 pub mod real;
 pub mod rng;
 pub mod safetensors;
-#[doc(hidden)]
-pub mod skip;

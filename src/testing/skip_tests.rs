@@ -1,4 +1,4 @@
-//! For tests alone: those that this machine cannot run say so. In a complete run none may be skipped that it could have run.
+//! Tests that this machine cannot run say so. In a complete run none may be skipped that the machine could have run.
 
 use std::{env, io::Write};
 
