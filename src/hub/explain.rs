@@ -1,8 +1,8 @@
 //! What the hub's refusals mean for the user.
 
-use hf_hub::HFError;
+use ureq::http::StatusCode;
 
-use super::HubOptions;
+use super::{HubOptions, client::Refusal};
 use crate::error::Error;
 
 /// What was asked for, as errors name it.
@@ -13,52 +13,63 @@ pub(super) struct Asked<'a> {
 
 impl Asked<'_> {
     /// The sentence for a failure while `file` was fetched.
-    pub(super) fn explain(&self, file: &str, cause: &HFError) -> Error {
+    pub(super) fn explain(&self, file: &str, refusal: Refusal) -> Error {
         let id = self.id;
-        let code = code(cause);
-        match (cause, code) {
-            (HFError::AuthRequired { .. } | HFError::Forbidden { .. }, Some("GatedRepo")) => {
-                Error::input(format!(
-                    "{id}: is gated; accept its licence on its page at the hub and set HF_TOKEN to a token of that account"
+        match refusal {
+            Refusal::Status { status, code } => self.refused(file, status, code.as_deref()),
+            Refusal::Unreachable(cause) => self.unreachable(&cause),
+            Refusal::Cut(cause) => Error::failed(format!(
+                "{id}: the download of {file} was cut: {cause}; run the command again to go on from there"
+            )),
+            Refusal::Size { status, sent, size } => {
+                let answered = if status.is_success() { String::new() } else { format!(" and {status}") };
+                Error::failed(format!(
+                    "{id}: the hub sent {sent} of the {size} bytes of {file}{answered}; try again"
                 ))
             }
-            (HFError::AuthRequired { .. }, _) if self.options.token.is_some() => Error::input(format!(
-                "{id}: the hub refuses the token; set HF_TOKEN to a valid token that may read it"
+            Refusal::Answer(what) => Error::failed(format!(
+                "{id}: {file} cannot be fetched: the hub's answer has {what}; check HF_ENDPOINT or try again"
             )),
-            (HFError::AuthRequired { .. }, _) => Error::input(format!(
-                "{id}: the hub knows no public model of this name; check the id, \
-                 or set HF_TOKEN to a token that may read it"
-            )),
-            (HFError::Forbidden { .. }, _) => Error::input(format!(
-                "{id}: the token in use may not read it; set HF_TOKEN to a token that may"
-            )),
-            (HFError::RevisionNotFound { .. }, Some("RepoNotFound")) | (HFError::RepoNotFound { .. }, _) => {
-                Error::input(format!("{id}: the hub knows no model of this name; check the id"))
-            }
-            (HFError::RevisionNotFound { .. }, _) => Error::input(format!(
-                "{id}: has no revision {}; give a branch, tag or commit that it has as --revision",
-                self.revision()
-            )),
-            (HFError::RateLimited { .. }, _) => Error::failed(format!(
-                "{id}: the hub limits the rate of requests; wait a little and try again"
-            )),
-            (HFError::Http { context }, _) => Error::failed(format!(
-                "{id}: the hub answered {} for {file}; try again later",
-                context.status
-            )),
-            (HFError::Request { source, .. }, _) if source.is_connect() || source.is_timeout() => {
-                self.unreachable(&root(source))
-            }
-            (HFError::Request { source, .. }, _) => Error::failed(format!(
-                "{id}: the download of {file} was cut: {}; run the command again to go on from there",
-                root(source)
-            )),
-            (HFError::Io(cause), _) => Error::failed(format!(
+            Refusal::Io(cause) => Error::failed(format!(
                 "{id}: {file} cannot be stored in {}: {cause}; free space or choose another folder with HF_HOME",
                 self.options.cache.display()
             )),
-            _ => Error::failed(format!("{id}: {file} cannot be fetched: {cause}; try again")),
         }
+    }
+
+    fn refused(&self, file: &str, status: StatusCode, code: Option<&str>) -> Error {
+        let id = self.id;
+        match (status.as_u16(), code) {
+            (401 | 403, Some("GatedRepo")) => Error::input(format!(
+                "{id}: is gated; accept its licence on its page at the hub and set HF_TOKEN to a token of that account"
+            )),
+            (401, _) if self.options.token.is_some() => Error::input(format!(
+                "{id}: the hub refuses the token; set HF_TOKEN to a valid token that may read it"
+            )),
+            (401, _) => Error::input(format!(
+                "{id}: the hub knows no public model of this name; check the id, \
+                 or set HF_TOKEN to a token that may read it"
+            )),
+            (403, _) => Error::input(format!(
+                "{id}: the token in use may not read it; set HF_TOKEN to a token that may"
+            )),
+            (429, _) => Error::failed(format!(
+                "{id}: the hub limits the rate of requests; wait a little and try again"
+            )),
+            _ => Error::failed(format!("{id}: the hub answered {status} for {file}; try again later")),
+        }
+    }
+
+    /// The hub knows no such repository, or the repository no such revision; `code` is the hub's word for it.
+    pub(super) fn no_revision(&self, code: Option<&str>) -> Error {
+        let id = self.id;
+        if code == Some("RepoNotFound") {
+            return Error::input(format!("{id}: the hub knows no model of this name; check the id"));
+        }
+        Error::input(format!(
+            "{id}: has no revision {}; give a branch, tag or commit that it has as --revision",
+            self.revision()
+        ))
     }
 
     /// The repository is there and lacks the file.
@@ -91,26 +102,4 @@ impl Asked<'_> {
     fn revision(&self) -> &str {
         self.options.revision.as_deref().unwrap_or("main")
     }
-}
-
-/// The hub's own word for a refusal, from its `X-Error-Code`.
-fn code(cause: &HFError) -> Option<&str> {
-    match cause {
-        HFError::AuthRequired { context } | HFError::Forbidden { context } | HFError::Http { context } => {
-            context.error_code.as_deref()
-        }
-        HFError::RepoNotFound { context, .. } | HFError::RevisionNotFound { context, .. } => {
-            context.as_ref()?.error_code.as_deref()
-        }
-        _ => None,
-    }
-}
-
-/// The innermost cause: the outer ones repeat the address.
-fn root(error: &dyn std::error::Error) -> String {
-    let mut inner = error;
-    while let Some(source) = inner.source() {
-        inner = source;
-    }
-    inner.to_string()
 }

@@ -1,19 +1,18 @@
 //! From the name of a base or an adapter to local files: a folder, or a model of the hub in its shared cache.
 //!
-//! Nothing here reads the environment: endpoint, token and cache folder come in [`HubOptions`]. Only the
-//! files that are needed are fetched, all from the commit that the first of them came from. A cut
-//! download goes on where it stopped at the next try.
+//! Nothing here reads the environment: endpoint, token, proxies and cache folder come in [`HubOptions`].
+//! Only the files that are needed are fetched, all from the commit that the first of them came from. A
+//! cut download goes on where it stopped at the next try.
 
+mod client;
+mod download;
 mod explain;
+mod proxy;
 mod repo;
-mod resume;
 
-use std::{
-    path::{Path, PathBuf},
-    sync::mpsc,
-    thread,
-};
+use std::path::{Path, PathBuf};
 
+pub use self::proxy::Proxies;
 use self::repo::Repo;
 use crate::{
     error::{Error, Result},
@@ -23,7 +22,7 @@ use crate::{
 /// How to reach the hub, and where its files are kept.
 #[derive(Debug, Clone, Default)]
 pub struct HubOptions {
-    /// Address of the hub; `None` is the client library's own.
+    /// Address of the hub; `None` is `https://huggingface.co`.
     pub endpoint: Option<String>,
     /// Access token; `None` asks anonymously.
     pub token: Option<String>,
@@ -33,6 +32,8 @@ pub struct HubOptions {
     pub revision: Option<String>,
     /// Whether only what the cache holds may be used.
     pub offline: bool,
+    /// Ways out of the network.
+    pub proxies: Proxies,
 }
 
 /// How far the download of a file has come.
@@ -54,7 +55,7 @@ pub struct Progress {
 pub fn base(name: &str, options: &HubOptions, progress: &dyn Fn(Progress)) -> Result<BaseSource> {
     let folder = match local(name, "--base")? {
         Some(folder) => folder,
-        None => fetch(name, options, progress, base_files)?,
+        None => base_files(&Repo::open(name, options, progress)?)?,
     };
     Ok(BaseSource::Folder(folder))
 }
@@ -68,7 +69,7 @@ pub fn base(name: &str, options: &HubOptions, progress: &dyn Fn(Progress)) -> Re
 pub fn adapter(name: &str, options: &HubOptions, progress: &dyn Fn(Progress)) -> Result<PathBuf> {
     match local(name, "--adapter")? {
         Some(folder) => Ok(folder),
-        None => fetch(name, options, progress, adapter_files),
+        None => adapter_files(&Repo::open(name, options, progress)?),
     }
 }
 
@@ -98,28 +99,6 @@ fn is_id(name: &str) -> bool {
         !part.is_empty() && inner && !ends && !part.contains("--") && !part.contains("..")
     };
     name.len() <= 96 && name.split('/').count() <= 2 && name.split('/').all(part)
-}
-
-/// Runs `files` beside this thread, which alone may call `progress`.
-fn fetch(
-    id: &str,
-    options: &HubOptions,
-    progress: &dyn Fn(Progress),
-    files: fn(&Repo) -> Result<PathBuf>,
-) -> Result<PathBuf> {
-    let (sender, receiver) = mpsc::channel();
-    thread::scope(|scope| {
-        let worker = scope.spawn(move || {
-            let found = Repo::open(id, options, sender.clone()).and_then(|repo| files(&repo));
-            // The client may keep a clone of the sender for a while: the end is a message.
-            let _ = sender.send(None);
-            found
-        });
-        receiver.into_iter().map_while(|message| message).for_each(progress);
-        worker
-            .join()
-            .unwrap_or_else(|_| Err(Error::failed(format!("{id}: the download broke down; try again"))))
-    })
 }
 
 /// `config.json`, the tokenizer if there is one, and the weights in the first form that is there.

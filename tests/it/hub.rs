@@ -1,6 +1,6 @@
 //! Names to local files, against a hub on a local port.
 
-use std::{cell::RefCell, fs, path::Path};
+use std::{cell::RefCell, fs, path::Path, sync::Barrier, time::Duration};
 
 use engraft::{
     error::{Error, Result},
@@ -305,15 +305,56 @@ fn a_cache_that_cannot_be_written_is_named() {
 
 #[test]
 fn concurrent_fetches_share_one_cache() {
-    let server = Server::start(Hub::new("tiny", files()));
+    // Late enough that all four ask for the weights before the first has them.
+    let server = Server::start(Hub { delay: Duration::from_millis(300), ..Hub::new("tiny", files()) });
     let cache = tempfile::tempdir().unwrap();
     let online = options(&server.endpoint, &cache);
-    std::thread::scope(|scope| {
-        for _ in 0..4 {
-            scope.spawn(|| {
-                let source = fetch("tiny", &online).unwrap();
-                Base::load(&source, "tiny", &cache.path().join("fp16")).unwrap();
-            });
-        }
+    let fp16 = cache.path().join("fp16");
+    let start = Barrier::new(4);
+    let sources: Vec<_> = std::thread::scope(|scope| {
+        let fetches: Vec<_> = (0..4)
+            .map(|_| {
+                scope.spawn(|| {
+                    start.wait();
+                    let source = fetch("tiny", &online).unwrap();
+                    Base::load(&source, "tiny", &fp16).unwrap();
+                    source
+                })
+            })
+            .collect();
+        fetches.into_iter().map(|fetch| fetch.join().unwrap()).collect()
     });
+    assert!(sources.iter().all(|source| *source == sources[0]), "{sources:?}");
+
+    // Each file was downloaded once, whoever came first.
+    let log = server.log();
+    let downloads = |file: &str| {
+        let is_of = |line: &&String| line.starts_with("GET /tiny/") && line.ends_with(&format!("/{file}"));
+        log.iter().filter(is_of).count()
+    };
+    for file in ["config.json", "tokenizer.json", "model.safetensors"] {
+        assert_eq!(downloads(file), 1, "{file}: {log:?}");
+    }
+    assert_eq!(log.iter().filter(|line| line.starts_with("GET /cdn/")).count(), 1, "{log:?}");
+
+    // The cache holds each file once and nothing half done.
+    let repo = cache.path().join("models--tiny");
+    assert_eq!(names(&repo), ["blobs", "refs", "snapshots"]);
+    assert_eq!(names(folder(&sources[0])), ["config.json", "model.safetensors", "tokenizer.json"]);
+    let held = server.with(|hub| hub.files.clone());
+    let mut blobs: Vec<_> = ["config.json", "tokenizer.json", "model.safetensors"]
+        .map(|file| blake3::hash(&held[file]).to_hex().to_string())
+        .into();
+    blobs.sort();
+    assert_eq!(names(&repo.join("blobs")), blobs);
+    for file in names(folder(&sources[0])) {
+        let path = folder(&sources[0]).join(&file);
+        assert!(
+            path.canonicalize().unwrap().starts_with(repo.join("blobs").canonicalize().unwrap()),
+            "{file}"
+        );
+        assert!(fs::read(path).unwrap() == held[&file], "{file}");
+    }
+    assert_eq!(fs::read_to_string(repo.join("refs/main")).unwrap(), COMMIT);
+    assert_eq!(names(&fp16).len(), 1, "{:?}", names(&fp16));
 }

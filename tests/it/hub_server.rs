@@ -6,6 +6,7 @@ use std::{
     net::{TcpListener, TcpStream},
     sync::{Arc, Mutex},
     thread,
+    time::Duration,
 };
 
 pub const COMMIT: &str = "607a30d783dfa663caf39e06633721c8d4cfcd7e";
@@ -25,6 +26,8 @@ pub struct Hub {
     pub get_status: Option<u16>,
     /// The next downloads of large files end after so many bytes.
     pub cuts: Vec<usize>,
+    /// Downloads of large files begin so late.
+    pub delay: Duration,
     /// Method, path and range of every request.
     pub log: Vec<String>,
 }
@@ -100,6 +103,10 @@ fn answer(mut stream: TcpStream, hub: &Mutex<Hub>, endpoint: &str) {
         hub.log.push(format!("{} {}{range}", request.method, request.path));
         reply(&mut hub, &request, endpoint)
     };
+    if request.path.starts_with("/cdn/") {
+        let delay = hub.lock().unwrap().delay;
+        thread::sleep(delay);
+    }
     let mut head = format!("HTTP/1.1 {} x\r\nConnection: close\r\n", reply.status);
     for (name, value) in &reply.headers {
         head += &format!("{name}: {value}\r\n");

@@ -8,7 +8,7 @@ use std::{
 
 use crate::{
     error::{Error, Result},
-    hub::HubOptions,
+    hub::{HubOptions, Proxies},
 };
 
 /// What the environment says about caches and the hub.
@@ -20,6 +20,7 @@ pub struct Environment {
     endpoint: Option<String>,
     token: Option<String>,
     offline: bool,
+    proxies: Proxies,
 }
 
 impl Environment {
@@ -32,7 +33,8 @@ impl Environment {
     }
 
     /// `ENGRAFT_CACHE`, `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_TOKEN_PATH`,
-    /// `HF_HUB_OFFLINE`, `XDG_CACHE_HOME` and `HOME`, with the meanings huggingface_hub gives them.
+    /// `HF_HUB_OFFLINE`, `XDG_CACHE_HOME` and `HOME`, with the meanings huggingface_hub gives them;
+    /// `HTTPS_PROXY`, `HTTP_PROXY`, `ALL_PROXY` and `NO_PROXY`, in small letters too.
     ///
     /// # Errors
     /// When a variable is not UTF-8.
@@ -48,6 +50,12 @@ impl Environment {
             Some(Ok(text)) => Ok(Some(text.trim().to_owned()).filter(|text| !text.is_empty())),
             Some(Err(_)) => Err(Error::input(format!("{name}: is not UTF-8; correct the variable"))),
         };
+        // Small letters first, as curl has it.
+        let proxy = |name: &str| match text(&name.to_ascii_lowercase())? {
+            None => text(name),
+            found => Ok(found),
+        };
+        let all = proxy("ALL_PROXY")?;
         Ok(Self {
             cache,
             endpoint: text("HF_ENDPOINT")?,
@@ -57,6 +65,11 @@ impl Environment {
                 Some(token.trim().to_owned())
             }),
             offline: text("HF_HUB_OFFLINE")?.is_some_and(|value| is_true(&value)),
+            proxies: Proxies {
+                https: proxy("HTTPS_PROXY")?.or_else(|| all.clone()),
+                http: proxy("HTTP_PROXY")?.or(all),
+                except: proxy("NO_PROXY")?.unwrap_or_default(),
+            },
         })
     }
 
@@ -79,6 +92,7 @@ impl Environment {
             cache: self.hub_cache.clone().ok_or_else(|| homeless("HF_HOME"))?,
             revision: revision.map(str::to_owned),
             offline: offline || self.offline,
+            proxies: self.proxies.clone(),
         })
     }
 }
@@ -131,5 +145,22 @@ mod tests {
         variables.extend([("HF_TOKEN", "mine"), ("HF_HUB_CACHE", "/c")]);
         let found = environment(&variables).unwrap();
         assert_eq!((found.token.as_deref(), places(&found).0), (Some("mine"), PathBuf::from("/c")));
+    }
+
+    #[test]
+    fn proxies_are_those_of_the_scheme() {
+        let proxies = |variables: &[(&str, &str)]| {
+            let found = environment(&[&[("HOME", "/h")], variables].concat()).unwrap();
+            found.hub(None, false).unwrap().proxies
+        };
+        let of = |https: &str, http: &str, except: &str| Proxies {
+            https: Some(https.to_owned()).filter(|text| !text.is_empty()),
+            http: Some(http.to_owned()).filter(|text| !text.is_empty()),
+            except: except.to_owned(),
+        };
+        assert_eq!(proxies(&[]), Proxies::default());
+        assert_eq!(proxies(&[("HTTPS_PROXY", "a"), ("https_proxy", "b")]), of("b", "", ""));
+        assert_eq!(proxies(&[("http_proxy", "a"), ("NO_PROXY", "x, y")]), of("", "a", "x, y"));
+        assert_eq!(proxies(&[("all_proxy", "a"), ("HTTP_PROXY", "b")]), of("a", "b", ""));
     }
 }
