@@ -115,6 +115,15 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
+impl From<engraft_util::shards::IndexError> for Error {
+    fn from(error: engraft_util::shards::IndexError) -> Self {
+        match error {
+            engraft_util::shards::IndexError::Read { path, cause } => Self::reading(&path, &cause),
+            wrong => Self::input(wrong.to_string()),
+        }
+    }
+}
+
 impl From<engraft_util::atomic::WriteError> for Error {
     fn from(error: engraft_util::atomic::WriteError) -> Self {
         Self::failed(error.to_string())

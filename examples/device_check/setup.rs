@@ -231,7 +231,7 @@ impl Recipe {
 
 /// Values to begin with: those of the initialiser, and something else than zero for B.
 pub fn start(set: &AdapterSet) -> Vec<f32> {
-    let mut values = set.init(3)?;
+    let mut values = set.init(3).expect("initial values that need no weights");
     let small = |at: u64| 0.1 * (rng::uniform(17, at) - 0.5);
     values.iter_mut().zip(0..).filter(|(value, _)| **value == 0.0).for_each(|(value, at)| *value = small(at));
     values

@@ -21,7 +21,7 @@ use engraft::{
     optim::{AdamWOptions, Optimizer, OptimizerKind},
     plan::calibrate::attention_flops,
 };
-use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, Segment, Targets};
+use engraft_adapters::{AdapterSet, LoraSpec, Segment, Targets};
 use engraft_util::rng;
 use half::{bf16, f16};
 

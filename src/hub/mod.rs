@@ -12,17 +12,16 @@ mod repo;
 
 use std::path::{Path, PathBuf};
 
+use engraft_util::shards;
+
 pub use self::proxy::Proxies;
 use self::repo::Repo;
-use crate::{
-    error::{Error, Result},
-    model::{BaseSource, weights::shard_names},
-};
+use crate::error::{Error, Result};
 
 /// How to reach the hub, and where its files are kept.
 #[derive(Debug, Clone, Default)]
 pub struct HubOptions {
-    /// Address of the hub; `None` is `https://huggingface.co`.
+    /// Address of the hub; `None` is the client's own.
     pub endpoint: Option<String>,
     /// Access token; `None` asks anonymously.
     pub token: Option<String>,
@@ -52,12 +51,11 @@ pub struct Progress {
 /// # Errors
 /// [`Error::Input`] when `name` is neither, or names what is not there or may not be read;
 /// [`Error::Failed`] when the network or the disk does.
-pub fn base(name: &str, options: &HubOptions, progress: &dyn Fn(Progress)) -> Result<BaseSource> {
-    let folder = match local(name, "--base")? {
-        Some(folder) => folder,
-        None => base_files(&Repo::open(name, options, progress)?)?,
-    };
-    Ok(BaseSource::Folder(folder))
+pub fn base(name: &str, options: &HubOptions, progress: &dyn Fn(Progress)) -> Result<PathBuf> {
+    match local(name, "--base")? {
+        Some(folder) => Ok(folder),
+        None => base_files(&Repo::open(name, options, progress)?),
+    }
 }
 
 /// The folder `name`, or else the hub's adapter of that id as a folder of the cache.
@@ -116,7 +114,7 @@ fn base_files(repo: &Repo) -> Result<PathBuf> {
             return Ok(folder);
         }
         if let Some(index) = repo.get(index)? {
-            for shard in shard_names(&index)? {
+            for shard in shards::names(&index)? {
                 repo.get(&shard)?.ok_or_else(|| repo.absent(&shard))?;
             }
             return Ok(folder);
@@ -165,7 +163,7 @@ mod tests {
         let name = dir.path().to_str().unwrap();
         let progress = |_| {};
         let found = base(name, &HubOptions::default(), &progress).unwrap();
-        assert_eq!(found, BaseSource::Folder(dir.path().to_owned()));
+        assert_eq!(found, dir.path());
         std::fs::write(dir.path().join("x"), "").unwrap();
         let error = adapter(&format!("{name}/x"), &HubOptions::default(), &progress).unwrap_err();
         assert!(error.to_string().contains("is a file; give the folder"), "{error}");

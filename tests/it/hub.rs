@@ -1,6 +1,6 @@
 //! Names to local files, against a hub on a local port.
 
-use std::{cell::RefCell, fs, path::Path, sync::Barrier, time::Duration};
+use std::{cell::RefCell, fs, path::PathBuf, sync::Barrier, time::Duration};
 
 use engraft::{
     error::{Error, Result},
@@ -32,13 +32,8 @@ fn options(endpoint: &str, cache: &TempDir) -> HubOptions {
     HubOptions { endpoint: Some(endpoint.into()), cache: cache.path().into(), ..HubOptions::default() }
 }
 
-fn fetch(name: &str, options: &HubOptions) -> Result<BaseSource> {
+fn fetch(name: &str, options: &HubOptions) -> Result<PathBuf> {
     hub::base(name, options, &|_| {})
-}
-
-fn folder(source: &BaseSource) -> &Path {
-    let BaseSource::Folder(folder) = source else { panic!("{source:?}") };
-    folder
 }
 
 fn names(folder: &Path) -> Vec<String> {
@@ -69,7 +64,7 @@ fn fetches_what_is_needed_into_the_shared_layout() {
     .unwrap();
 
     let snapshot = cache.path().join("models--owner--tiny/snapshots").join(COMMIT);
-    assert_eq!(folder(&source), snapshot);
+    assert_eq!(source, snapshot);
     assert_eq!(names(&snapshot), ["config.json", "model.safetensors", "tokenizer.json"]);
     assert_eq!(fs::read_to_string(cache.path().join("models--owner--tiny/refs/main")).unwrap(), COMMIT);
     assert_eq!(names(&cache.path().join("models--owner--tiny")), ["blobs", "refs", "snapshots"]);
@@ -78,7 +73,7 @@ fn fetches_what_is_needed_into_the_shared_layout() {
     let last = seen.borrow().iter().rfind(|progress| progress.file == "model.safetensors").cloned().unwrap();
     assert_eq!((last.bytes, last.total), (size, size));
 
-    let base = Base::load(&source, "owner/tiny", &cache.path().join("fp16")).unwrap();
+    let base = Base::load(&BaseSource::Folder(source.clone()), "owner/tiny", &cache.path().join("fp16")).unwrap();
     assert_eq!(base.description().revision.as_deref(), Some(COMMIT));
 
     // Again: the hub is asked which commit is current, nothing is downloaded.
@@ -109,7 +104,7 @@ fn offline_uses_the_cache_and_asks_nobody() {
     assert_eq!(fetch("tiny", &offline).unwrap(), online);
     assert!(server.log().is_empty());
 
-    fs::remove_file(folder(&online).join("model.safetensors")).unwrap();
+    fs::remove_file(online.join("model.safetensors")).unwrap();
     assert_error(
         &fetch("tiny", &offline).unwrap_err(),
         2,
@@ -122,7 +117,7 @@ fn takes_tokenizer_and_weights_in_the_form_that_is_there() {
     let get = |files: Vec<(String, Vec<u8>)>| {
         let server = Server::start(Hub::new("m", files));
         let cache = tempfile::tempdir().unwrap();
-        fetch("m", &options(&server.endpoint, &cache)).map(|source| names(folder(&source)))
+        fetch("m", &options(&server.endpoint, &cache)).map(|source| names(source))
     };
     let found = get(small(&["config.json", "vocab.json", "merges.txt", "pytorch_model.bin"])).unwrap();
     assert_eq!(found, ["config.json", "merges.txt", "pytorch_model.bin", "vocab.json"]);
@@ -236,7 +231,7 @@ fn a_cut_download_goes_on_where_it_stopped() {
         .map(|range| format!("GET /cdn/model.safetensors {range}"));
     assert_eq!(gets, wanted.iter().collect::<Vec<_>>());
     assert_eq!((seen.borrow()[0], *seen.borrow().last().unwrap()), (9_000_003, 20_000_000));
-    assert!(fs::read(folder(&source).join("model.safetensors")).unwrap() == weights);
+    assert!(fs::read(source.join("model.safetensors")).unwrap() == weights);
     let repo = cache.path().join("models--big");
     assert_eq!(names(&repo), ["blobs", "refs", "snapshots"]);
     assert!(names(&repo.join("blobs")).iter().all(|name| !name.contains("incomplete")));
@@ -255,7 +250,7 @@ fn a_note_that_fits_nothing_starts_anew() {
         fs::write(&note, damage).unwrap();
         let source = fetch("tiny", &online).unwrap();
         let whole = server.with(|hub| hub.files["model.safetensors"].clone());
-        assert_eq!(fs::read(folder(&source).join("model.safetensors")).unwrap(), whole);
+        assert_eq!(fs::read(source.join("model.safetensors")).unwrap(), whole);
         fs::remove_dir_all(cache.path().join("models--tiny")).unwrap();
     }
 }
@@ -340,15 +335,15 @@ fn concurrent_fetches_share_one_cache() {
     // The cache holds each file once and nothing half done.
     let repo = cache.path().join("models--tiny");
     assert_eq!(names(&repo), ["blobs", "refs", "snapshots"]);
-    assert_eq!(names(folder(&sources[0])), ["config.json", "model.safetensors", "tokenizer.json"]);
+    assert_eq!(names(&sources[0]), ["config.json", "model.safetensors", "tokenizer.json"]);
     let held = server.with(|hub| hub.files.clone());
     let mut blobs: Vec<_> = ["config.json", "tokenizer.json", "model.safetensors"]
         .map(|file| blake3::hash(&held[file]).to_hex().to_string())
         .into();
     blobs.sort();
     assert_eq!(names(&repo.join("blobs")), blobs);
-    for file in names(folder(&sources[0])) {
-        let path = folder(&sources[0]).join(&file);
+    for file in names(&sources[0]) {
+        let path = sources[0].join(&file);
         assert!(
             path.canonicalize().unwrap().starts_with(repo.join("blobs").canonicalize().unwrap()),
             "{file}"

@@ -5,3 +5,4 @@ pub mod atomic;
 pub mod real;
 pub mod rng;
 pub mod safetensors;
+pub mod shards;

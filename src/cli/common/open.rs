@@ -108,7 +108,7 @@ pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute, stream
         Some(name) => {
             let options = hub_options(Path::new(name), args.revision.as_deref(), args, environment)?;
             let download = Download::new();
-            hub::base(name, &options, &|progress| download.show(&progress))?
+            BaseSource::Folder(hub::base(name, &options, &|progress| download.show(&progress))?)
         }
     };
     let name = args.base.as_deref().unwrap_or(EMBEDDED);

@@ -86,8 +86,8 @@ pub fn forward(linear: AdaptedLinear, x: View, residual: Option<View>, n: usize,
 
 /// What a forward adds the deltas to: `start + input W`.
 #[derive(Clone, Copy)]
-struct Summands<'a> {
-    linear: AdaptedLinear<'a>,
+pub(super) struct Summands<'a> {
+    pub(super) linear: AdaptedLinear<'a>,
     /// `u * x`.
     input: View<'a>,
     start: InitialValue<'a>,

@@ -35,7 +35,7 @@ use crate::{
     kernels::matmul::{Arithmetic, FrozenMatrix, Layout},
 };
 
-pub use self::{base_dtype::BaseDType, source::shard_names};
+pub use self::base_dtype::BaseDType;
 
 /// Everything of a base that the model reads; v vocabulary, c width. Vectors and positions are FP16.
 #[derive(Debug, Clone)]

@@ -9,9 +9,11 @@ use std::{
     sync::Arc,
 };
 
-use engraft_util::safetensors::{Header, HeaderError};
+use engraft_util::{
+    safetensors::{Header, HeaderError},
+    shards,
+};
 use safetensors::Dtype;
-use serde_json::Value;
 
 use super::{
     base_dtype::{self, BaseDType},
@@ -273,31 +275,5 @@ fn read_header(path: &Path, size: u64, file: &mut dyn Read) -> Result<Header> {
 
 /// The files that an index names, each once, inside `folder`.
 fn shards(folder: &Path, index: &Path) -> Result<Vec<PathBuf>> {
-    shard_names(index)?.into_iter().map(|name| Ok(folder.join(name))).collect()
-}
-
-/// The file names in the `weight_map` of an index, sorted, each once.
-///
-/// # Errors
-/// [`Error::Input`] when the index cannot be read, is no index, or names a file outside its folder.
-pub fn shard_names(index: &Path) -> Result<Vec<String>> {
-    let wrong = |what: String| Error::input(format!("{}: {what}; get the file again", index.display()));
-    let text = std::fs::read_to_string(index).map_err(|cause| Error::reading(index, &cause))?;
-    let json: Value = serde_json::from_str(&text).map_err(|cause| wrong(format!("is no JSON: {cause}")))?;
-    let map = json.get("weight_map").and_then(Value::as_object);
-    let map = map.ok_or_else(|| wrong("has no weight_map".into()))?;
-    let mut names = std::collections::BTreeSet::new();
-    for value in map.values() {
-        // A name with a folder in it could lead anywhere.
-        let name = value.as_str().filter(|name| {
-            !name.contains(['/', '\\']) && (name.ends_with(".safetensors") || name.ends_with(".bin"))
-        });
-        let name = name
-            .ok_or_else(|| wrong(format!("names the shard {value}, which is no weights file beside it")))?;
-        names.insert(name.to_owned());
-    }
-    if names.is_empty() {
-        return Err(wrong("names no shard".into()));
-    }
-    Ok(names.into_iter().collect())
+    shards::names(index)?.into_iter().map(|name| Ok(folder.join(name))).collect()
 }
