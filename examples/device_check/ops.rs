@@ -12,7 +12,8 @@ use engraft::{
         activation::{self, Activation},
         adamw, adamw8,
         adapted_linear::{
-            self, AdaptedLinear, BackwardBuffers, Delta, Dropout, ForwardBuffers, Layer, SavedProducts,
+            self, AdaptedLinear, BackwardBuffers, BiasPlace, Delta, Dropout, ForwardBuffers, Layer,
+            SavedProducts, Scaling, SiteVectors, Vector, xa_len,
         },
         attention::{self, CacheRows, Heads, Prefix, Seen, Shape},
         embed,
@@ -87,7 +88,7 @@ impl On {
 type Outputs = Vec<(&'static str, Vec<f32>)>;
 type Check = (&'static str, fn(On) -> Result<Outputs>);
 
-const CHECKS: [Check; 13] = [
+const CHECKS: [Check; 15] = [
     ("embed", embeddings),
     ("layernorm", layernorms),
     ("activation", activations),
@@ -96,6 +97,8 @@ const CHECKS: [Check; 13] = [
     ("dense product", dense),
     ("adapted linear, many rows", |on| linears(on, 301)),
     ("adapted linear, few rows", |on| linears(on, 5)),
+    ("adapted linear with vectors, many rows", |on| scaled_linears(on, 300)),
+    ("adapted linear with vectors, few rows", |on| scaled_linears(on, 6)),
     ("attention, heads of 64", |on| attentions(on, 64)),
     ("attention, heads of 20", |on| attentions(on, 20)),
     ("attention of one query", decoding),
@@ -240,6 +243,76 @@ fn linears(on: On, n: usize) -> Result<Outputs> {
         ("gradients of A and B", grads.view().to_vec()),
         ("dx", dx.view().to_floats()),
     ])
+}
+
+/// With every optional part: u, g, d, e, a trained bias, frozen factors, ranges of tokens.
+fn scaled_linears(on: On, n: usize) -> Result<Outputs> {
+    let (inputs, outputs, rank) = (96, 120, 5);
+    let (w, bias) = (on.frozen(1, inputs * outputs)?, on.frozen(2, outputs)?);
+    let layer = Layer { weight: Matrix::f16(w.view(), inputs, outputs), bias: bias.view() };
+    let mut len = 1;
+    let mut next = |size: usize| {
+        len += size;
+        len - size
+    };
+    let (a, b) = (next(rank * inputs), next(rank * outputs));
+    let first = Delta {
+        a,
+        b,
+        rank,
+        columns: 0..outputs,
+        scale: 1.7,
+        d: Some(Vector::trained(next(rank))),
+        e: Some(Vector::trained(next(outputs))),
+        ..Delta::default()
+    };
+    let (tokens, mask) = (Some(n / 2..n), Some(1));
+    let second = Delta { b: next(40 * rank), columns: 70..110, d: None, tokens, mask, ..first.clone() };
+    let third = Delta { b_frozen: true, a_frozen: true, tokens: None, mask: Some(2), ..first.clone() };
+    let deltas = [first, Delta { e: None, ..second }, third];
+    let mut scaling = |columns, tokens| {
+        let columns: std::ops::Range<usize> = columns;
+        Scaling { vector: Vector::trained(next(columns.len())), columns, tokens }
+    };
+    let u = [scaling(0..inputs, None)];
+    let g = [scaling(7..101, None), scaling(101..outputs, Some(1..n - 1))];
+    let trained_bias = Some(Vector::trained(next(outputs)));
+    let (values, x, dy) = (on.wide(3, len)?, on.activations(4, n * inputs)?, on.activations(5, n * outputs)?);
+    let residual = on.activations(6, n * outputs)?;
+    let dropout = Dropout { key: 99, p: 0.2, first_row: 2, seq_len: n / 2, stride: n };
+    let mut results = Vec::new();
+    for (bias, bias_place) in [
+        (None, BiasPlace::Inside),
+        (None, BiasPlace::Outside),
+        (trained_bias, BiasPlace::Inside),
+        (trained_bias, BiasPlace::Outside),
+    ] {
+        let vectors = SiteVectors { u: &u, g: &g, bias, bias_place };
+        let linear = AdaptedLinear { vectors, ..AdaptedLinear::new(layer, &deltas, values.view(), dropout) };
+        let products = xa_len(&deltas, n);
+        let (mut xa, mut d_xa) = (on.zeros(F32, products)?, on.zeros(F32, products)?);
+        let (mut y, mut dx, mut grads) = (on.room(n * outputs)?, on.room(n * inputs)?, on.wide(7, len)?);
+        let (mut scaled_x, mut product) = (on.room(n * inputs)?, on.room(n * outputs)?);
+        let mut d_product = on.room(n * outputs)?;
+        let to = ForwardBuffers {
+            scaled_x: Some(scaled_x.view_mut()),
+            product: Some(product.view_mut()),
+            ..ForwardBuffers::new(xa.view_mut(), y.view_mut())
+        };
+        adapted_linear::forward(linear, x.view(), Some(residual.view()), n, to);
+        let saved = SavedProducts { xa: xa.view(), product: Some(product.view()) };
+        let to = BackwardBuffers {
+            d_product: Some(d_product.view_mut()),
+            ..BackwardBuffers::new(grads.view_mut(), d_xa.view_mut(), Some(dx.view_mut()))
+        };
+        adapted_linear::backward(linear, dy.view(), x.view(), saved, n, to);
+        results.extend([
+            ("y", y.view().to_floats()),
+            ("gradients of all", grads.view().to_vec()),
+            ("dx", dx.view().to_floats()),
+        ]);
+    }
+    Ok(results)
 }
 
 /// Two rows of 71 tokens in three documents after a prefix of 5, and without one.

@@ -115,7 +115,7 @@ fn parts<'a>(gpu: &'static Gpu, linear: &AdaptedLinear<'a>, n: usize) -> impl It
     all.filter(|part| part.xa_len() > 0)
 }
 
-pub fn forward(gpu: &'static Gpu, to: Summands, x: View, xa: ViewMut, y: ViewMut, n: usize) {
+pub(super) fn forward(gpu: &'static Gpu, to: Summands, x: View, xa: ViewMut, y: ViewMut, n: usize) {
     let linear = &to.linear;
     if let ([delta], 1..=SMALL_BATCH, true) = (linear.deltas, n, linear.vectors.u.is_empty())
         && delta.tokens.is_none()
