@@ -77,7 +77,7 @@ impl Tensor {
     }
 
     /// Product of the sizes.
-    pub fn len(&self) -> usize {
+    pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }
 }
@@ -251,7 +251,7 @@ mod tests {
             ("gpt2-xl", 1_557_611_200, 580),
         ] {
             let list = Arch::of(&builtin(name).unwrap().unwrap()).tensors();
-            assert_eq!(list.iter().map(Tensor::len).sum::<usize>(), parameters, "{name}");
+            assert_eq!(list.iter().map(Tensor::elements).sum::<usize>(), parameters, "{name}");
             assert_eq!(list.len(), tensors, "{name}");
         }
     }

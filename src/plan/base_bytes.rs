@@ -41,7 +41,7 @@ impl BaseBytes {
         Self::sum(&arch, config, |tensor| match tensor.shape[..] {
             // Positions are no matrix of a product.
             [rows, cols] if tensor.name != POSITION_EMBEDDING => dtype.matrix_bytes(rows, cols),
-            _ => 2 * tensor.len() as u64,
+            _ => 2 * tensor.elements() as u64,
         })
         .with_scales(dtype)
     }
@@ -75,7 +75,7 @@ impl BaseBytes {
     /// The same in FP16 in the `memory` of a device, where every tensor is aligned.
     pub fn on_device(config: &Config, memory: &OwnMemory) -> Self {
         Self::sum(&Arch::of(config), config, |tensor| {
-            (2 * tensor.len()).next_multiple_of(memory.alignment) as u64
+            (2 * tensor.elements()).next_multiple_of(memory.alignment) as u64
         })
     }
 

@@ -73,7 +73,8 @@ fn fetches_what_is_needed_into_the_shared_layout() {
     let last = seen.borrow().iter().rfind(|progress| progress.file == "model.safetensors").cloned().unwrap();
     assert_eq!((last.bytes, last.total), (size, size));
 
-    let base = Base::load(&BaseSource::Folder(source.clone()), "owner/tiny", &cache.path().join("fp16")).unwrap();
+    let base =
+        Base::load(&BaseSource::Folder(source.clone()), "owner/tiny", &cache.path().join("fp16")).unwrap();
     assert_eq!(base.description().revision.as_deref(), Some(COMMIT));
 
     // Again: the hub is asked which commit is current, nothing is downloaded.

@@ -116,7 +116,7 @@ pub(super) struct Coder<'a, 'f> {
 
 impl<'a, 'f> Coder<'a, 'f> {
     /// For a tensor of rows of `cols`, whose codes begin at `codes` in the file and its scales at `scales`.
-    pub(super) fn new(file: &'a mut Sink<'f>, cols: usize, (codes, scales): (usize, usize)) -> Self {
+    pub(super) fn new(file: &'a mut Sink<'f>, cols: usize, codes: usize, scales: usize) -> Self {
         let block = Vec::with_capacity(BLOCK);
         Self { file, cols, block, column: 0, codes: Vec::new(), scales: Vec::new(), places: (codes, scales) }
     }

@@ -39,7 +39,7 @@ pub(super) fn convert(
         let start = place(&tensor.name);
         match tensor.shape[..] {
             [_, cols] if tensor.is_coded(dtype) => {
-                let mut coder = Coder::new(file, cols, (start, place(&scales_of(&tensor.name))));
+                let mut coder = Coder::new(file, cols, start, place(&scales_of(&tensor.name)));
                 values(&mut |bytes| coder.take(bytes))?;
                 coder.finish()
             }

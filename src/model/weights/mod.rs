@@ -278,7 +278,7 @@ impl Weights {
             let scales = source.tensors.get(&scales_of(&tensor.name));
             let (rows, cols) = match tensor.shape[..] {
                 [rows, cols] => (rows, cols),
-                _ => (1, tensor.len()),
+                _ => (1, tensor.elements()),
             };
             views.push(FrozenMatrix {
                 data: frozen(stored)?,

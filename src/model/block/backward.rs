@@ -1,0 +1,195 @@
+//! The backward of a block: the lines of its forward, upwards.
+
+use super::{Block, Gradients, Saved, rows};
+use crate::{
+    device::{Buffer, View, ViewMut},
+    kernels::{
+        activation,
+        adapted_linear::{self, BackwardBuffers, SavedProducts},
+        attention::{self, Seen},
+        gather::spread,
+        layernorm,
+    },
+    model::{
+        arch::Site,
+        buffers::{BackwardWork, BlockBuffers, SharedScratch, Workspace},
+    },
+};
+
+impl Block<'_> {
+    /// Backward: `back.grad` holds the gradient of the block's output `(m, c)` on entry and that of its input
+    /// `x (n, c)` on exit (left undefined unless `input_gradient`), and `to` grows by those of the trainables.
+    pub fn backward(
+        &self,
+        x: View,
+        saved: Saved,
+        workspace: &mut Workspace,
+        back: &mut BackwardWork,
+        to: &mut Gradients,
+        input_gradient: bool,
+    ) -> BlockBuffers {
+        let Saved(mut kept) = saved;
+        self.mlp_half_backward(&mut kept, workspace, back, to);
+        self.attention_half_backward(x, &mut kept, workspace, back, to, input_gradient);
+        kept
+    }
+
+    /// In the forward pass this was `y = middle + c_proj(f(c_fc(ln_2(middle))))`.
+    fn mlp_half_backward(
+        &self,
+        kept: &mut BlockBuffers,
+        workspace: &mut Workspace,
+        back: &mut BackwardWork,
+        to: &mut Gradients,
+    ) {
+        let (n, c, f) = (self.outputs(), self.config.width, self.config.inner);
+        let inner = rows!(kept.inner, n, f);
+        let kind = self.config.activation;
+        if self.adapts(Site::MlpProj) {
+            activation::forward(kind, inner, workspace.shared.activated_mut().slice(0, n * f));
+        }
+        let (activated, d_activated) = workspace.shared.wide_mut();
+        // Nothing of it where no adapter needs it.
+        let activated = activated.slice(0, activated.len().min(n * f));
+        let d_activated = Some(d_activated.slice(0, n * f));
+        self.linear_backward(
+            Site::MlpProj,
+            rows!(back.grad, n, c),
+            activated,
+            kept,
+            &mut back.d_xa,
+            to,
+            d_activated,
+        );
+        activation::backward(kind, inner, workspace.shared.wide_mut().1.slice(0, n * f));
+
+        let middle = rows!(kept.outputs.middle, n, c);
+        let norm = self.norm(&self.weights.ln_2);
+        if self.adapts(Site::CFc) {
+            layernorm::forward(
+                middle,
+                norm,
+                rows!(mut workspace.normed, n, c),
+                rows!(mut kept.statistics.stats_2, n, 2),
+            );
+        }
+        let d_normed = rows!(mut back.narrow, n, c);
+        let (d_inner, normed) = (workspace.shared.wide().slice(0, n * f), rows!(workspace.normed, n, c));
+        self.linear_backward(Site::CFc, d_inner, normed, kept, &mut back.d_xa, to, Some(d_normed));
+        let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.statistics.stats_2, n, 2));
+        layernorm::backward(
+            d_normed,
+            rows!(kept.outputs.middle, n, c),
+            stats,
+            norm,
+            rows!(mut back.grad, n, c),
+        );
+    }
+
+    /// In the forward pass this was `middle = x + c_proj(attention(c_attn(ln_1(x))))`.
+    fn attention_half_backward(
+        &self,
+        x: View,
+        kept: &mut BlockBuffers,
+        workspace: &mut Workspace,
+        back: &mut BackwardWork,
+        to: &mut Gradients,
+        input_gradient: bool,
+    ) {
+        let (n, c) = (self.cells(), self.config.width);
+        self.attention_output_backward(kept, workspace, back, to);
+        self.attention_backward(kept, &mut workspace.shared, back, to);
+
+        let norm = self.norm(&self.weights.ln_1);
+        let adapted = self.adapts(Site::CAttn);
+        if !adapted && !input_gradient {
+            return;
+        }
+        if adapted {
+            layernorm::forward(
+                x,
+                norm,
+                rows!(mut workspace.normed, n, c),
+                rows!(mut kept.statistics.stats_1, n, 2),
+            );
+        }
+        let d_normed = input_gradient.then(|| rows!(mut back.narrow, n, c));
+        let (d_qkv, normed) = (workspace.shared.wide().slice(0, n * 3 * c), rows!(workspace.normed, n, c));
+        self.linear_backward(Site::CAttn, d_qkv, normed, kept, &mut back.d_xa, to, d_normed);
+        if input_gradient {
+            let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.statistics.stats_1, n, 2));
+            layernorm::backward(d_normed, x, stats, norm, rows!(mut back.grad, n, c));
+        }
+    }
+
+    /// From the gradient of the middle `(m, c)` in `back.grad` to that of attention's output `(n, c)` in `back.narrow`;
+    /// the former becomes `(n, c)`. No gradient comes from tokens that are not wanted.
+    fn attention_output_backward(
+        &self,
+        kept: &BlockBuffers,
+        workspace: &mut Workspace,
+        back: &mut BackwardWork,
+        to: &mut Gradients,
+    ) {
+        let (n, m, c) = (self.cells(), self.outputs(), self.config.width);
+        let mixed = self.pick(rows!(kept.outputs.mixed, n, c), workspace.shared.wide_mut().1.slice(0, m * c));
+        let d_mixed = if self.wanted.is_some() {
+            rows!(mut workspace.normed, m, c)
+        } else {
+            rows!(mut back.narrow, m, c)
+        };
+        let dy = rows!(back.grad, m, c);
+        self.linear_backward(Site::AttnProj, dy, mixed, kept, &mut back.d_xa, to, Some(d_mixed));
+        if let Some(wanted) = self.wanted {
+            spread(rows!(workspace.normed, m, c), wanted, rows!(mut back.narrow, n, c), c);
+            // Both are (n, c) of one type.
+            std::mem::swap(&mut workspace.normed, &mut back.grad);
+            spread(rows!(workspace.normed, m, c), wanted, rows!(mut back.grad, n, c), c);
+        }
+    }
+
+    /// From the gradient of attention's output in `back.narrow` to that of qkv in `shared`.
+    fn attention_backward(
+        &self,
+        kept: &BlockBuffers,
+        shared: &mut SharedScratch,
+        back: &mut BackwardWork,
+        to: &mut Gradients,
+    ) {
+        let (n, c, layers) = (self.cells(), self.config.width, self.config.layers);
+        let group = self.group();
+        let shape = self.shape(group, 0);
+        let seen = Seen {
+            qkv: rows!(kept.qkv, n, 3 * c),
+            prefix: self.prefix(group),
+            starts: self.starts,
+            out: rows!(kept.outputs.mixed, n, c),
+            lse: rows!(kept.statistics.lse, n, self.config.heads),
+        };
+        let d_prefix = rows!(mut back.d_prefix, group.batch * 2 * shape.prefix, c);
+        let d_qkv = shared.wide_mut().1.slice(0, n * 3 * c);
+        attention::backward(rows!(back.narrow, n, c), seen, self.scale(), shape, d_qkv, d_prefix);
+        if shape.prefix > 0 {
+            let places = (2 * layers * c, 2 * self.layer * c, (2 * self.layer + 1) * c);
+            let parts = rows!(back.d_prefix, group.batch * 2 * shape.prefix, c);
+            attention::sum_prefix(parts, shape, to.prompt.reborrow(), places);
+        }
+    }
+
+    #[allow(clippy::too_many_arguments, reason = "an op's gradient, operands, saved state and target")]
+    fn linear_backward(
+        &self,
+        site: Site,
+        dy: View,
+        x: View,
+        kept: &BlockBuffers,
+        d_xa: &mut Buffer,
+        to: &mut Gradients,
+        dx: Option<ViewMut>,
+    ) {
+        let (n, ranks) = (self.seen_by(site), self.ranks(site));
+        let saved = SavedProducts { xa: rows!(kept.statistics.xa[site as usize], n, ranks), product: None };
+        let to = BackwardBuffers::new(to.store.reborrow(), rows!(mut d_xa, n, ranks), dx);
+        adapted_linear::backward(self.adapted(self.group(), site), dy, x, saved, n, to);
+    }
+}
