@@ -59,9 +59,10 @@ pub struct SiteBinding {
 }
 
 impl SiteBinding {
-    /// Whether deltas with two trainable factors are all that the site has.
+    /// Whether deltas without vectors are all that the site has. The gradient of a frozen factor is computed
+    /// and not used.
     fn is_plain(&self) -> bool {
-        let plain = |parts: &DeltaParts| *parts == DeltaParts::default();
+        let plain = |parts: &DeltaParts| parts.d.is_none() && parts.e.is_none();
         self.deltas.iter().all(plain) && self.u.is_none() && self.g.is_none() && self.bias.is_none()
     }
 }
@@ -353,7 +354,6 @@ mod tests {
         assert!(AdapterBindings::new(&[(&set(), 1.0)], 3).is_err());
         let mut plain = set();
         plain.vectors.clear();
-        plain.layout.groups[1] = Group::DEFAULT;
         plain.loras.iter_mut().for_each(|lora| (lora.d, lora.e) = (None, None));
         assert!(AdapterBindings::new(&[(&plain, 1.0)], 3).is_ok());
         plain.loras[0].d = Some(3);

@@ -1,12 +1,22 @@
 //! Training with 8-bit moments: it ends as with FP32 ones, stops and goes on exactly, saves less.
 
-use std::fs;
+use std::{
+    fs,
+    sync::{Arc, Mutex},
+};
 
+use engraft::{
+    engine::{BeforeUpdate, PendingUpdate},
+    error::Result,
+    model::Policy,
+};
+use engraft_adapters::Group;
 use serde_json::Value;
 
 use crate::{
     cli_support::{Sandbox, files_below},
-    setup::within,
+    policies::{cut, options, rows, trainer},
+    setup::{case, golden, lora, within},
 };
 
 /// Tensors of 8192 and 24576 trainables: all of them 8-bit.
@@ -127,4 +137,56 @@ fn a_run_of_auto_goes_on_with_the_optimizer_of_its_save() {
         assert_eq!(again.events_of("step").len(), 2);
         assert_eq!(fs::read_to_string(&path).unwrap().replace("steps = 4", "steps = 2"), auto);
     }
+}
+
+/// Clears the gradient of one tensor, and notes what it sees.
+struct Clearing {
+    tensor: usize,
+    seen: Arc<Mutex<Vec<(u64, usize)>>>,
+}
+
+impl BeforeUpdate for Clearing {
+    fn before_update(&mut self, update: PendingUpdate) -> Result<()> {
+        let range = update.layout.tensors[self.tensor].range();
+        assert!(update.gradient.as_view().host::<f32>()[range.clone()].iter().any(|&g| g != 0.0));
+        update.gradient.slice(range.start, range.len()).clear();
+        self.seen.lock().unwrap().push((update.step, update.supervised));
+        Ok(())
+    }
+}
+
+/// Without decay a value whose gradient is zero stays; a frozen one stays, whatever its gradient.
+#[test]
+fn a_hook_acts_before_the_norm_and_a_frozen_tensor_stays() {
+    let base = golden("tiny");
+    let mut case = case("lora", &base, Some(lora("all-linear", 0.0)), None);
+    let plain = case.set.clone();
+    let (cleared, frozen) = (3, 6);
+    case.set.layout.groups.push(Group::FROZEN);
+    case.set.layout.tensors[frozen].group = 1;
+    let mut options = options(Policy::default());
+    options.adamw.weight_decay = 0.0;
+    let batches = cut(&rows(), 2);
+    let mut hooked = trainer(&base, &case, options);
+    let seen = Arc::default();
+    hooked.add_hook(Box::new(Clearing { tensor: cleared, seen: Arc::clone(&seen) }));
+    let norms: Vec<f64> = (0..2).map(|_| hooked.step(&batches, 1e-2).unwrap().grad_norm).collect();
+    assert_eq!(*seen.lock().unwrap(), [(1, 16), (2, 16)]);
+    let values = hooked.values().to_vec();
+    for (index, slot) in plain.layout.tensors.iter().enumerate() {
+        let stays = values[slot.range()] == case.values[slot.range()];
+        assert_eq!(stays, index == cleared || index == frozen, "{}", slot.name);
+    }
+    // The norm is that of the others' gradient, and only the frozen tensor has no moments.
+    case.set = plain;
+    let mut whole = trainer(&base, &case, options);
+    whole.accumulate(&batches).unwrap();
+    let gradient = whole.gradient();
+    let slots = case.set.layout.tensors.iter().enumerate();
+    let others = slots.filter(|(index, _)| *index != cleared && *index != frozen);
+    let squares = others.flat_map(|(_, slot)| &gradient[slot.range()]).map(|&g| f64::from(g).powi(2));
+    let norm = squares.sum::<f64>().sqrt();
+    assert!((norms[0] / norm - 1.0).abs() < 1e-9, "{} {norm}", norms[0]);
+    let moments = |trainer: &engraft::engine::Trainer| trainer.tensors()[1].1.len();
+    assert_eq!(moments(&hooked), moments(&whole) - case.set.layout.tensors[frozen].len());
 }

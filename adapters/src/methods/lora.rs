@@ -162,7 +162,7 @@ impl Method for LoraSpec {
         _: Option<&'a [f32]>,
         base: &BaseDescription,
     ) -> Result<Files<'a>> {
-        let modules = modules(set, &Self::KIND, base);
+        let modules = modules(set, &Self::KIND, self.rslora, base);
         let fused = modules.iter().any(|module| module.is_fused(set));
         let config = self.config(&modules, fused, base);
         let mut tensors = Vec::new();
@@ -187,7 +187,7 @@ impl Method for LoraSpec {
         values: &mut [f32],
         findings: &mut Findings,
     ) -> Result<()> {
-        for module in modules(set, &Self::KIND, base) {
+        for module in modules(set, &Self::KIND, self.rslora, base) {
             if let Some(a) = findings.read_finite(tensors, &module.a())? {
                 module.split_a(set, &a, values);
             }
@@ -395,7 +395,7 @@ impl Stored for StoredLora {
         check_layers(&config.targets, config.layers.as_deref(), tensors, base, findings);
         let set = by_config?;
         let mut expected = Vec::new();
-        for module in modules(&set, &LoraSpec::KIND, base) {
+        for module in lora_modules(&set, base) {
             findings.tensor(tensors, module.a(), &[module.rank, module.inputs]);
             findings.tensor(tensors, module.b(), &[module.outputs, module.rank]);
             expected.extend([module.a(), module.b()]);
@@ -405,12 +405,17 @@ impl Stored for StoredLora {
     }
 }
 
+/// The modules of a set that has a LoRA.
+fn lora_modules(set: &AdapterSet, base: &BaseDescription) -> Vec<Module> {
+    let root = set.spec.lora.as_ref().is_some_and(|lora| lora.rslora);
+    modules(set, &LoraSpec::KIND, root, base)
+}
+
 /// The config, which PEFT goes by, and our own record of the parts must say the same.
 fn same_modules(config: &AdapterSet, ours: &AdapterSet, base: &BaseDescription, findings: &mut Findings) {
     let close = |a: f64, b: f64| (a - b).abs() <= 1e-9 * a.abs().max(b.abs());
     let rslora = |set: &AdapterSet| set.spec.lora.as_ref().map(|lora| lora.rslora);
-    let modules = |set| modules(set, &LoraSpec::KIND, base);
-    let (theirs, own) = (modules(config), modules(ours));
+    let (theirs, own) = (lora_modules(config, base), lora_modules(ours, base));
     let same = theirs.len() == own.len()
         && rslora(config) == rslora(ours)
         && theirs

@@ -263,3 +263,51 @@ fn two_methods_cannot_scale_one_output() {
     let places: Vec<_> = all.vectors.iter().map(|vectors| (vectors.layer, vectors.bias)).collect();
     assert_eq!(places, [(0, None), (1, Some(0))]);
 }
+
+/// Where code, less tests and comments, names a method: its own file, the registry, and the crate's exports. The
+/// model's bindings and kernels name none at all; so a method touches its file, the registry, and the bindings
+/// where it brings a new kind of part.
+#[test]
+fn adding_a_method_touches_its_file_and_the_registry() {
+    use std::{fs, path::Path};
+    fn walk(folder: &Path, found: &mut Vec<std::path::PathBuf>) {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() { walk(&path, found) } else { found.push(path) }
+        }
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let named = |folders: &[&str], names: &[&str]| {
+        let mut files = Vec::new();
+        folders.iter().for_each(|folder| walk(&root.join(folder), &mut files));
+        assert!(files.len() > 10, "{folders:?}");
+        let names_one = |path: &Path| {
+            let text = fs::read_to_string(path).unwrap();
+            let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
+            let mut lines = code.lines().filter(|line| !line.trim_start().starts_with("//"));
+            lines.any(|line| {
+                let mut words = line.split(|c: char| !c.is_alphanumeric() && c != '_');
+                words.any(|word| names.contains(&word))
+            })
+        };
+        let is_test = |path: &Path| path.to_string_lossy().ends_with("_tests.rs");
+        let is_code = |path: &Path| path.extension().is_some_and(|end| end == "rs") && !is_test(path);
+        let found = files.iter().filter(|path| is_code(path) && names_one(path));
+        let mut found: Vec<String> =
+            found.map(|path| path.strip_prefix(root).unwrap().to_string_lossy().replace('\\', "/")).collect();
+        found.sort();
+        found
+    };
+    let own = ["adapters/src"];
+    // A method that everything here works with is named by the registry alone, besides its own file.
+    assert_eq!(named(&own, &["toy", "ToySpec"]), ["adapters/src/methods/mod.rs"]);
+    let lora = ["LoraSpec", "StoredLora", "LORA", "META_SPEC"];
+    let files = ["adapters/src/lib.rs", "adapters/src/methods/lora.rs", "adapters/src/methods/mod.rs"];
+    assert_eq!(named(&own, &lora), files);
+    let prefix = ["PrefixSpec", "StoredPrefix", "PREFIX_TUNING", "prompt_embeddings"];
+    let mut files = files.map(|file| file.replace("lora.rs", "prefix.rs"));
+    files.sort();
+    assert_eq!(named(&own, &prefix), files);
+    let rooms = ["src/model", "src/kernels", "src/optim", "src/generate", "src/device", "src/data"];
+    assert_eq!(named(&rooms, &["LoraSpec", "PrefixSpec", "ToySpec"]), [""; 0]);
+}

@@ -26,9 +26,9 @@ pub(crate) struct Module {
     pub loras: Range<usize>,
 }
 
-/// The modules of a set that the deltas of one kind of method act on, in the set's order.
-pub(crate) fn modules(set: &AdapterSet, kind: &Kind, base: &BaseDescription) -> Vec<Module> {
-    let rslora = set.spec.lora.as_ref().is_some_and(|lora| lora.rslora);
+/// The modules of a set that the deltas of one kind of method act on, in the set's order; `root` when its
+/// scales are divided by the root of the rank.
+pub(crate) fn modules(set: &AdapterSet, kind: &Kind, root: bool, base: &BaseDescription) -> Vec<Module> {
     let mut modules: Vec<Module> = Vec::new();
     let own = |(_, lora): &(usize, &Lora)| set.is_of(lora, kind);
     for (index, lora) in set.loras.iter().enumerate().filter(own) {
@@ -40,7 +40,7 @@ pub(crate) fn modules(set: &AdapterSet, kind: &Kind, base: &BaseDescription) -> 
     for module in &mut modules {
         let parts = module.loras.len() as f64;
         module.rank *= module.loras.len();
-        module.alpha *= if rslora { parts.sqrt() } else { parts };
+        module.alpha *= if root { parts.sqrt() } else { parts };
     }
     modules
 }

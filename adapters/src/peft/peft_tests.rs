@@ -170,7 +170,7 @@ fn parts_are_written_as_one_lora_on_the_whole_module() {
 fn a_fused_delta_is_the_sum_of_the_parts() {
     use candle_core::{Device, Tensor};
     let saved = Saved::new(&spec(Some(LoraSpec { rslora: true, ..lora("q,v") }), None));
-    let module = &super::modules::modules(&saved.set, &LoraSpec::KIND, &testing::base())[0];
+    let module = &super::modules::modules(&saved.set, &LoraSpec::KIND, true, &testing::base())[0];
     let tensor = |values: &[f32], rows: usize| {
         Tensor::from_slice(values, (rows, values.len() / rows), &Device::Cpu).unwrap()
     };
