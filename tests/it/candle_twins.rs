@@ -109,7 +109,7 @@ fn an_adapted_layer_agrees_with_candles_autograd() {
     let (x, dy) = (drawn(1, TOKENS * INPUTS), drawn(2, TOKENS * OUTPUTS));
     let (residual, values) = (drawn(3, TOKENS * OUTPUTS), drawn(4, STORE));
     let weight: Vec<f16> = drawn(5, INPUTS * OUTPUTS).into_iter().map(f16::from_f32).collect();
-    let bias = vec![f16::ZERO; OUTPUTS];
+    let bias = [f16::ZERO; OUTPUTS];
     let layer = Layer { weight: Matrix::f16(weight[..].into(), INPUTS, OUTPUTS), bias: bias[..].into() };
     let (d, e) = (Some(at("d")), Some(at("e")));
     let first =

@@ -110,7 +110,7 @@ fn for_each<'a>(linear: &AdaptedLinear<'a>, n: usize, mut work: impl FnMut(Part<
         let part = Part {
             delta,
             values: linear.values.host(),
-            dropout: linear.dropout.from_token(tokens.start),
+            dropout: linear.dropout.starting_at(tokens.start),
             n: tokens.len(),
             inputs: linear.inputs(),
             outputs: linear.outputs(),
@@ -224,7 +224,7 @@ pub fn backward_deltas(
         let (dy, x) = (&dy[first * part.outputs..], &x[first * part.inputs..]);
         let (xa, d_xa) = (&xa[xa_at..][..count], &mut d_xa[xa_at..][..count]);
         b_gradient(&part, dy, xa, grads);
-        if delta.a_frozen && dx.is_none() && !delta.d.is_some_and(|d| !d.frozen) {
+        if delta.a_frozen && dx.is_none() && delta.d.is_none_or(|d| d.frozen) {
             return;
         }
         xa_gradient(&part, dy, d_xa);

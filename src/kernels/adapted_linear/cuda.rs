@@ -108,7 +108,7 @@ fn parts<'a>(gpu: &'static Gpu, linear: &AdaptedLinear<'a>, n: usize) -> impl It
         let tokens = delta.tokens_of(n);
         let (first, n) = (tokens.start, tokens.len());
         let part =
-            Part { gpu, delta, values, dropout: dropout.from_token(first), first, n, inputs, outputs, xa };
+            Part { gpu, delta, values, dropout: dropout.starting_at(first), first, n, inputs, outputs, xa };
         xa += part.xa_len();
         part
     });

@@ -289,7 +289,7 @@ impl Dropout {
     ///
     /// # Panics
     /// When it drops elements and that is inside a row.
-    pub(super) fn from_token(self, first: usize) -> Self {
+    pub(super) fn starting_at(self, first: usize) -> Self {
         if first == 0 || self.p == 0.0 {
             return self;
         }
