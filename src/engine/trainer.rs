@@ -61,6 +61,7 @@ impl TrainerOptions {
             keys: self.seq_len + set.prefix.as_ref().map_or(0, |prefix| prefix.length),
             rank: set.loras.iter().map(|lora| lora.rank).max().unwrap_or(0),
             dropout: set.spec.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0),
+            scaled_deltas: set.loras.iter().any(|lora| lora.d.is_some() || lora.e.is_some()),
         }
     }
 

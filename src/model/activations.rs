@@ -96,7 +96,7 @@ impl ActivationBuffers {
             None
         };
         let rank = |layer: usize, site: usize| {
-            bindings.iter().map(|bindings| bindings.ranks(layer, site)).max().unwrap_or(0)
+            bindings.iter().map(|bindings| bindings.layers[layer][site].ranks()).max().unwrap_or(0)
         };
         let ranks = |layer: usize| std::array::from_fn(|site| rank(layer, site));
         let keeps = |layer: usize| {

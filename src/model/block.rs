@@ -22,6 +22,7 @@ use crate::{
 
 use super::{
     arch::Site,
+    bindings::SiteBinding,
     buffers::{BackwardWork, BlockBuffers, SharedScratch, Workspace},
     cache::{CachedRows, LayerCache},
     layers::RowGroup,
@@ -108,13 +109,17 @@ impl<'a> Block<'a> {
         &self.groups[0]
     }
 
-    fn deltas_of(&self, group: &RowGroup<'a>, site: Site) -> &'a [Delta] {
-        &group.deltas[self.layer][site as usize]
+    fn binding(&self, group: &RowGroup<'a>, site: Site) -> &'a SiteBinding {
+        &group.sites[self.layer][site as usize]
     }
 
-    /// Whether any row has an adapter at `site`.
-    fn adapts(&self, site: Site) -> bool {
-        self.groups.iter().any(|group| !self.deltas_of(group, site).is_empty())
+    fn deltas_of(&self, group: &RowGroup<'a>, site: Site) -> &'a [Delta] {
+        &self.binding(group, site).deltas
+    }
+
+    /// Whether the backward of `site` reads its input.
+    fn reads_input(&self, site: Site) -> bool {
+        self.groups.iter().any(|group| self.binding(group, site).reads_input())
     }
 
     /// The wanted rows of `from (n, c)`: in `to (m, c)`, or `from` itself where all are.
@@ -127,8 +132,7 @@ impl<'a> Block<'a> {
 
     /// Largest sum of ranks of any rows.
     fn ranks(&self, site: Site) -> usize {
-        let of = |group| self.deltas_of(group, site).iter().map(|delta| delta.rank).sum();
-        self.groups.iter().map(of).max().unwrap_or(0)
+        self.groups.iter().map(|group| self.binding(group, site).ranks()).max().unwrap_or(0)
     }
 
     fn shape(&self, group: &RowGroup, past: usize) -> Shape {
@@ -338,7 +342,7 @@ impl<'a> Block<'a> {
         if keep != Keep::All {
             self.mlp_inside(&mut kept, work);
         }
-        if keep == Keep::Input && self.adapts(Site::MlpProj) {
+        if keep == Keep::Input && self.reads_input(Site::MlpProj) {
             let (n, f) = (self.outputs(), self.config.inner);
             let kind = self.config.activation;
             activation::forward(kind, rows!(kept.inner, n, f), work.room.activated_mut().slice(0, n * f));
@@ -377,7 +381,7 @@ impl<'a> Block<'a> {
         let (n, c, f) = (self.outputs(), self.config.width, self.config.inner);
         let inner = rows!(kept.inner, n, f);
         let kind = self.config.activation;
-        if self.adapts(Site::MlpProj) {
+        if self.reads_input(Site::MlpProj) {
             activation::forward(kind, inner, work.room.activated_mut().slice(0, n * f));
         }
         let (activated, d_activated) = work.room.wide_mut();
@@ -397,7 +401,7 @@ impl<'a> Block<'a> {
 
         let middle = rows!(kept.outputs.middle, n, c);
         let norm = self.norm(&self.weights.ln_2);
-        if self.adapts(Site::CFc) {
+        if self.reads_input(Site::CFc) {
             layernorm::forward(
                 middle,
                 norm,
@@ -433,7 +437,7 @@ impl<'a> Block<'a> {
         self.attention_backward(kept, &mut work.room, back, to);
 
         let norm = self.norm(&self.weights.ln_1);
-        let adapted = self.adapts(Site::CAttn);
+        let adapted = self.reads_input(Site::CAttn);
         if !adapted && !input_gradient {
             return;
         }

@@ -226,7 +226,7 @@ impl SharedScratch {
         let wide = n * config.inner.max(Arch::of(config).qkv()) * activations.size();
         let (before, backward) = match passes.backward {
             None => (0, 0),
-            Some(bindings) if bindings.adapts(Site::MlpProj) => (activated, activated + wide),
+            Some(bindings) if bindings.reads_input(Site::MlpProj) => (activated, activated + wide),
             Some(_) => (0, wide),
         };
         let logits = rows.min(n.max(1)) * head_loss::stride(config.vocab, activations) * F32.size();
