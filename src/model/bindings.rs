@@ -8,7 +8,7 @@ pub use super::arch::{SITES, Site};
 use super::{Config, arch::Arch};
 use crate::{
     error::{Error, Result},
-    kernels::adapted_linear::{Delta, Vector},
+    kernels::adapted_linear::{BiasPlace, Delta, Scaling, SiteVectors, Vector},
 };
 
 /// The sites of one layer, by [`Site`].
@@ -19,6 +19,14 @@ pub type LayerSites = [SiteBinding; SITES];
 pub struct SiteBinding {
     /// Low-rank deltas.
     pub deltas: Vec<Delta>,
+    /// u: multiplies the input of the frozen product.
+    pub u: Option<Scaling>,
+    /// g: multiplies the output.
+    pub g: Option<Scaling>,
+    /// A bias `(out)` in place of the base's.
+    pub bias: Option<Vector>,
+    /// Whether g multiplies the bias.
+    pub bias_place: BiasPlace,
 }
 
 impl SiteBinding {
@@ -27,14 +35,30 @@ impl SiteBinding {
         self.deltas.iter().map(|delta| delta.rank).sum()
     }
 
+    /// Its vectors, as the op takes them.
+    pub fn vectors(&self) -> SiteVectors<'_> {
+        SiteVectors {
+            u: self.u.as_slice(),
+            g: self.g.as_slice(),
+            bias: self.bias,
+            bias_place: self.bias_place,
+        }
+    }
+
+    /// Whether deltas are all that the site has.
+    pub fn has_no_vectors(&self) -> bool {
+        self.u.is_none() && self.g.is_none() && self.bias.is_none()
+    }
+
     /// Whether anything of it gets a gradient.
     pub fn trains(&self) -> bool {
-        self.deltas.iter().any(Delta::trains)
+        let scalings = self.u.iter().chain(&self.g).map(|scaling| scaling.vector);
+        self.deltas.iter().any(Delta::trains) || scalings.chain(self.bias).any(|vector| !vector.frozen)
     }
 
     /// Whether its backward reads the input of the site.
     pub fn reads_input(&self) -> bool {
-        !self.deltas.is_empty()
+        !self.deltas.is_empty() || self.vectors().needs_dx()
     }
 }
 
@@ -106,10 +130,14 @@ impl AdapterBindings {
         let first = self.len;
         let at = |tensor: usize| first + set.layout.tensors[tensor].offset;
         let whole = !set.norms.is_empty() || set.embedding.is_some() || set.prompt.is_some();
-        if whole || !set.vectors.is_empty() {
+        let derived = set.vectors.iter().any(|vectors| vectors.g.is_some_and(|g| g.over_norms));
+        if whole || derived {
             return Err(Error::input(
                 "an adapter has a part that the blocks of this model do not compute; leave its method out",
             ));
+        }
+        for vectors in &set.vectors {
+            self.add_vectors(set, vectors)?;
         }
         for (number, lora) in set.loras.iter().enumerate() {
             let delta = self.delta(set, number, factor);
@@ -144,6 +172,30 @@ impl AdapterBindings {
     fn vector(&self, set: &AdapterSet, index: usize) -> Vector {
         let slot = &set.layout.tensors[index];
         Vector { at: self.len + slot.offset, frozen: !set.layout.groups[slot.group].trainable }
+    }
+
+    fn add_vectors(&mut self, set: &AdapterSet, vectors: &engraft_adapters::SiteVectors) -> Result<()> {
+        let scaling = |index: usize| Scaling {
+            vector: self.vector(set, index),
+            columns: 0..set.layout.tensors[index].len(),
+            tokens: None,
+        };
+        let (u, g) = (vectors.u.map(scaling), vectors.g.map(|g| scaling(g.vector)));
+        let bias = vectors.bias.map(|bias| self.vector(set, bias));
+        let site = &mut self.layers[vectors.layer][vectors.site];
+        let twice = (u.is_some() && site.u.is_some())
+            || (g.is_some() && site.g.is_some())
+            || (bias.is_some() && site.bias.is_some());
+        if twice {
+            return Err(Error::input(
+                "two of the adapters scale the same module or replace its bias; leave one --adapter out",
+            ));
+        }
+        if vectors.g.is_some_and(|g| g.with_bias) {
+            site.bias_place = BiasPlace::Inside;
+        }
+        (site.u, site.g, site.bias) = (site.u.take().or(u), site.g.take().or(g), site.bias.or(bias));
+        Ok(())
     }
 
     /// Delta `number` of a set.
@@ -209,6 +261,19 @@ impl AdapterBindings {
         self.layers.iter().any(|sites| sites[site as usize].reads_input())
     }
 
+    /// Columns of the room that vectors take in a forward, or in both directions of a `training`: of the widest input
+    /// with a u and the widest output with a g. 0 without any.
+    pub fn scaled_width(&self, arch: &Arch, training: bool) -> usize {
+        let sites = self.layers.iter().flat_map(|sites| sites.iter().zip(&arch.sites));
+        let widths = sites.map(|(site, shape)| {
+            let vectors = site.vectors();
+            let input = if vectors.needs_scaled_x() { shape.inputs } else { 0 };
+            let output = if training && vectors.needs_d_product() { shape.outputs } else { 0 };
+            input.max(output)
+        });
+        widths.max().unwrap_or(0)
+    }
+
     /// Largest sum of ranks of any site.
     pub fn most_ranks(&self) -> usize {
         self.layers.iter().flatten().map(SiteBinding::ranks).max().unwrap_or(0)
@@ -231,7 +296,7 @@ fn turn(matrix: &mut [f32], columns: usize) {
 
 #[cfg(test)]
 mod tests {
-    use engraft_adapters::{AdapterSpec, Group, Layout, Lora, NormVectors, Prompt, SiteVectors, TensorSlot};
+    use engraft_adapters::{AdapterSpec, Group, Layout, Lora, NormVectors, OutputScale, Prompt, TensorSlot};
 
     use super::*;
 
@@ -294,6 +359,32 @@ mod tests {
         assert_eq!(second[1].d, Some(Vector::trained(28 + 22)));
     }
 
+    fn vectors(
+        u: Option<usize>,
+        g: Option<OutputScale>,
+        bias: Option<usize>,
+    ) -> engraft_adapters::SiteVectors {
+        engraft_adapters::SiteVectors { layer: 1, site: 2, u, g, bias }
+    }
+
+    #[test]
+    fn vectors_of_a_site_are_bound_once() {
+        let g = OutputScale { vector: 4, over_norms: false, with_bias: true };
+        let scales = AdapterSet { loras: vec![], vectors: vec![vectors(Some(3), Some(g), None)], ..set() };
+        let bias = AdapterSet { loras: vec![], vectors: vec![vectors(None, None, Some(4))], ..set() };
+        let bindings = AdapterBindings::new(&[(&scales, 1.0), (&bias, 1.0)], 3).unwrap();
+        let site = &bindings.layers[1][2];
+        let scaling = |vector, len| Some(Scaling { vector, columns: 0..len, tokens: None });
+        assert_eq!(site.u, scaling(Vector::trained(22), 2));
+        assert_eq!(site.g, scaling(Vector::frozen(24), 4));
+        assert_eq!((site.bias, site.bias_place), (Some(Vector::frozen(28 + 24)), BiasPlace::Inside));
+        assert_eq!(bindings.lowest(), 1);
+        for twice in [&scales, &bias] {
+            let error = AdapterBindings::new(&[(twice, 1.0), (twice, 1.0)], 3).unwrap_err().to_string();
+            assert!(error.contains("same module"), "{error}");
+        }
+    }
+
     #[test]
     fn deltas_that_share_nothing_have_the_masks_of_their_factors() {
         let mut set = set();
@@ -335,8 +426,8 @@ mod tests {
     fn a_part_that_the_blocks_do_not_compute_is_refused() {
         let refused = |set: &AdapterSet| AdapterBindings::new(&[(set, 1.0)], 3).is_err();
         assert!(!refused(&set()));
-        let bias = SiteVectors { layer: 1, site: 2, u: None, g: None, bias: Some(4) };
-        assert!(refused(&AdapterSet { vectors: vec![bias], ..set() }));
+        let g = OutputScale { vector: 4, over_norms: true, with_bias: false };
+        assert!(refused(&AdapterSet { vectors: vec![vectors(None, Some(g), None)], ..set() }));
         let norm = NormVectors { layer: None, norm: 0, gain: Some(5), bias: None };
         assert!(refused(&AdapterSet { norms: vec![norm], ..set() }));
         assert!(refused(&AdapterSet { prompt: Some(Prompt { length: 1, embeddings: 5 }), ..set() }));

@@ -6,14 +6,12 @@
 
 use std::ops::Range;
 
-use super::{BlockWeights, Config, Linear, Norm};
+use super::{BlockWeights, Config, Norm};
 use crate::{
     device::{View, ViewMut},
     kernels::{
         activation,
-        adapted_linear::{
-            self, AdaptedLinear, BackwardBuffers, Delta, Dropout, ForwardBuffers, Layer, SavedProducts,
-        },
+        adapted_linear::{self, Dropout},
         attention::{self, Heads, Prefix, Seen, Shape},
         gather::{gather, spread},
         layernorm,
@@ -22,11 +20,11 @@ use crate::{
 
 use super::{
     arch::Site,
-    bindings::SiteBinding,
     buffers::{BackwardWork, BlockBuffers, SharedScratch, Workspace},
     cache::{CachedRows, LayerCache},
     layers::RowGroup,
     policy::Keep,
+    sites::{SiteBuffers, SiteGradients},
 };
 
 /// Everything a block sees beside its input.
@@ -79,6 +77,13 @@ macro_rules! rows {
 }
 pub(super) use rows;
 
+/// What the forward of a site of a block writes beside its output.
+macro_rules! site_buffers {
+    ($kept:expr, $work:expr) => {
+        SiteBuffers { low: &mut $kept.small.low, products: &mut $kept.products, scaled: &mut $work.scaled }
+    };
+}
+
 impl<'a> Block<'a> {
     /// n.
     fn cells(&self) -> usize {
@@ -91,12 +96,12 @@ impl<'a> Block<'a> {
     }
 
     /// Tokens that `site` sees.
-    fn seen_by(&self, site: Site) -> usize {
+    pub(super) fn seen_by(&self, site: Site) -> usize {
         if site == Site::CAttn { self.cells() } else { self.outputs() }
     }
 
     /// The tokens of a group among those that `site` sees.
-    fn tokens_of(&self, group: &RowGroup, site: Site) -> Range<usize> {
+    pub(super) fn tokens_of(&self, group: &RowGroup, site: Site) -> Range<usize> {
         match self.wanted {
             Some(_) if site != Site::CAttn => group.wanted.clone(),
             _ => group.first..group.first + group.len(),
@@ -104,22 +109,9 @@ impl<'a> Block<'a> {
     }
 
     /// The only group of a pass with a backward.
-    fn group(&self) -> &RowGroup<'a> {
+    pub(super) fn group(&self) -> &RowGroup<'a> {
         assert!(self.groups.len() == 1, "a backward has rows of one length and the same adapters");
         &self.groups[0]
-    }
-
-    fn binding(&self, group: &RowGroup<'a>, site: Site) -> &'a SiteBinding {
-        &group.sites[self.layer][site as usize]
-    }
-
-    fn deltas_of(&self, group: &RowGroup<'a>, site: Site) -> &'a [Delta] {
-        &self.binding(group, site).deltas
-    }
-
-    /// Whether the backward of `site` reads its input.
-    fn reads_input(&self, site: Site) -> bool {
-        self.groups.iter().any(|group| self.binding(group, site).reads_input())
     }
 
     /// The wanted rows of `from (n, c)`: in `to (m, c)`, or `from` itself where all are.
@@ -128,11 +120,6 @@ impl<'a> Block<'a> {
         let mut to = to;
         gather(from, wanted, to.reborrow(), self.config.width);
         to.into_view()
-    }
-
-    /// Largest sum of ranks of any rows.
-    fn ranks(&self, site: Site) -> usize {
-        self.groups.iter().map(|group| self.binding(group, site).ranks()).max().unwrap_or(0)
     }
 
     fn shape(&self, group: &RowGroup, past: usize) -> Shape {
@@ -172,58 +159,6 @@ impl<'a> Block<'a> {
         }
     }
 
-    fn linear(
-        &self,
-        site: Site,
-        x: View,
-        residual: Option<View>,
-        buffers: &mut [crate::device::Buffer],
-        y: ViewMut,
-    ) {
-        let (n, ranks) = (self.seen_by(site), self.ranks(site));
-        let xa = rows!(mut buffers[site as usize], n, ranks);
-        let [first, others @ ..] = self.groups else { return };
-        if others.is_empty() {
-            return adapted_linear::forward(
-                self.adapted(first, site),
-                x,
-                residual,
-                n,
-                ForwardBuffers::new(xa, y),
-            );
-        }
-        let (mut xa, mut y) = (xa, y);
-        let frozen = AdaptedLinear { deltas: &[], ..self.adapted(first, site) };
-        let (inputs, outputs) = (frozen.layer.weight.rows, frozen.layer.weight.cols);
-        let to = ForwardBuffers::new(xa.reborrow().slice(0, 0), y.reborrow());
-        adapted_linear::forward(frozen, x, residual, n, to);
-        for group in self.groups {
-            let (Range { start, .. }, n) = (self.tokens_of(group, site), self.tokens_of(group, site).len());
-            adapted_linear::add_deltas(
-                self.adapted(group, site),
-                x.slice(start * inputs, n * inputs),
-                xa.reborrow().slice(start * ranks, n * ranks),
-                y.reborrow().slice(start * outputs, n * outputs),
-                n,
-            );
-        }
-    }
-
-    /// The layer at `site` with the deltas of `group`.
-    fn adapted(&self, group: &RowGroup<'a>, site: Site) -> AdaptedLinear<'a> {
-        let layer = layer(self.site(site));
-        AdaptedLinear::new(layer, self.deltas_of(group, site), group.values, self.dropout)
-    }
-
-    fn site(&self, site: Site) -> &'a Linear {
-        match site {
-            Site::CAttn => &self.weights.c_attn,
-            Site::AttnProj => &self.weights.attn_proj,
-            Site::CFc => &self.weights.c_fc,
-            Site::MlpProj => &self.weights.mlp_proj,
-        }
-    }
-
     /// Forward from `x (n, c)` to `y (m, c)`; with a cache, keys and values are appended to it and
     /// attention reads from it.
     pub fn forward(
@@ -258,7 +193,7 @@ impl<'a> Block<'a> {
         let x = self.pick(x, rows!(mut work.normed, m, c));
         let mixed = self.pick(rows!(kept.outputs.mixed, n, c), work.room.activated_mut().slice(0, m * c));
         let middle = rows!(mut kept.outputs.middle, m, c);
-        self.linear(Site::AttnProj, mixed, Some(x), &mut kept.small.low, middle);
+        self.linear(Site::AttnProj, mixed, Some(x), site_buffers!(kept, work), middle);
     }
 
     /// `qkv = c_attn(ln_1(x))`.
@@ -267,7 +202,7 @@ impl<'a> Block<'a> {
         let (normed, stats) = (rows!(mut work.normed, n, c), rows!(mut kept.small.stats_1, n, 2));
         layernorm::forward(x, self.norm(&self.weights.ln_1), normed, stats);
         let qkv = rows!(mut kept.qkv, n, self.weights.c_attn.weight.view().cols);
-        self.linear(Site::CAttn, rows!(work.normed, n, c), None, &mut kept.small.low, qkv);
+        self.linear(Site::CAttn, rows!(work.normed, n, c), None, site_buffers!(kept, work), qkv);
     }
 
     /// Attention of all rows over their keys and values, with a cache after those that it has; the new ones are appended.
@@ -309,7 +244,7 @@ impl<'a> Block<'a> {
         let (normed, stats) = (rows!(mut work.normed, n, c), rows!(mut kept.small.stats_2, n, 2));
         layernorm::forward(rows!(kept.outputs.middle, n, c), self.norm(&self.weights.ln_2), normed, stats);
         let inner = rows!(mut kept.inner, n, f);
-        self.linear(Site::CFc, rows!(work.normed, n, c), None, &mut kept.small.low, inner);
+        self.linear(Site::CFc, rows!(work.normed, n, c), None, site_buffers!(kept, work), inner);
     }
 
     /// `y = middle + c_proj(f(c_fc(ln_2(middle))))`.
@@ -326,7 +261,7 @@ impl<'a> Block<'a> {
             Site::MlpProj,
             work.room.activated().slice(0, n * f),
             Some(middle),
-            &mut kept.small.low,
+            site_buffers!(kept, work),
             y,
         );
     }
@@ -342,13 +277,20 @@ impl<'a> Block<'a> {
         if keep != Keep::All {
             self.mlp_inside(&mut kept, work);
         }
-        if keep == Keep::Input && self.reads_input(Site::MlpProj) {
-            let (n, f) = (self.outputs(), self.config.inner);
+        let product = self.keeps_product(Site::MlpProj);
+        if keep == Keep::Input && (product || self.has_deltas(Site::MlpProj)) {
+            let (n, c, f) = (self.outputs(), self.config.width, self.config.inner);
             let kind = self.config.activation;
             activation::forward(kind, rows!(kept.inner, n, f), work.room.activated_mut().slice(0, n * f));
-            let xa = rows!(mut kept.small.low[Site::MlpProj as usize], n, self.ranks(Site::MlpProj));
             let x = work.room.activated().slice(0, n * f);
-            adapted_linear::xa(self.adapted(self.group(), Site::MlpProj), x, xa, n);
+            if product {
+                // Nothing reads the output, nor what was in its place.
+                let y = rows!(mut work.normed, n, c);
+                self.linear(Site::MlpProj, x, None, site_buffers!(kept, work), y);
+            } else {
+                let xa = rows!(mut kept.small.low[Site::MlpProj as usize], n, self.ranks(Site::MlpProj));
+                adapted_linear::xa(self.adapted(self.group(), Site::MlpProj), x, xa, n);
+            }
         }
         Saved(kept)
     }
@@ -393,9 +335,8 @@ impl<'a> Block<'a> {
             rows!(back.grad, n, c),
             activated,
             kept,
-            &mut back.d_low,
+            SiteGradients { d_low: &mut back.d_low, scaled: &mut work.scaled, dx: d_activated },
             to,
-            d_activated,
         );
         activation::backward(kind, inner, work.room.wide_mut().1.slice(0, n * f));
 
@@ -411,7 +352,8 @@ impl<'a> Block<'a> {
         }
         let d_normed = rows!(mut back.narrow, n, c);
         let (d_inner, normed) = (work.room.wide().slice(0, n * f), rows!(work.normed, n, c));
-        self.linear_backward(Site::CFc, d_inner, normed, kept, &mut back.d_low, to, Some(d_normed));
+        let buffers = SiteGradients { d_low: &mut back.d_low, scaled: &mut work.scaled, dx: Some(d_normed) };
+        self.linear_backward(Site::CFc, d_inner, normed, kept, buffers, to);
         let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.small.stats_2, n, 2));
         layernorm::backward(
             d_normed,
@@ -437,16 +379,17 @@ impl<'a> Block<'a> {
         self.attention_backward(kept, &mut work.room, back, to);
 
         let norm = self.norm(&self.weights.ln_1);
-        let adapted = self.reads_input(Site::CAttn);
-        if !adapted && !input_gradient {
+        if !self.trains(Site::CAttn) && !input_gradient {
             return;
         }
-        if adapted {
+        if self.reads_input(Site::CAttn) {
             layernorm::forward(x, norm, rows!(mut work.normed, n, c), rows!(mut kept.small.stats_1, n, 2));
         }
-        let d_normed = input_gradient.then(|| rows!(mut back.narrow, n, c));
+        let wants_dx = input_gradient || self.needs_dx(Site::CAttn);
+        let d_normed = wants_dx.then(|| rows!(mut back.narrow, n, c));
         let (d_qkv, normed) = (work.room.wide().slice(0, n * 3 * c), rows!(work.normed, n, c));
-        self.linear_backward(Site::CAttn, d_qkv, normed, kept, &mut back.d_low, to, d_normed);
+        let buffers = SiteGradients { d_low: &mut back.d_low, scaled: &mut work.scaled, dx: d_normed };
+        self.linear_backward(Site::CAttn, d_qkv, normed, kept, buffers, to);
         if input_gradient {
             let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.small.stats_1, n, 2));
             layernorm::backward(d_normed, x, stats, norm, rows!(mut back.grad, n, c));
@@ -467,7 +410,8 @@ impl<'a> Block<'a> {
         let d_mixed =
             if self.wanted.is_some() { rows!(mut work.normed, m, c) } else { rows!(mut back.narrow, m, c) };
         let dy = rows!(back.grad, m, c);
-        self.linear_backward(Site::AttnProj, dy, mixed, kept, &mut back.d_low, to, Some(d_mixed));
+        let buffers = SiteGradients { d_low: &mut back.d_low, scaled: &mut work.scaled, dx: Some(d_mixed) };
+        self.linear_backward(Site::AttnProj, dy, mixed, kept, buffers, to);
         if let Some(wanted) = self.wanted {
             spread(rows!(work.normed, m, c), wanted, rows!(mut back.narrow, n, c), c);
             // Both are (n, c) of one type.
@@ -503,25 +447,4 @@ impl<'a> Block<'a> {
             attention::sum_prefix(parts, shape, to.prompt.reborrow(), places);
         }
     }
-
-    #[allow(clippy::too_many_arguments, reason = "an op's gradient, operands, saved state and target")]
-    fn linear_backward(
-        &self,
-        site: Site,
-        dy: View,
-        x: View,
-        kept: &BlockBuffers,
-        d_low: &mut crate::device::Buffer,
-        to: &mut Gradients,
-        dx: Option<ViewMut>,
-    ) {
-        let (n, ranks) = (self.seen_by(site), self.ranks(site));
-        let saved = SavedProducts { xa: rows!(kept.small.low[site as usize], n, ranks), product: None };
-        let to = BackwardBuffers::new(to.store.reborrow(), rows!(mut d_low, n, ranks), dx);
-        adapted_linear::backward(self.adapted(self.group(), site), dy, x, saved, n, to);
-    }
-}
-
-fn layer(linear: &Linear) -> Layer<'_> {
-    Layer { weight: linear.weight.view(), bias: linear.bias.view() }
 }

@@ -22,6 +22,7 @@ mod policies;
 mod q8;
 mod resume;
 mod setup;
+mod site_parts;
 mod source;
 mod speed;
 mod tidy;
