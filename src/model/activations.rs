@@ -15,8 +15,12 @@ use crate::{
 };
 
 use super::{
+    arch::Arch,
     bindings::AdapterBindings,
-    buffers::{BackwardWork, BlockActivations, BlockBuffers, HeadWork, OwnedMask, Passes, Sizes, Workspace},
+    buffers::{
+        BackwardWork, BlockActivations, BlockBuffers, HeadWork, KeptWidths, OwnedMask, Passes, Sizes,
+        Workspace,
+    },
     layers::lost,
     policy::{Keep, Policy},
 };
@@ -101,10 +105,15 @@ impl ActivationBuffers {
         } else {
             None
         };
-        let rank = |layer: usize, site: usize| {
-            bindings.iter().map(|bindings| bindings.ranks(layer, site)).max().unwrap_or(0)
+        let arch = Arch::of(sizes.config);
+        let widths = |layer: usize| {
+            let mut widths = KeptWidths::default();
+            for bindings in bindings {
+                let sites = bindings.layers[layer].iter().zip(&arch.sites);
+                sites.for_each(|(site, shape)| widths.add(site, shape, training));
+            }
+            widths
         };
-        let ranks = |layer: usize| std::array::from_fn(|site| rank(layer, site));
         let keeps = |layer: usize| {
             let trained = training && layer >= lasting;
             if trained { policy.recompute.keeps(layer) } else { Keep::Input }
@@ -117,15 +126,14 @@ impl ActivationBuffers {
                         arena,
                         &name,
                         sizes,
-                        ranks(layer),
+                        widths(layer),
                         BlockActivations::kept(keeps(layer)),
                     )
                 })
                 .collect::<Result<Vec<_>>>()?;
-            let most =
-                std::array::from_fn(|site| (0..layers).map(|layer| rank(layer, site)).max().unwrap_or(0));
+            let most = (0..layers).map(widths).fold(KeptWidths::default(), KeptWidths::max);
             // An evaluation borrows one block for all layers: a kept one serves where all are alike.
-            let alike = (0..layers).all(|layer| ranks(layer) == most);
+            let alike = (0..layers).all(|layer| widths(layer) == most);
             let missing: [bool; 4] = std::array::from_fn(|part| {
                 let own = (0..layers).all(|layer| BlockActivations::kept(keeps(layer))[part]);
                 !(own && alike)
@@ -134,7 +142,9 @@ impl ActivationBuffers {
         })?;
         let (workspace, head, back) = arenas.build("workspace", Placement::Memory, |arena| {
             let backward = bindings.first().copied().filter(|_| training);
-            let passes = Passes { head_rows: policy.head_rows, backward };
+            let scaled =
+                bindings.iter().map(|bindings| bindings.scaled_width(&arch, training)).max().unwrap_or(0);
+            let passes = Passes { head_rows: policy.head_rows, backward, scaled };
             let workspace = Workspace::cut(arena, sizes, passes)?;
             let head = HeadWork::cut(arena, sizes, policy.head_rows)?;
             let back = backward.map(|bindings| BackwardWork::cut(arena, sizes, bindings)).transpose()?;

@@ -1,79 +1,72 @@
-//! Adapters as the blocks use them: deltas by layer and site, and where the prefix comes from.
+//! Adapters as the blocks use them: sites by layer, and where the prefix comes from.
 
-use engraft_adapters::{AdapterSet, Lora, PrefixValues, SiteVectors};
+use std::collections::BTreeMap;
+
+use engraft_adapters::{AdapterSet, PrefixValues};
 
 pub use super::arch::{SITES, Site};
 use super::{Config, arch::Arch};
 use crate::{
     error::{Error, Result},
-    kernels::adapted_linear::Delta,
+    kernels::adapted_linear::{BiasPlace, Delta, Scaling, SiteVectors, Vector},
 };
 
-/// Deltas of one layer, by [`Site`].
-pub type LayerDeltas = [Vec<Delta>; SITES];
+/// The sites of one layer, by [`Site`].
+pub type LayerSites = [SiteBinding; SITES];
 
-/// A tensor of the flat store.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct BoundTensor {
-    /// Where it begins in the flat store.
-    pub at: usize,
-    /// Whether it gets no gradient.
-    pub frozen: bool,
-}
-
-/// The parts of a delta beside its [`Delta`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct DeltaParts {
-    /// d `(r)`: multiplies `drop(x) A^T`.
-    pub d: Option<BoundTensor>,
-    /// e `(columns)`: multiplies the columns of the delta.
-    pub e: Option<BoundTensor>,
-    /// Whether A gets no gradient.
-    pub a_frozen: bool,
-    /// Whether B gets no gradient.
-    pub b_frozen: bool,
-}
-
-/// The output scale g of a site.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct BoundScale {
-    /// The learned vector `(out)`.
-    pub vector: BoundTensor,
-    /// Whether g is the vector over the norms of the columns of the weight with its deltas, once a step.
-    pub over_norms: bool,
-    /// Whether g multiplies the bias too.
-    pub with_bias: bool,
-}
-
-/// What a site of a layer has beside its deltas.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+/// A linear site of a layer with its adapters.
+#[derive(Debug, Clone, PartialEq, Default)]
 pub struct SiteBinding {
-    /// One for each delta of the site, in their order.
-    pub deltas: Vec<DeltaParts>,
-    /// u `(in)`: multiplies the input of the frozen product.
-    pub u: Option<BoundTensor>,
-    /// g `(out)`: multiplies the output.
-    pub g: Option<BoundScale>,
+    /// Low-rank deltas.
+    pub deltas: Vec<Delta>,
+    /// u: multiplies the input of the frozen product.
+    pub u: Option<Scaling>,
+    /// g: multiplies the output.
+    pub g: Option<Scaling>,
     /// A bias `(out)` in place of the base's.
-    pub bias: Option<BoundTensor>,
+    pub bias: Option<Vector>,
+    /// Whether g multiplies the bias.
+    pub bias_place: BiasPlace,
 }
 
 impl SiteBinding {
-    /// Whether deltas without vectors are all that the site has. The gradient of a frozen factor is computed
-    /// and not used.
-    fn is_plain(&self) -> bool {
-        let plain = |parts: &DeltaParts| parts.d.is_none() && parts.e.is_none();
-        self.deltas.iter().all(plain) && self.u.is_none() && self.g.is_none() && self.bias.is_none()
+    /// Sum of the ranks of its deltas.
+    pub fn ranks(&self) -> usize {
+        self.deltas.iter().map(|delta| delta.rank).sum()
+    }
+
+    /// Its vectors, as the op takes them.
+    pub fn vectors(&self) -> SiteVectors<'_> {
+        SiteVectors {
+            u: self.u.as_slice(),
+            g: self.g.as_slice(),
+            bias: self.bias,
+            bias_place: self.bias_place,
+        }
+    }
+
+    /// Whether deltas are all that the site has.
+    pub fn has_no_vectors(&self) -> bool {
+        self.u.is_none() && self.g.is_none() && self.bias.is_none()
+    }
+
+    /// Whether anything of it gets a gradient.
+    pub fn trains(&self) -> bool {
+        let scalings = self.u.iter().chain(&self.g).map(|scaling| scaling.vector);
+        self.deltas.iter().any(Delta::trains) || scalings.chain(self.bias).any(|vector| !vector.frozen)
+    }
+
+    /// Whether its backward reads the input of the site.
+    pub fn reads_input(&self) -> bool {
+        !self.deltas.is_empty() || self.vectors().needs_dx()
     }
 }
 
 /// Adapter sets bound to one flat store of values.
 #[derive(Debug, Clone)]
 pub struct AdapterBindings {
-    /// Deltas by layer.
-    pub layers: Vec<LayerDeltas>,
-    /// Optional parts of the sites, by layer and site.
-    pub sites: Vec<[SiteBinding; SITES]>,
+    /// Sites by layer.
+    pub layers: Vec<LayerSites>,
     /// The prefix, if any set has one.
     pub prefix: Option<PrefixBinding>,
     /// Length of the flat store.
@@ -118,8 +111,7 @@ pub struct Projection {
 impl AdapterBindings {
     /// No adapter: the base alone.
     pub fn none(layers: usize) -> Self {
-        let sites = vec![<[SiteBinding; SITES]>::default(); layers];
-        Self { layers: vec![LayerDeltas::default(); layers], sites, prefix: None, len: 0 }
+        Self { layers: vec![LayerSites::default(); layers], prefix: None, len: 0 }
     }
 
     /// Binds `sets`, whose values lie one after another, each LoRA multiplied by its factor.
@@ -127,20 +119,6 @@ impl AdapterBindings {
     /// # Errors
     /// When more than one set brings a prefix, or a set has a part that the blocks do not compute.
     pub fn new(sets: &[(&AdapterSet, f32)], layers: usize) -> Result<Self> {
-        let bindings = Self::bind(sets, layers)?;
-        let part = bindings.sites.iter().flatten().any(|site| !site.is_plain());
-        let whole =
-            |set: &AdapterSet| !set.norms.is_empty() || set.embedding.is_some() || set.prompt.is_some();
-        if part || sets.iter().any(|(set, _)| whole(set)) {
-            return Err(Error::input(
-                "an adapter has a part that the blocks of this model do not compute; leave its method out",
-            ));
-        }
-        Ok(bindings)
-    }
-
-    /// As [`AdapterBindings::new`], with every part of the sites.
-    fn bind(sets: &[(&AdapterSet, f32)], layers: usize) -> Result<Self> {
         let mut bindings = Self::none(layers);
         for (set, factor) in sets {
             bindings.add(set, *factor)?;
@@ -151,20 +129,19 @@ impl AdapterBindings {
     fn add(&mut self, set: &AdapterSet, factor: f32) -> Result<()> {
         let first = self.len;
         let at = |tensor: usize| first + set.layout.tensors[tensor].offset;
+        let whole = !set.norms.is_empty() || set.embedding.is_some() || set.prompt.is_some();
+        let derived = set.vectors.iter().any(|vectors| vectors.g.is_some_and(|g| g.over_norms));
+        if whole || derived {
+            return Err(Error::input(
+                "an adapter has a part that the blocks of this model do not compute; leave its method out",
+            ));
+        }
         for vectors in &set.vectors {
             self.add_vectors(set, vectors)?;
         }
-        for lora in &set.loras {
-            let parts = self.delta_parts(set, lora);
-            self.sites[lora.layer][lora.site].deltas.push(parts);
-            self.layers[lora.layer][lora.site].push(Delta {
-                a: at(lora.a),
-                b: at(lora.b),
-                rank: lora.rank,
-                columns: lora.columns.clone(),
-                scale: lora.scale * factor,
-                ..Delta::default()
-            });
+        for (number, lora) in set.loras.iter().enumerate() {
+            let delta = self.delta(set, number, factor);
+            self.layers[lora.layer][lora.site].deltas.push(delta);
         }
         if let Some(prefix) = &set.prefix {
             let source = match prefix.values {
@@ -192,29 +169,20 @@ impl AdapterBindings {
     }
 
     /// Tensor `index` of a set whose values begin where those of the sets before it end.
-    fn bound(&self, set: &AdapterSet, index: usize) -> BoundTensor {
+    fn vector(&self, set: &AdapterSet, index: usize) -> Vector {
         let slot = &set.layout.tensors[index];
-        BoundTensor { at: self.len + slot.offset, frozen: !set.layout.groups[slot.group].trainable }
+        Vector { at: self.len + slot.offset, frozen: !set.layout.groups[slot.group].trainable }
     }
 
-    fn delta_parts(&self, set: &AdapterSet, lora: &Lora) -> DeltaParts {
-        DeltaParts {
-            d: lora.d.map(|d| self.bound(set, d)),
-            e: lora.e.map(|e| self.bound(set, e)),
-            a_frozen: self.bound(set, lora.a).frozen,
-            b_frozen: self.bound(set, lora.b).frozen,
-        }
-    }
-
-    fn add_vectors(&mut self, set: &AdapterSet, vectors: &SiteVectors) -> Result<()> {
-        let tensor = |index: usize| self.bound(set, index);
-        let (u, bias) = (vectors.u.map(tensor), vectors.bias.map(tensor));
-        let g = vectors.g.map(|g| BoundScale {
-            vector: tensor(g.vector),
-            over_norms: g.over_norms,
-            with_bias: g.with_bias,
-        });
-        let site = &mut self.sites[vectors.layer][vectors.site];
+    fn add_vectors(&mut self, set: &AdapterSet, vectors: &engraft_adapters::SiteVectors) -> Result<()> {
+        let scaling = |index: usize| Scaling {
+            vector: self.vector(set, index),
+            columns: 0..set.layout.tensors[index].len(),
+            tokens: None,
+        };
+        let (u, g) = (vectors.u.map(scaling), vectors.g.map(|g| scaling(g.vector)));
+        let bias = vectors.bias.map(|bias| self.vector(set, bias));
+        let site = &mut self.layers[vectors.layer][vectors.site];
         let twice = (u.is_some() && site.u.is_some())
             || (g.is_some() && site.g.is_some())
             || (bias.is_some() && site.bias.is_some());
@@ -223,32 +191,60 @@ impl AdapterBindings {
                 "two of the adapters scale the same module or replace its bias; leave one --adapter out",
             ));
         }
-        (site.u, site.g, site.bias) = (site.u.or(u), site.g.or(g), site.bias.or(bias));
+        if vectors.g.is_some_and(|g| g.with_bias) {
+            site.bias_place = BiasPlace::Inside;
+        }
+        (site.u, site.g, site.bias) = (site.u.take().or(u), site.g.take().or(g), site.bias.or(bias));
         Ok(())
     }
 
-    /// Lays A and B of all deltas in `values` transposed, each where it was, for a CPU that generates.
+    /// Delta `number` of a set.
+    fn delta(&self, set: &AdapterSet, number: usize, factor: f32) -> Delta {
+        let lora = &set.loras[number];
+        let (a, b) = (self.vector(set, lora.a), self.vector(set, lora.b));
+        let shares_a = set.loras.iter().filter(|other| other.a == lora.a).count() > 1;
+        Delta {
+            a: a.at,
+            b: b.at,
+            rank: lora.rank,
+            columns: lora.columns.clone(),
+            scale: lora.scale * factor,
+            d: lora.d.map(|d| self.vector(set, d)),
+            e: lora.e.map(|e| self.vector(set, e)),
+            a_frozen: a.frozen,
+            b_frozen: b.frozen,
+            // A number that no A has.
+            mask: shares_a.then(|| self.len + set.layout.len + number),
+            ..Delta::default()
+        }
+    }
+
+    /// Lays A and B of all deltas in `values` transposed, each where it was, for a CPU that generates. Deltas that read
+    /// the same values in different shapes are left as they are, and so are all others: there is one store.
     pub(super) fn turn(&mut self, values: &mut [f32], config: &Config) {
         let arch = Arch::of(config);
-        for (site, delta) in self.layers.iter_mut().flat_map(|sites| sites.iter_mut().enumerate()) {
-            let inputs = arch.sites[site].inputs;
-            for delta in delta.iter_mut().filter(|delta| !delta.transposed) {
-                let columns = delta.columns.len();
-                turn(&mut values[delta.a..][..delta.rank * inputs], inputs);
-                turn(&mut values[delta.b..][..columns * delta.rank], delta.rank);
-                delta.transposed = true;
+        let mut factors = BTreeMap::new();
+        for (site, shape) in self.layers.iter().flat_map(|sites| sites.iter().zip(&arch.sites)) {
+            for delta in &site.deltas {
+                let (a, b) = ((delta.rank, shape.inputs), (delta.columns.len(), delta.rank));
+                let alike = [(delta.a, a), (delta.b, b)]
+                    .into_iter()
+                    .all(|(at, shape)| *factors.entry(at).or_insert(shape) == shape);
+                if !alike || delta.transposed {
+                    return;
+                }
             }
         }
+        for (at, (rows, columns)) in factors {
+            turn(&mut values[at..][..rows * columns], columns);
+        }
+        let sites = self.layers.iter_mut().flatten();
+        sites.flat_map(|site| &mut site.deltas).for_each(|delta| delta.transposed = true);
     }
 
     /// The lowest layer with anything trainable; below it no gradient is needed.
     pub fn lowest(&self) -> usize {
-        let adapted = |layer: usize| {
-            let vectors = |site: &SiteBinding| site.u.is_some() || site.g.is_some() || site.bias.is_some();
-            self.layers[layer].iter().any(|deltas| !deltas.is_empty())
-                || self.sites[layer].iter().any(vectors)
-        };
-        let first = (0..self.layers.len()).find(|&layer| adapted(layer));
+        let first = self.layers.iter().position(|sites| sites.iter().any(SiteBinding::trains));
         match (&self.prefix, first) {
             (Some(_), _) => 0,
             (None, first) => first.unwrap_or(self.layers.len()),
@@ -260,20 +256,33 @@ impl AdapterBindings {
         self.prefix.as_ref().map_or(0, |prefix| prefix.length)
     }
 
-    /// Sum of the ranks at `site` of `layer`.
-    pub fn ranks(&self, layer: usize, site: usize) -> usize {
-        self.layers[layer][site].iter().map(|delta| delta.rank).sum()
+    /// Whether the backward of any layer reads the input of `site`.
+    pub fn reads_input(&self, site: Site) -> bool {
+        self.layers.iter().any(|sites| sites[site as usize].reads_input())
     }
 
-    /// Whether any layer has an adapter at `site`.
-    pub fn adapts(&self, site: Site) -> bool {
-        self.layers.iter().any(|sites| !sites[site as usize].is_empty())
+    /// Columns of the room that vectors take in a forward, or in both directions of a `training`: of the widest input
+    /// with a u and the widest output with a g. 0 without any.
+    pub fn scaled_width(&self, arch: &Arch, training: bool) -> usize {
+        let sites = self.layers.iter().flat_map(|sites| sites.iter().zip(&arch.sites));
+        let widths = sites.map(|(site, shape)| {
+            let vectors = site.vectors();
+            let input = if vectors.needs_scaled_x() { shape.inputs } else { 0 };
+            let output = if training && vectors.needs_d_product() { shape.outputs } else { 0 };
+            input.max(output)
+        });
+        widths.max().unwrap_or(0)
     }
 
     /// Largest sum of ranks of any site.
     pub fn most_ranks(&self) -> usize {
-        let sites = (0..self.layers.len()).flat_map(|layer| (0..SITES).map(move |site| (layer, site)));
-        sites.map(|(layer, site)| self.ranks(layer, site)).max().unwrap_or(0)
+        self.layers.iter().flatten().map(SiteBinding::ranks).max().unwrap_or(0)
+    }
+
+    /// Largest rank of a delta with d or e; 0 without one.
+    pub fn most_scaled_rank(&self) -> usize {
+        let deltas = self.layers.iter().flatten().flat_map(|site| &site.deltas);
+        deltas.filter(|delta| delta.scales()).map(|delta| delta.rank).max().unwrap_or(0)
     }
 }
 
@@ -287,14 +296,13 @@ fn turn(matrix: &mut [f32], columns: usize) {
 
 #[cfg(test)]
 mod tests {
-    use engraft_adapters::{AdapterSpec, Group, Layout, OutputScale, TensorSlot};
+    use engraft_adapters::{AdapterSpec, Group, Layout, Lora, NormVectors, OutputScale, Prompt, TensorSlot};
 
     use super::*;
 
-    /// A set by hand: deltas on two layers that share a frozen A, d, e, u, g and a bias.
+    /// A set by hand: deltas on two layers that share a frozen A and d; one has a frozen e.
     fn set() -> AdapterSet {
-        let sizes =
-            [("A", 6, 1), ("B0", 8, 0), ("B1", 8, 0), ("d", 2, 0), ("e", 4, 1), ("u", 3, 0), ("g", 4, 0)];
+        let sizes = [("A", 6, 1), ("B0", 8, 0), ("B1", 8, 0), ("d", 2, 0), ("e", 4, 1)];
         let mut layout = Layout { groups: vec![Group::DEFAULT, Group::FROZEN], ..Layout::default() };
         for (name, len, group) in sizes {
             let (name, shape, offset) = (name.to_owned(), vec![len], layout.len);
@@ -314,12 +322,11 @@ mod tests {
             d: Some(3),
             e: (layer == 0).then_some(4),
         };
-        let g = OutputScale { vector: 6, over_norms: true, with_bias: false };
         AdapterSet {
             spec: AdapterSpec::default(),
             layout,
             loras: vec![lora(0, 1), lora(1, 2)],
-            vectors: vec![SiteVectors { layer: 1, site: 2, u: Some(5), g: Some(g), bias: Some(6) }],
+            vectors: Vec::new(),
             norms: Vec::new(),
             embedding: None,
             prefix: None,
@@ -328,35 +335,101 @@ mod tests {
     }
 
     #[test]
-    fn every_part_of_a_site_is_bound_to_its_place_in_the_store() {
+    fn every_part_of_a_delta_is_bound_to_its_place_in_the_store() {
         let set = set();
-        let bindings =
-            AdapterBindings::bind(&[(&set, 1.0), (&AdapterSet { vectors: vec![], ..set.clone() }, 1.0)], 3);
-        let bindings = bindings.unwrap();
-        assert_eq!(bindings.len, 2 * 35);
-        let deltas = &bindings.layers[1][2];
-        assert_eq!((deltas[0].a, deltas[0].b, deltas[1].a, deltas[1].b), (0, 14, 35, 49), "A is shared");
-        let (trained, frozen) =
-            (|at| BoundTensor { at, frozen: false }, |at| BoundTensor { at, frozen: true });
-        let parts = DeltaParts { d: Some(trained(22)), e: Some(frozen(24)), a_frozen: true, b_frozen: false };
-        assert_eq!(bindings.sites[0][2].deltas[0], parts);
-        let site = &bindings.sites[1][2];
-        assert_eq!((site.u, site.bias, site.deltas[1].e), (Some(trained(28)), Some(trained(31)), None));
-        let g = BoundScale { vector: trained(31), over_norms: true, with_bias: false };
-        assert_eq!(site.g, Some(g));
-        assert_eq!((site.deltas[1].d, bindings.lowest()), (Some(trained(35 + 22)), 0));
-        let twice = AdapterBindings::bind(&[(&set, 1.0), (&set, 1.0)], 3).unwrap_err().to_string();
-        assert!(twice.contains("same module"), "{twice}");
+        let bindings = AdapterBindings::new(&[(&set, 1.0), (&set, 0.5)], 3).unwrap();
+        assert_eq!((bindings.len, bindings.lowest()), (2 * 28, 0));
+        let [first, second] = [0, 1].map(|layer| &bindings.layers[layer][2].deltas);
+        let expected = Delta {
+            a: 0,
+            b: 6,
+            rank: 2,
+            columns: 0..4,
+            scale: 0.5,
+            d: Some(Vector::trained(22)),
+            e: Some(Vector::frozen(24)),
+            a_frozen: true,
+            mask: Some(28),
+            ..Delta::default()
+        };
+        assert_eq!(first[0], expected);
+        assert_eq!((second[0].a, second[0].b, second[0].e), (0, 14, None), "A is shared");
+        assert_ne!(second[0].mask, first[0].mask, "one mask each");
+        assert_eq!((second[1].a, second[1].b, second[1].scale), (28, 42, 0.25));
+        assert_eq!(second[1].d, Some(Vector::trained(28 + 22)));
+    }
+
+    fn vectors(
+        u: Option<usize>,
+        g: Option<OutputScale>,
+        bias: Option<usize>,
+    ) -> engraft_adapters::SiteVectors {
+        engraft_adapters::SiteVectors { layer: 1, site: 2, u, g, bias }
+    }
+
+    #[test]
+    fn vectors_of_a_site_are_bound_once() {
+        let g = OutputScale { vector: 4, over_norms: false, with_bias: true };
+        let scales = AdapterSet { loras: vec![], vectors: vec![vectors(Some(3), Some(g), None)], ..set() };
+        let bias = AdapterSet { loras: vec![], vectors: vec![vectors(None, None, Some(4))], ..set() };
+        let bindings = AdapterBindings::new(&[(&scales, 1.0), (&bias, 1.0)], 3).unwrap();
+        let site = &bindings.layers[1][2];
+        let scaling = |vector, len| Some(Scaling { vector, columns: 0..len, tokens: None });
+        assert_eq!(site.u, scaling(Vector::trained(22), 2));
+        assert_eq!(site.g, scaling(Vector::frozen(24), 4));
+        assert_eq!((site.bias, site.bias_place), (Some(Vector::frozen(28 + 24)), BiasPlace::Inside));
+        assert_eq!(bindings.lowest(), 1);
+        for twice in [&scales, &bias] {
+            let error = AdapterBindings::new(&[(twice, 1.0), (twice, 1.0)], 3).unwrap_err().to_string();
+            assert!(error.contains("same module"), "{error}");
+        }
+    }
+
+    #[test]
+    fn deltas_that_share_nothing_have_the_masks_of_their_factors() {
+        let mut set = set();
+        set.loras.pop();
+        let bindings = AdapterBindings::new(&[(&set, 1.0)], 3).unwrap();
+        assert_eq!(bindings.layers[0][2].deltas[0].mask, None);
+    }
+
+    #[test]
+    fn the_lowest_layer_is_the_first_with_anything_trainable() {
+        let mut set = set();
+        set.loras[0].d = None;
+        set.layout.tensors[1].group = 1;
+        assert_eq!(AdapterBindings::new(&[(&set, 1.0)], 3).unwrap().lowest(), 1);
+        set.layout.groups[1] = Group::DEFAULT;
+        assert_eq!(AdapterBindings::new(&[(&set, 1.0)], 3).unwrap().lowest(), 0);
+    }
+
+    #[test]
+    fn shared_factors_are_transposed_once() {
+        let config =
+            Config { width: 3, inner: 4, ..crate::model::builtin::builtin("gpt2").unwrap().unwrap() };
+        let mut bindings = AdapterBindings::new(&[(&set(), 1.0)], 3).unwrap();
+        let mut values: Vec<f32> = (0..28u8).map(f32::from).collect();
+        let before = values.clone();
+        bindings.turn(&mut values, &config);
+        assert_eq!(values[..6], [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
+        assert_eq!(values[6..14], [6.0, 8.0, 10.0, 12.0, 7.0, 9.0, 11.0, 13.0]);
+        assert_eq!(values[22..], before[22..], "vectors have no other layout");
+        assert!(bindings.layers.iter().flatten().flat_map(|site| &site.deltas).all(|delta| delta.transposed));
+        let mut other = AdapterBindings::new(&[(&set(), 1.0)], 3).unwrap();
+        other.layers[1][2].deltas[0].a = 6;
+        let mut values = before.clone();
+        other.turn(&mut values, &config);
+        assert_eq!(values, before, "B of one delta is A of the other, in another shape");
     }
 
     #[test]
     fn a_part_that_the_blocks_do_not_compute_is_refused() {
-        assert!(AdapterBindings::new(&[(&set(), 1.0)], 3).is_err());
-        let mut plain = set();
-        plain.vectors.clear();
-        plain.loras.iter_mut().for_each(|lora| (lora.d, lora.e) = (None, None));
-        assert!(AdapterBindings::new(&[(&plain, 1.0)], 3).is_ok());
-        plain.loras[0].d = Some(3);
-        assert!(AdapterBindings::new(&[(&plain, 1.0)], 3).is_err());
+        let refused = |set: &AdapterSet| AdapterBindings::new(&[(set, 1.0)], 3).is_err();
+        assert!(!refused(&set()));
+        let g = OutputScale { vector: 4, over_norms: true, with_bias: false };
+        assert!(refused(&AdapterSet { vectors: vec![vectors(None, Some(g), None)], ..set() }));
+        let norm = NormVectors { layer: None, norm: 0, gain: Some(5), bias: None };
+        assert!(refused(&AdapterSet { norms: vec![norm], ..set() }));
+        assert!(refused(&AdapterSet { prompt: Some(Prompt { length: 1, embeddings: 5 }), ..set() }));
     }
 }

@@ -8,12 +8,12 @@ mod backward;
 
 use std::ops::Range;
 
-use super::{BlockWeights, Config, Linear, Norm};
+use super::{BlockWeights, Config, Norm};
 use crate::{
     device::{View, ViewMut},
     kernels::{
         activation,
-        adapted_linear::{self, AdaptedLinear, Delta, Dropout, ForwardBuffers, Layer},
+        adapted_linear::{self, Dropout},
         attention::{self, Heads, Prefix, Shape},
         gather::gather,
         layernorm,
@@ -26,6 +26,7 @@ use super::{
     cache::{CachedRows, LayerCache},
     layers::RowGroup,
     policy::Keep,
+    sites::SiteBuffers,
 };
 
 /// All that a block reads beside its input.
@@ -78,6 +79,17 @@ macro_rules! rows {
 }
 pub(super) use rows;
 
+/// What the forward of a site of a block writes beside its output.
+macro_rules! site_buffers {
+    ($kept:expr, $workspace:expr) => {
+        SiteBuffers {
+            xa: &mut $kept.statistics.xa,
+            products: &mut $kept.products,
+            scaled: &mut $workspace.scaled,
+        }
+    };
+}
+
 impl<'a> Block<'a> {
     /// n.
     fn cells(&self) -> usize {
@@ -90,12 +102,12 @@ impl<'a> Block<'a> {
     }
 
     /// Tokens that `site` sees.
-    fn seen_by(&self, site: Site) -> usize {
+    pub(super) fn seen_by(&self, site: Site) -> usize {
         if site == Site::CAttn { self.cells() } else { self.outputs() }
     }
 
     /// The tokens of a group among those that `site` sees.
-    fn tokens_of(&self, group: &RowGroup, site: Site) -> Range<usize> {
+    pub(super) fn tokens_of(&self, group: &RowGroup, site: Site) -> Range<usize> {
         match self.wanted {
             Some(_) if site != Site::CAttn => group.wanted.clone(),
             _ => group.first..group.first + group.len(),
@@ -103,18 +115,9 @@ impl<'a> Block<'a> {
     }
 
     /// The only group of a pass with a backward.
-    fn group(&self) -> &RowGroup<'a> {
+    pub(super) fn group(&self) -> &RowGroup<'a> {
         assert!(self.groups.len() == 1, "a backward has rows of one length and the same adapters");
         &self.groups[0]
-    }
-
-    fn deltas_of(&self, group: &RowGroup<'a>, site: Site) -> &'a [Delta] {
-        &group.deltas[self.layer][site as usize]
-    }
-
-    /// Whether any row has an adapter at `site`.
-    fn adapts(&self, site: Site) -> bool {
-        self.groups.iter().any(|group| !self.deltas_of(group, site).is_empty())
     }
 
     /// The wanted rows of `from (n, c)`: in `to (m, c)`, or `from` itself where all are.
@@ -123,12 +126,6 @@ impl<'a> Block<'a> {
         let mut to = to;
         gather(from, wanted, to.reborrow(), self.config.width);
         to.into_view()
-    }
-
-    /// Largest sum of ranks of any rows.
-    fn ranks(&self, site: Site) -> usize {
-        let of = |group| self.deltas_of(group, site).iter().map(|delta| delta.rank).sum();
-        self.groups.iter().map(of).max().unwrap_or(0)
     }
 
     fn shape(&self, group: &RowGroup, past: usize) -> Shape {
@@ -168,58 +165,6 @@ impl<'a> Block<'a> {
         }
     }
 
-    fn linear(
-        &self,
-        site: Site,
-        x: View,
-        residual: Option<View>,
-        buffers: &mut [crate::device::Buffer],
-        y: ViewMut,
-    ) {
-        let (n, ranks) = (self.seen_by(site), self.ranks(site));
-        let xa = rows!(mut buffers[site as usize], n, ranks);
-        let [first, others @ ..] = self.groups else { return };
-        if others.is_empty() {
-            return adapted_linear::forward(
-                self.adapted(first, site),
-                x,
-                residual,
-                n,
-                ForwardBuffers::new(xa, y),
-            );
-        }
-        let (mut xa, mut y) = (xa, y);
-        let frozen = AdaptedLinear { deltas: &[], ..self.adapted(first, site) };
-        let (inputs, outputs) = (frozen.layer.weight.rows, frozen.layer.weight.cols);
-        let to = ForwardBuffers::new(xa.reborrow().slice(0, 0), y.reborrow());
-        adapted_linear::forward(frozen, x, residual, n, to);
-        for group in self.groups {
-            let (Range { start, .. }, n) = (self.tokens_of(group, site), self.tokens_of(group, site).len());
-            adapted_linear::add_deltas(
-                self.adapted(group, site),
-                x.slice(start * inputs, n * inputs),
-                xa.reborrow().slice(start * ranks, n * ranks),
-                y.reborrow().slice(start * outputs, n * outputs),
-                n,
-            );
-        }
-    }
-
-    /// The layer at `site` with the deltas of `group`.
-    fn adapted(&self, group: &RowGroup<'a>, site: Site) -> AdaptedLinear<'a> {
-        let layer = layer(self.site(site));
-        AdaptedLinear::new(layer, self.deltas_of(group, site), group.values, self.dropout)
-    }
-
-    fn site(&self, site: Site) -> &'a Linear {
-        match site {
-            Site::CAttn => &self.weights.c_attn,
-            Site::AttnProj => &self.weights.attn_proj,
-            Site::CFc => &self.weights.c_fc,
-            Site::MlpProj => &self.weights.mlp_proj,
-        }
-    }
-
     /// Forward from `x (n, c)` to `y (m, c)`; with a cache, keys and values are appended to it and
     /// attention reads from it.
     pub fn forward(
@@ -255,7 +200,7 @@ impl<'a> Block<'a> {
         let mixed =
             self.pick(rows!(kept.outputs.mixed, n, c), workspace.shared.activated_mut().slice(0, m * c));
         let middle = rows!(mut kept.outputs.middle, m, c);
-        self.linear(Site::AttnProj, mixed, Some(x), &mut kept.statistics.xa, middle);
+        self.linear(Site::AttnProj, mixed, Some(x), site_buffers!(kept, workspace), middle);
     }
 
     /// `qkv = c_attn(ln_1(x))`.
@@ -264,7 +209,7 @@ impl<'a> Block<'a> {
         let (normed, stats) = (rows!(mut workspace.normed, n, c), rows!(mut kept.statistics.stats_1, n, 2));
         layernorm::forward(x, self.norm(&self.weights.ln_1), normed, stats);
         let qkv = rows!(mut kept.qkv, n, self.weights.c_attn.weight.view().cols);
-        self.linear(Site::CAttn, rows!(workspace.normed, n, c), None, &mut kept.statistics.xa, qkv);
+        self.linear(Site::CAttn, rows!(workspace.normed, n, c), None, site_buffers!(kept, workspace), qkv);
     }
 
     /// Attention of all rows over their keys and values, with a cache after those that it has; the new ones are appended.
@@ -306,7 +251,7 @@ impl<'a> Block<'a> {
         let (normed, stats) = (rows!(mut workspace.normed, n, c), rows!(mut kept.statistics.stats_2, n, 2));
         layernorm::forward(rows!(kept.outputs.middle, n, c), self.norm(&self.weights.ln_2), normed, stats);
         let inner = rows!(mut kept.inner, n, f);
-        self.linear(Site::CFc, rows!(workspace.normed, n, c), None, &mut kept.statistics.xa, inner);
+        self.linear(Site::CFc, rows!(workspace.normed, n, c), None, site_buffers!(kept, workspace), inner);
     }
 
     /// `y = middle + c_proj(f(c_fc(ln_2(middle))))`.
@@ -323,7 +268,7 @@ impl<'a> Block<'a> {
             Site::MlpProj,
             workspace.shared.activated().slice(0, n * f),
             Some(middle),
-            &mut kept.statistics.xa,
+            site_buffers!(kept, workspace),
             y,
         );
     }
@@ -339,22 +284,25 @@ impl<'a> Block<'a> {
         if keep != Keep::All {
             self.mlp_inside(&mut kept, workspace);
         }
-        if keep == Keep::Input && self.adapts(Site::MlpProj) {
-            let (n, f) = (self.outputs(), self.config.inner);
+        let product = self.keeps_product(Site::MlpProj);
+        if keep == Keep::Input && (product || self.has_deltas(Site::MlpProj)) {
+            let (n, c, f) = (self.outputs(), self.config.width, self.config.inner);
             let kind = self.config.activation;
             activation::forward(
                 kind,
                 rows!(kept.inner, n, f),
                 workspace.shared.activated_mut().slice(0, n * f),
             );
-            let xa = rows!(mut kept.statistics.xa[Site::MlpProj as usize], n, self.ranks(Site::MlpProj));
             let x = workspace.shared.activated().slice(0, n * f);
-            adapted_linear::xa(self.adapted(self.group(), Site::MlpProj), x, xa, n);
+            if product {
+                // Nothing reads the output, nor what was in its place.
+                let y = rows!(mut workspace.normed, n, c);
+                self.linear(Site::MlpProj, x, None, site_buffers!(kept, workspace), y);
+            } else {
+                let xa = rows!(mut kept.statistics.xa[Site::MlpProj as usize], n, self.ranks(Site::MlpProj));
+                adapted_linear::xa(self.adapted(self.group(), Site::MlpProj), x, xa, n);
+            }
         }
         Saved(kept)
     }
-}
-
-fn layer(linear: &Linear) -> Layer<'_> {
-    Layer { weight: linear.weight.view(), bias: linear.bias.view() }
 }

@@ -17,7 +17,7 @@ use crate::{
 use super::{
     Config,
     arch::{Arch, SITES, Site, SiteShape},
-    bindings::AdapterBindings,
+    bindings::{AdapterBindings, SiteBinding},
     policy::Keep,
 };
 
@@ -58,7 +58,39 @@ pub struct BlockBuffers {
     pub outputs: Outputs,
     /// The MLP before its activation `(n, f)`.
     pub inner: Buffer,
+    /// What a trainable g multiplies at each site `(n, out)`.
+    pub products: [Option<Buffer>; SITES],
 }
+
+/// What the adapters of a layer have its block keep, by site.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct KeptWidths {
+    /// Sums of ranks.
+    pub ranks: [usize; SITES],
+    /// Columns of what a trainable g multiplies; 0 without one.
+    pub products: [usize; SITES],
+}
+
+impl KeptWidths {
+    /// Those of a site, which a backward follows if `training`.
+    pub fn add(&mut self, binding: &SiteBinding, shape: &SiteShape, training: bool) {
+        let site = shape.site as usize;
+        let product = if training && binding.vectors().keeps_product() { shape.outputs } else { 0 };
+        self.ranks[site] = self.ranks[site].max(binding.ranks());
+        self.products[site] = self.products[site].max(product);
+    }
+
+    /// As much as either keeps.
+    pub fn max(self, other: Self) -> Self {
+        Self {
+            ranks: std::array::from_fn(|site| self.ranks[site].max(other.ranks[site])),
+            products: std::array::from_fn(|site| self.products[site].max(other.products[site])),
+        }
+    }
+}
+
+/// The part of a block, as [`BlockActivations::kept`] counts them, that what g multiplies at each site is kept with.
+const PART_OF: [usize; SITES] = [1, 2, 3, 2];
 
 /// Statistics and thin products of a block.
 pub struct BlockStatistics {
@@ -106,6 +138,7 @@ pub struct BlockActivations {
     qkv: Option<Buffer>,
     outputs: Option<Outputs>,
     inner: Option<Buffer>,
+    products: [Option<Buffer>; SITES],
 }
 
 /// Which parts of a [`BlockBuffers`] belong to the layer; the others were lent by the shared ones.
@@ -121,7 +154,7 @@ impl OwnedMask {
 }
 
 impl BlockActivations {
-    /// Cuts what a layer keeps, whose sites have these sums of ranks.
+    /// Cuts what a layer keeps.
     ///
     /// # Errors
     /// When the arena is exhausted.
@@ -129,15 +162,23 @@ impl BlockActivations {
         arena: &mut Arena,
         name: &str,
         sizes: Sizes,
-        ranks: [usize; SITES],
+        widths: KeptWidths,
         parts: [bool; 4],
     ) -> Result<Self> {
         let (n, c) = (sizes.limits.cells(), sizes.config.width);
         let [statistics, qkv, outputs, inner] = parts;
-        let statistics = statistics.then(|| BlockStatistics::cut(arena, name, sizes, ranks)).transpose()?;
+        let statistics =
+            statistics.then(|| BlockStatistics::cut(arena, name, sizes, widths.ranks)).transpose()?;
         let mut take =
             |part: &str, width: usize| arena.take(format!("{name} {part}"), sizes.activations, &[n, width]);
+        let mut products = <[Option<Buffer>; SITES]>::default();
+        for (site, shape) in Arch::of(sizes.config).sites.iter().enumerate() {
+            if parts[PART_OF[site]] && widths.products[site] > 0 {
+                products[site] = Some(take(&format!("product {}", shape.label), widths.products[site])?);
+            }
+        }
         Ok(Self {
+            products,
             statistics,
             qkv: qkv.then(|| take("qkv", Arch::of(sizes.config).qkv())).transpose()?,
             outputs: if outputs {
@@ -169,7 +210,13 @@ impl BlockActivations {
     pub fn assemble(&mut self, shared: &mut Self) -> Option<(BlockBuffers, OwnedMask)> {
         let owned =
             [self.statistics.is_some(), self.qkv.is_some(), self.outputs.is_some(), self.inner.is_some()];
+        let mut products = <[Option<Buffer>; SITES]>::default();
+        for (site, product) in products.iter_mut().enumerate() {
+            let from = if owned[PART_OF[site]] { &mut *self } else { &mut *shared };
+            *product = from.products[site].take();
+        }
         let buffers = BlockBuffers {
+            products,
             statistics: self.statistics.take().or_else(|| shared.statistics.take())?,
             qkv: self.qkv.take().or_else(|| shared.qkv.take())?,
             outputs: self.outputs.take().or_else(|| shared.outputs.take())?,
@@ -180,7 +227,10 @@ impl BlockActivations {
 
     /// Takes the parts of a block back to where they were.
     pub fn dissolve(&mut self, buffers: BlockBuffers, owned: OwnedMask, shared: &mut Self) {
-        let BlockBuffers { statistics, qkv, outputs, inner } = buffers;
+        let BlockBuffers { statistics, qkv, outputs, inner, products } = buffers;
+        for (site, product) in products.into_iter().enumerate() {
+            (if owned.0[PART_OF[site]] { &mut *self } else { &mut *shared }).products[site] = product;
+        }
         let OwnedMask([own_statistics, own_qkv, own_outputs, own_inner]) = owned;
         (if own_statistics { &mut *self } else { &mut *shared }).statistics = Some(statistics);
         (if own_qkv { &mut *self } else { &mut *shared }).qkv = Some(qkv);
@@ -195,6 +245,8 @@ pub struct Workspace {
     pub normed: Buffer,
     /// Scratch shared by the widest tensors.
     pub shared: SharedScratch,
+    /// `u * x (n, in)` of a site in a forward, or `g * dy (n, out)` in a backward, where a site has a u or a g.
+    pub scaled: Option<Buffer>,
 }
 
 /// Memory shared by the widest tensors of a pass: the MLP after its activation `(n, f)`, and before it attention's
@@ -217,6 +269,8 @@ pub struct Passes<'a> {
     pub head_rows: usize,
     /// The adapters of a backward.
     pub backward: Option<&'a AdapterBindings>,
+    /// Columns of [`Workspace::scaled`].
+    pub scaled: usize,
 }
 
 impl SharedScratch {
@@ -227,7 +281,7 @@ impl SharedScratch {
         let wide = n * config.inner.max(Arch::of(config).qkv()) * activations.size();
         let (before, backward) = match passes.backward {
             None => (0, 0),
-            Some(bindings) if bindings.adapts(Site::MlpProj) => (activated, activated + wide),
+            Some(bindings) if bindings.reads_input(Site::MlpProj) => (activated, activated + wide),
             Some(_) => (0, wide),
         };
         let logits = rows.min(n.max(1)) * head_loss::stride(config.vocab, activations) * F32.size();
@@ -289,7 +343,12 @@ impl Workspace {
     pub fn cut(arena: &mut Arena, sizes: Sizes, passes: Passes) -> Result<Self> {
         let (n, width) = (sizes.limits.cells(), sizes.config.width);
         let normed = arena.take("normed", sizes.activations, &[n, width])?;
-        Ok(Self { normed, shared: SharedScratch::cut(arena, sizes, passes)? })
+        let shared = SharedScratch::cut(arena, sizes, passes)?;
+        let scaled = match passes.scaled {
+            0 => None,
+            columns => Some(arena.take("scaled", sizes.activations, &[n, columns])?),
+        };
+        Ok(Self { normed, shared, scaled })
     }
 }
 

@@ -12,7 +12,7 @@ use crate::{
 use super::{
     Base,
     activations::{ANY, ActivationBuffers},
-    bindings::LayerDeltas,
+    bindings::LayerSites,
     block::{Block, Gradients, rows},
     cache::{CachedRows, LayerCache},
     weight_streamer::{Input, Stage, WeightStreamer},
@@ -29,9 +29,9 @@ pub struct RowGroup<'a> {
     pub tokens: usize,
     /// Which of the wanted tokens are of these rows, where not all tokens are wanted.
     pub wanted: Range<usize>,
-    /// Deltas, by layer and site.
-    pub deltas: &'a [LayerDeltas],
-    /// The flat store that deltas point into.
+    /// Adapters of the sites, by layer.
+    pub sites: &'a [LayerSites],
+    /// The flat store that they point into.
     pub values: View<'a>,
     /// Keys and values of the prefix `(p, 2 l c)`, and p.
     pub prefix: Option<(View<'a>, usize)>,

@@ -18,6 +18,7 @@ mod layers;
 mod policy;
 mod prefix;
 pub mod scratch;
+mod sites;
 mod stack;
 mod weight_streamer;
 pub mod weights;

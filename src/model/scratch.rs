@@ -28,6 +28,8 @@ pub struct ScratchNeeds<'a> {
     pub rank: usize,
     /// Whether deltas drop elements of their input.
     pub dropout: bool,
+    /// Whether a delta has d or e.
+    pub scaled_deltas: bool,
 }
 
 /// Bytes for a pool of `threads`, with what its tasks share in `arithmetic`.
@@ -41,7 +43,7 @@ pub fn bytes(needs: ScratchNeeds, threads: usize, arithmetic: Arithmetic) -> usi
             widest,
             rank: needs.rank,
             dropout: needs.dropout,
-            vectors: false,
+            vectors: needs.scaled_deltas,
         }),
     ];
     let tiles = ops.iter().map(|op| op.0).max().unwrap_or(0);
@@ -80,7 +82,11 @@ fn products(needs: ScratchNeeds, activations: DType) -> usize {
 pub fn decoding(needs: ScratchNeeds, activations: DType, samples: usize) -> usize {
     let (heads, head_width) = (needs.config.heads, needs.config.head_width());
     let attention = attention::device_scratch::attention_decode(samples, needs.keys, heads, head_width);
-    products(needs, activations).max(attention)
+    let deltas = match needs.scaled_deltas {
+        true => adapted_linear::device_scratch::scaled_factor(Arch::of(needs.config).widest(), needs.rank),
+        false => 0,
+    };
+    products(needs, activations).max(attention).max(deltas)
 }
 
 #[cfg(test)]
@@ -92,7 +98,8 @@ mod tests {
     fn a_step_is_planned_for_any_number_of_rows_up_to_its_own() {
         let config = &builtin("gpt2").unwrap().unwrap();
         for rows in [1, 8, 9, 16, 100, 2048] {
-            let needs = ScratchNeeds { config, rows, keys: 16, rank: 1, dropout: false };
+            let needs =
+                ScratchNeeds { config, rows, keys: 16, rank: 1, dropout: false, scaled_deltas: false };
             for activations in [DType::F16, DType::BF16, DType::F32] {
                 let planned = training(needs, activations, 1000);
                 for n in 1..=rows {

@@ -25,7 +25,7 @@ use super::{
     Base, Config, Limits, Policy,
     activations::ActivationBuffers,
     arch::Site,
-    bindings::{AdapterBindings, LayerDeltas},
+    bindings::{AdapterBindings, LayerSites},
     block::{Gradients, rows},
     buffers::{Inputs, Sizes},
     layers::{Layers, MicroBatch, RowGroup, last_norm},
@@ -278,7 +278,7 @@ fn group<'a>(bindings: &'a AdapterBindings, trained: Trained<'a>, batch: &Batch)
         batch: batch.rows,
         tokens: batch.seq_len,
         wanted: 0..batch.supervised(),
-        deltas: &bindings.layers,
+        sites: &bindings.layers,
         values: trained.values,
         prefix: trained.prompt.map(|prefix| (prefix, bindings.prefix_len())),
         cached: None,
@@ -355,7 +355,8 @@ fn wanted<'a>(
     dropout: Dropout,
 ) -> Option<View<'a>> {
     let after_attention = [Site::AttnProj, Site::CFc, Site::MlpProj];
-    let adapted = |last: &LayerDeltas| after_attention.iter().any(|&site| !last[site as usize].is_empty());
+    let adapted =
+        |last: &LayerSites| after_attention.iter().any(|&site| !last[site as usize].deltas.is_empty());
     if dropout.p > 0.0 && bindings.layers.last().is_some_and(adapted) {
         return None;
     }

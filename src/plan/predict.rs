@@ -63,7 +63,8 @@ impl MicroBatch<'_> {
         if self.set.prefix.is_some() {
             return 0;
         }
-        self.set.loras.iter().map(|lora| lora.layer).min().unwrap_or(layers).min(layers)
+        let deltas = self.set.loras.iter().map(|lora| lora.layer);
+        deltas.chain(self.set.vectors.iter().map(|vectors| vectors.layer)).min().unwrap_or(layers).min(layers)
     }
 
     /// Deltas, forward and backward: 2 and 4 FLOP a value and row.

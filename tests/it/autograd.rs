@@ -135,22 +135,44 @@ impl<'a> Twin<'a> {
 
     fn linear(&self, x: &Tensor, place: (usize, usize), linear: &Linear, index: usize) -> Result<Tensor> {
         let (weight, outputs) = (matrix(&linear.weight)?, linear.weight.cols);
-        let mut y = x.matmul(&weight)?.broadcast_add(&frozen(&linear.bias, &[outputs])?)?;
+        let var = |tensor: usize| self.vars[tensor].as_tensor();
+        let vectors = self.case.set.vectors.iter().find(|vectors| (vectors.layer, vectors.site) == place);
+        let (u, g) = (vectors.and_then(|vectors| vectors.u), vectors.and_then(|vectors| vectors.g));
+        let bias = match vectors.and_then(|vectors| vectors.bias) {
+            Some(bias) => var(bias).clone(),
+            None => frozen(&linear.bias, &[outputs])?,
+        };
+        let inside = g.is_some_and(|g| g.with_bias);
+        let mut y = u.map_or(Ok(x.clone()), |u| x.broadcast_mul(var(u)))?.matmul(&weight)?;
+        if inside {
+            y = y.broadcast_add(&bias)?;
+        }
         for lora in self.case.set.loras.iter().filter(|lora| (lora.layer, lora.site) == place) {
             let low = self.drop(x, lora, index)?.matmul(&self.vars[lora.a].t()?)?;
+            let low = lora.d.map_or(Ok(low.clone()), |d| low.broadcast_mul(var(d)))?;
             let delta = (low.matmul(&self.vars[lora.b].t()?)? * f64::from(lora.scale))?;
+            let delta = lora.e.map_or(Ok(delta.clone()), |e| delta.broadcast_mul(var(e)))?;
             let behind = outputs - lora.columns.end;
             y = (y + delta.pad_with_zeros(1, lora.columns.start, behind)?)?;
         }
-        Ok(y)
+        if let Some(g) = g {
+            y = y.broadcast_mul(var(g.vector))?;
+        }
+        if inside { Ok(y) } else { y.broadcast_add(&bias) }
     }
 
     /// The documented mask: element `column` of token `t` of row `index` of step 0.
     fn drop(&self, x: &Tensor, lora: &Lora, index: usize) -> Result<Tensor> {
         let p = self.case.set.spec.lora.as_ref().map_or(0.0, |lora| lora.dropout) as f32;
         let (t, inputs) = x.dims2()?;
-        let a = self.case.set.layout.tensors[lora.a].offset as u64;
-        let key = rng::key(&[self.seed, rng::name("dropout"), 0]) ^ a.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let (loras, layout) = (&self.case.set.loras, &self.case.set.layout);
+        // The place of A, or a number beyond the store where several deltas have the same A.
+        let mask = match loras.iter().filter(|other| other.a == lora.a).count() {
+            1 => layout.tensors[lora.a].offset,
+            _ => layout.len + loras.iter().position(|other| other == lora).unwrap(),
+        };
+        let key = rng::key(&[self.seed, rng::name("dropout"), 0])
+            ^ (mask as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let first = (index * SEQ_LEN * inputs) as u64;
         let kept = |element: u64| rng::uniform(key, first + element) >= p;
         let factor = |element| if kept(element) { f64::from(1.0 / (1.0 - p)) } else { 0.0 };
@@ -232,9 +254,9 @@ fn adapters(base: &Base, dropout: f64) -> Vec<Case> {
 }
 
 /// Worst difference by kind of tensor, for the table of docs/NUMERICS.md.
-type Worst = BTreeMap<String, f64>;
+pub type Worst = BTreeMap<String, f64>;
 
-fn check(base: &Arc<Base>, case: &Case, smoothing: f64, recompute: Recompute, worst: &mut Worst) {
+pub fn check(base: &Arc<Base>, case: &Case, smoothing: f64, recompute: Recompute, worst: &mut Worst) {
     let policy = Policy { recompute, head_rows: 5, ..Policy::default() };
     let options = TrainerOptions {
         rows: 3,
@@ -259,6 +281,10 @@ fn check(base: &Arc<Base>, case: &Case, smoothing: f64, recompute: Recompute, wo
     within((losses.sum / expected - 1.0).abs(), LOSS, &format!("loss of {} on {}", case.name, base.name));
     let grads = mean.backward().unwrap();
     for (slot, var) in case.set.layout.tensors.iter().zip(&twin.vars) {
+        if !case.set.layout.groups[slot.group].trainable {
+            assert!(gradient[slot.range()].iter().all(|&x| x == 0.0), "{} is frozen", slot.name);
+            continue;
+        }
         let expected = gradient_of(&grads, var, &slot.name);
         let size = expected.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
         assert!(
@@ -271,14 +297,14 @@ fn check(base: &Arc<Base>, case: &Case, smoothing: f64, recompute: Recompute, wo
         let found = difference(&gradient[slot.range()], &expected);
         let what = format!("{} of {} on {}: {found:.2e}", slot.name, case.name, base.name);
         assert!(found <= GRADIENT, "{what} above {GRADIENT:.0e}");
-        let kind = ["lora_A", "lora_B", "prompt_encoder", "prompt"];
+        let kind = ["lora_A", "lora_B", "vector", "prompt_encoder", "prompt"];
         let kind = kind.iter().find(|kind| slot.name.contains(**kind)).copied().unwrap_or("prompt");
         let entry = worst.entry(kind.to_owned()).or_default();
         *entry = entry.max(found);
     }
 }
 
-fn report(worst: &Worst, what: &str) {
+pub fn report(worst: &Worst, what: &str) {
     worst.iter().for_each(|(kind, found)| within(*found, GRADIENT, &format!("{kind} {what}")));
 }
 

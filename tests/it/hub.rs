@@ -1,6 +1,12 @@
 //! Names to local files, against a hub on a local port.
 
-use std::{cell::RefCell, fs, path::PathBuf, sync::Barrier, time::Duration};
+use std::{
+    cell::RefCell,
+    fs,
+    path::{Path, PathBuf},
+    sync::Barrier,
+    time::Duration,
+};
 
 use engraft::{
     error::{Error, Result},
@@ -285,7 +291,7 @@ fn answers_that_are_errors_are_not_stored() {
     assert_error(&error, 1, &["tiny: the hub sent 7 of the 816 bytes of config.json"]);
     server.with(|hub| hub.get_status = None);
     let source = fetch("tiny", &options(&server.endpoint, &cache)).unwrap();
-    Base::load(&source, "tiny", cache.path()).unwrap();
+    Base::load(&BaseSource::Folder(source.clone()), "tiny", cache.path()).unwrap();
 }
 
 #[test]
@@ -313,7 +319,7 @@ fn concurrent_fetches_share_one_cache() {
                 scope.spawn(|| {
                     start.wait();
                     let source = fetch("tiny", &online).unwrap();
-                    Base::load(&source, "tiny", &fp16).unwrap();
+                    Base::load(&BaseSource::Folder(source.clone()), "tiny", &fp16).unwrap();
                     source
                 })
             })

@@ -22,6 +22,7 @@ mod policies;
 mod q8;
 mod resume;
 mod setup;
+mod site_parts;
 #[path = "../../src/testing/skip_tests.rs"]
 mod skip;
 mod source;

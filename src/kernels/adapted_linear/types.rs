@@ -103,6 +103,12 @@ impl Delta {
         self.d.is_some() || self.e.is_some()
     }
 
+    /// Whether anything of it gets a gradient.
+    pub fn trains(&self) -> bool {
+        let trained = |vector: Option<Vector>| vector.is_some_and(|vector| !vector.frozen);
+        !self.a_frozen || !self.b_frozen || trained(self.d) || trained(self.e)
+    }
+
     /// What its dropout masks are told from others by.
     pub(super) fn mask_id(&self) -> usize {
         self.mask.unwrap_or(self.a)

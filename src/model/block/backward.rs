@@ -2,10 +2,9 @@
 
 use super::{Block, Gradients, Saved, rows};
 use crate::{
-    device::{Buffer, View, ViewMut},
+    device::View,
     kernels::{
         activation,
-        adapted_linear::{self, BackwardBuffers, SavedProducts},
         attention::{self, Seen},
         gather::spread,
         layernorm,
@@ -13,6 +12,7 @@ use crate::{
     model::{
         arch::Site,
         buffers::{BackwardWork, BlockBuffers, SharedScratch, Workspace},
+        sites::SiteGradients,
     },
 };
 
@@ -45,7 +45,7 @@ impl Block<'_> {
         let (n, c, f) = (self.outputs(), self.config.width, self.config.inner);
         let inner = rows!(kept.inner, n, f);
         let kind = self.config.activation;
-        if self.adapts(Site::MlpProj) {
+        if self.reads_input(Site::MlpProj) {
             activation::forward(kind, inner, workspace.shared.activated_mut().slice(0, n * f));
         }
         let (activated, d_activated) = workspace.shared.wide_mut();
@@ -57,15 +57,14 @@ impl Block<'_> {
             rows!(back.grad, n, c),
             activated,
             kept,
-            &mut back.d_xa,
+            SiteGradients { d_xa: &mut back.d_xa, scaled: &mut workspace.scaled, dx: d_activated },
             to,
-            d_activated,
         );
         activation::backward(kind, inner, workspace.shared.wide_mut().1.slice(0, n * f));
 
         let middle = rows!(kept.outputs.middle, n, c);
         let norm = self.norm(&self.weights.ln_2);
-        if self.adapts(Site::CFc) {
+        if self.reads_input(Site::CFc) {
             layernorm::forward(
                 middle,
                 norm,
@@ -75,7 +74,9 @@ impl Block<'_> {
         }
         let d_normed = rows!(mut back.narrow, n, c);
         let (d_inner, normed) = (workspace.shared.wide().slice(0, n * f), rows!(workspace.normed, n, c));
-        self.linear_backward(Site::CFc, d_inner, normed, kept, &mut back.d_xa, to, Some(d_normed));
+        let buffers =
+            SiteGradients { d_xa: &mut back.d_xa, scaled: &mut workspace.scaled, dx: Some(d_normed) };
+        self.linear_backward(Site::CFc, d_inner, normed, kept, buffers, to);
         let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.statistics.stats_2, n, 2));
         layernorm::backward(
             d_normed,
@@ -101,11 +102,10 @@ impl Block<'_> {
         self.attention_backward(kept, &mut workspace.shared, back, to);
 
         let norm = self.norm(&self.weights.ln_1);
-        let adapted = self.adapts(Site::CAttn);
-        if !adapted && !input_gradient {
+        if !self.trains(Site::CAttn) && !input_gradient {
             return;
         }
-        if adapted {
+        if self.reads_input(Site::CAttn) {
             layernorm::forward(
                 x,
                 norm,
@@ -113,9 +113,11 @@ impl Block<'_> {
                 rows!(mut kept.statistics.stats_1, n, 2),
             );
         }
-        let d_normed = input_gradient.then(|| rows!(mut back.narrow, n, c));
+        let wants_dx = input_gradient || self.needs_dx(Site::CAttn);
+        let d_normed = wants_dx.then(|| rows!(mut back.narrow, n, c));
         let (d_qkv, normed) = (workspace.shared.wide().slice(0, n * 3 * c), rows!(workspace.normed, n, c));
-        self.linear_backward(Site::CAttn, d_qkv, normed, kept, &mut back.d_xa, to, d_normed);
+        let buffers = SiteGradients { d_xa: &mut back.d_xa, scaled: &mut workspace.scaled, dx: d_normed };
+        self.linear_backward(Site::CAttn, d_qkv, normed, kept, buffers, to);
         if input_gradient {
             let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.statistics.stats_1, n, 2));
             layernorm::backward(d_normed, x, stats, norm, rows!(mut back.grad, n, c));
@@ -139,7 +141,9 @@ impl Block<'_> {
             rows!(mut back.narrow, m, c)
         };
         let dy = rows!(back.grad, m, c);
-        self.linear_backward(Site::AttnProj, dy, mixed, kept, &mut back.d_xa, to, Some(d_mixed));
+        let buffers =
+            SiteGradients { d_xa: &mut back.d_xa, scaled: &mut workspace.scaled, dx: Some(d_mixed) };
+        self.linear_backward(Site::AttnProj, dy, mixed, kept, buffers, to);
         if let Some(wanted) = self.wanted {
             spread(rows!(workspace.normed, m, c), wanted, rows!(mut back.narrow, n, c), c);
             // Both are (n, c) of one type.
@@ -174,22 +178,5 @@ impl Block<'_> {
             let parts = rows!(back.d_prefix, group.batch * 2 * shape.prefix, c);
             attention::sum_prefix(parts, shape, to.prompt.reborrow(), places);
         }
-    }
-
-    #[allow(clippy::too_many_arguments, reason = "an op's gradient, operands, saved state and target")]
-    fn linear_backward(
-        &self,
-        site: Site,
-        dy: View,
-        x: View,
-        kept: &BlockBuffers,
-        d_xa: &mut Buffer,
-        to: &mut Gradients,
-        dx: Option<ViewMut>,
-    ) {
-        let (n, ranks) = (self.seen_by(site), self.ranks(site));
-        let saved = SavedProducts { xa: rows!(kept.statistics.xa[site as usize], n, ranks), product: None };
-        let to = BackwardBuffers::new(to.store.reborrow(), rows!(mut d_xa, n, ranks), dx);
-        adapted_linear::backward(self.adapted(self.group(), site), dy, x, saved, n, to);
     }
 }

@@ -138,7 +138,7 @@ impl Decoder {
                 batch: group.count,
                 tokens: group.tokens,
                 wanted: before..ended,
-                deltas: &adapter.bindings.layers,
+                sites: &adapter.bindings.layers,
                 values: adapter.values.view(),
                 prefix: adapter.prefix(),
                 cached: Some(cached),

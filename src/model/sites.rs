@@ -1,0 +1,204 @@
+//! The linear sites of a block with their adapters, forward and backward.
+
+use std::ops::Range;
+
+use super::{
+    Linear,
+    arch::{SITES, Site},
+    bindings::SiteBinding,
+    block::{Block, Gradients, rows},
+    buffers::BlockBuffers,
+    layers::RowGroup,
+};
+use crate::{
+    device::{Buffer, View, ViewMut},
+    kernels::adapted_linear::{self, AdaptedLinear, BackwardBuffers, ForwardBuffers, Layer, SavedProducts},
+};
+
+/// What the forward of a site writes beside its output.
+pub struct SiteBuffers<'a> {
+    /// `drop(x) A^T` of each site.
+    pub xa: &'a mut [Buffer; SITES],
+    /// What g multiplies at each site, where it is kept.
+    pub products: &'a mut [Option<Buffer>; SITES],
+    /// Buffer for `u * x`.
+    pub scaled: &'a mut Option<Buffer>,
+}
+
+/// What the backward of a site writes beside the gradients of trainables.
+pub struct SiteGradients<'a> {
+    /// Buffer for the gradient of `drop(x) A^T`.
+    pub d_xa: &'a mut Buffer,
+    /// Buffer for `g * dy`.
+    pub scaled: &'a mut Option<Buffer>,
+    /// The gradient of the input, where it is asked for.
+    pub dx: Option<ViewMut<'a>>,
+}
+
+/// Operands of a site for one group of rows, whose tokens all of them begin with.
+struct Operands<'a> {
+    x: View<'a>,
+    residual: Option<View<'a>>,
+    xa: ViewMut<'a>,
+    product: Option<ViewMut<'a>>,
+    scaled: Option<ViewMut<'a>>,
+    y: ViewMut<'a>,
+}
+
+impl<'a> Block<'a> {
+    fn binding(&self, group: &RowGroup<'a>, site: Site) -> &'a SiteBinding {
+        &group.sites[self.layer][site as usize]
+    }
+
+    fn any(&self, site: Site, is: impl Fn(&SiteBinding) -> bool) -> bool {
+        self.groups.iter().any(|group| is(self.binding(group, site)))
+    }
+
+    /// Whether the backward of `site` reads its input.
+    pub(super) fn reads_input(&self, site: Site) -> bool {
+        self.any(site, SiteBinding::reads_input)
+    }
+
+    /// Whether anything at `site` gets a gradient.
+    pub(super) fn trains(&self, site: Site) -> bool {
+        self.any(site, SiteBinding::trains)
+    }
+
+    /// Whether any row has a delta at `site`.
+    pub(super) fn has_deltas(&self, site: Site) -> bool {
+        self.any(site, |binding| !binding.deltas.is_empty())
+    }
+
+    /// Whether the backward of `site` reads what g multiplies.
+    pub(super) fn keeps_product(&self, site: Site) -> bool {
+        self.any(site, |binding| binding.vectors().keeps_product())
+    }
+
+    /// Whether the backward of `site` computes the gradient of its input whoever asks for it.
+    pub(super) fn needs_dx(&self, site: Site) -> bool {
+        self.any(site, |binding| binding.vectors().needs_dx())
+    }
+
+    /// Largest sum of ranks of any rows.
+    pub(super) fn ranks(&self, site: Site) -> usize {
+        self.groups.iter().map(|group| self.binding(group, site).ranks()).max().unwrap_or(0)
+    }
+
+    /// The layer at `site` with the adapters of `group`.
+    pub(super) fn adapted(&self, group: &RowGroup<'a>, site: Site) -> AdaptedLinear<'a> {
+        let (linear, binding) = (self.site(site), self.binding(group, site));
+        AdaptedLinear {
+            layer: Layer { weight: linear.weight.view(), bias: linear.bias.view() },
+            deltas: &binding.deltas,
+            vectors: binding.vectors(),
+            values: group.values,
+            dropout: self.dropout,
+        }
+    }
+
+    fn site(&self, site: Site) -> &'a Linear {
+        match site {
+            Site::CAttn => &self.weights.c_attn,
+            Site::AttnProj => &self.weights.attn_proj,
+            Site::CFc => &self.weights.c_fc,
+            Site::MlpProj => &self.weights.mlp_proj,
+        }
+    }
+
+    /// `y` of a site, plus `residual`.
+    pub(super) fn linear(
+        &self,
+        site: Site,
+        x: View,
+        residual: Option<View>,
+        buffers: SiteBuffers,
+        y: ViewMut,
+    ) {
+        let (n, ranks) = (self.seen_by(site), self.ranks(site));
+        let SiteBuffers { xa: all_xa, products, scaled } = buffers;
+        let mut xa = rows!(mut all_xa[site as usize], n, ranks);
+        let [first, others @ ..] = self.groups else { return };
+        let linear = self.adapted(first, site);
+        let (inputs, outputs) = (linear.layer.weight.rows, linear.layer.weight.cols);
+        let mut scaled = scaled.as_mut().map(Buffer::view_mut);
+        let mut y = y;
+        if others.is_empty() {
+            let product = products[site as usize].as_mut().map(|product| rows!(mut product, n, outputs));
+            return forward(linear, n, Operands { x, residual, xa, product, scaled, y });
+        }
+        let tokens = |group| {
+            let Range { start, end } = self.tokens_of(group, site);
+            (start, end - start)
+        };
+        if self.any(site, |binding| !binding.has_no_vectors()) {
+            // The vectors of a group are in a store of its own, so each group has a product of its own.
+            for group in self.groups {
+                let (start, n) = tokens(group);
+                let of = Operands {
+                    x: x.slice(start * inputs, n * inputs),
+                    residual: residual.map(|residual| residual.slice(start * outputs, n * outputs)),
+                    xa: xa.reborrow().slice(start * ranks, n * ranks),
+                    product: None,
+                    scaled: scaled.as_mut().map(ViewMut::reborrow),
+                    y: y.reborrow().slice(start * outputs, n * outputs),
+                };
+                if n > 0 {
+                    forward(self.adapted(group, site), n, of);
+                }
+            }
+            return;
+        }
+        let frozen = AdaptedLinear { deltas: &[], ..linear };
+        let to = ForwardBuffers::new(xa.reborrow().slice(0, 0), y.reborrow());
+        adapted_linear::forward(frozen, x, residual, n, to);
+        for group in self.groups {
+            let (start, n) = tokens(group);
+            adapted_linear::add_deltas(
+                self.adapted(group, site),
+                x.slice(start * inputs, n * inputs),
+                xa.reborrow().slice(start * ranks, n * ranks),
+                y.reborrow().slice(start * outputs, n * outputs),
+                n,
+            );
+        }
+    }
+
+    /// Backward of a site in a pass of one group; `kept` is what its forward left.
+    pub(super) fn linear_backward(
+        &self,
+        site: Site,
+        dy: View,
+        x: View,
+        kept: &BlockBuffers,
+        buffers: SiteGradients,
+        to: &mut Gradients,
+    ) {
+        let (n, ranks) = (self.seen_by(site), self.ranks(site));
+        let linear = self.adapted(self.group(), site);
+        let outputs = linear.layer.weight.cols;
+        let product = kept.products[site as usize].as_ref().map(|product| rows!(product, n, outputs));
+        let saved = SavedProducts { xa: rows!(kept.statistics.xa[site as usize], n, ranks), product };
+        let SiteGradients { d_xa, scaled, dx } = buffers;
+        let d_product = scaled.as_mut().filter(|_| linear.vectors.needs_d_product());
+        let to = BackwardBuffers {
+            d_product: d_product.map(|d_product| rows!(mut d_product, n, outputs)),
+            ..BackwardBuffers::new(to.store.reborrow(), rows!(mut d_xa, n, ranks), dx)
+        };
+        adapted_linear::backward(linear, dy, x, saved, n, to);
+    }
+}
+
+/// [`adapted_linear::forward`] with the buffers that the vectors of `linear` ask for.
+fn forward(linear: AdaptedLinear, n: usize, of: Operands) {
+    let Operands { x, residual, xa, product, scaled, y } = of;
+    let inputs = linear.layer.weight.rows;
+    let to = ForwardBuffers {
+        xa,
+        y,
+        scaled_x: scaled
+            .filter(|_| linear.vectors.needs_scaled_x())
+            .map(|scaled| scaled.slice(0, n * inputs)),
+        product: product.filter(|_| linear.vectors.keeps_product()),
+    };
+    adapted_linear::forward(linear, x, residual, n, to);
+}
