@@ -124,7 +124,7 @@ fn takes_tokenizer_and_weights_in_the_form_that_is_there() {
     let get = |files: Vec<(String, Vec<u8>)>| {
         let server = Server::start(Hub::new("m", files));
         let cache = tempfile::tempdir().unwrap();
-        fetch("m", &options(&server.endpoint, &cache)).map(|source| names(source))
+        fetch("m", &options(&server.endpoint, &cache)).map(|source| names(&source))
     };
     let found = get(small(&["config.json", "vocab.json", "merges.txt", "pytorch_model.bin"])).unwrap();
     assert_eq!(found, ["config.json", "merges.txt", "pytorch_model.bin", "vocab.json"]);
