@@ -316,31 +316,34 @@ fn tensor_core_attention_matches_its_twin() {
     check::<bf16>(Case { t: 65, starts: &long[..65], p: 0, ..large });
 }
 
-/// Queries behind `past` keys that lie in a cache of more room than it holds; a single one also where the device alone
-/// knows how many they are.
+/// Queries after `past` keys in a cache with room for more; a single one also where the device alone knows how many they
+/// are, and in which row of the cache.
 fn cached<T: Activation>(case: Case, past: usize) {
     let counted: &[bool] = if case.t == past + 1 { &[false, true] } else { &[false] };
-    counted.iter().for_each(|&counted| behind::<T>(case, past, counted));
+    counted.iter().for_each(|&counted| after::<T>(case, past, counted));
 }
 
-fn behind<T: Activation>(case: Case, past: usize, counted: bool) {
+fn after<T: Activation>(case: Case, past: usize, counted: bool) {
     let Case { batch, t, heads, width, starts, tensor, seed, .. } = case;
     let kernels = if tensor { Kernels::tensor::<T>() } else { Kernels::plain::<T>() };
     let (c, queries, capacity) = (case.c(), t - past, t + 3);
     let (operands, qkv, prompt) = Operands::<T>::new(case);
     let caches = [(); 2].map(|()| Device::<T>::poisoned(batch * capacity * c));
     let sizes = [batch, c].map(|x| x as i32);
-    let number = Device::<u32>::of(&[past as f64]);
-    let count = if counted { number.head() } else { std::ptr::null_mut() };
-    // In two pieces, the second behind the first.
+    // Where the device counts, it also says which row of the cache a row is: the last one is first.
+    let numbers = Device::<u32>::of(&vec![past as f64; batch]);
+    let last_first = Device::<u32>::of(&(0..batch).rev().map(|row| row as f64).collect::<Vec<_>>());
+    let none = std::ptr::null_mut();
+    let (counts, slots) = if counted { (numbers.head(), last_first.head()) } else { (none, none) };
+    // In two pieces, the second after the first.
     for (first, tokens) in [(0, past), (past, queries)] {
         let [k, v] = [1, 2].map(|index| {
             let all = operands.part(case, index);
             Heads { data: operands.qkv.at(index * c + first * 3 * c), ..all }
         });
         let [to_k, to_v] = caches.each_ref().map(|cache| cache.head());
-        let behind = if first > 0 { count } else { std::ptr::null_mut() };
-        let element = if behind.is_null() { first * c } else { 0 };
+        let before = if first > 0 { counts } else { none };
+        let element = if before.is_null() { first * c } else { 0 };
         let place = (element as i64, (capacity * c) as i64);
         run(
             kernels.append,
@@ -348,7 +351,7 @@ fn behind<T: Activation>(case: Case, past: usize, counted: bool) {
             256,
             0,
             seed,
-            args![k, v, to_k, to_v, sizes[0], tokens as i32, sizes[1], place.0, place.1, behind],
+            args![k, v, to_k, to_v, sizes[0], tokens as i32, sizes[1], place.0, place.1, before, slots],
         );
     }
     let q = Heads { data: operands.qkv.at(past * 3 * c), ..operands.part(case, 0) };
@@ -370,7 +373,7 @@ fn behind<T: Activation>(case: Case, past: usize, counted: bool) {
             128,
             4 * (9 * width + 8),
             seed,
-            args![q, k, v, pk, pv, own_starts.head(), shape, count, most, parts.head()],
+            args![q, k, v, pk, pv, own_starts.head(), shape, counts, slots, most, parts.head()],
         );
         run(
             kernels.finish,
@@ -378,7 +381,7 @@ fn behind<T: Activation>(case: Case, past: usize, counted: bool) {
             128,
             0,
             seed,
-            args![parts.head(), splits as i32, shape, count, most, out.head(), lse.head()],
+            args![parts.head(), splits as i32, shape, counts, most, out.head(), lse.head()],
         );
     } else {
         run(
