@@ -37,7 +37,7 @@ impl Buffer {
     /// A buffer on `device`, outside any plan, that holds `values`.
     ///
     /// # Errors
-    /// [`Error::Memory`] when there is no memory for it.
+    /// [`Error::Memory`](crate::error::Error::Memory) when there is no memory for it.
     pub fn on<T: Element>(device: Device, values: &[T]) -> Result<Self> {
         let cut = |arena: &mut Arena| arena.take("values", T::DTYPE, &[values.len()]);
         let mut buffer = Arenas::real(None).on(device).build("values", Placement::Memory, cut)?;

@@ -132,7 +132,7 @@ impl Device {
     /// Waits until the device has done all work that it was given.
     ///
     /// # Errors
-    /// [`Error::Failed`](crate::error::Error::Failed) with the first failure since the last call.
+    /// [`Error::Failed`] with the first failure since the last call.
     pub fn check(self) -> Result<()> {
         match self {
             Self::Cpu => Ok(()),
@@ -144,7 +144,7 @@ impl Device {
     /// Allocates `bytes` of scratch now, so that no kernel has to; does nothing on a CPU.
     ///
     /// # Errors
-    /// [`Error::Memory`](crate::error::Error::Memory) when the device has too little.
+    /// [`Error::Memory`] when the device has too little.
     pub fn reserve(self, bytes: usize) -> Result<()> {
         match self {
             Self::Cpu => {

@@ -2,7 +2,7 @@
 //! positions. Names of tensors, descriptions for adapters, memory plans, predicted times and sizes of scratch all read it.
 //!
 //! [`Config`] says how large a base is and which activation it has; this table says what it consists of. Another
-//! architecture is another table, and a [`Block`](super::block::Block) that computes it.
+//! architecture is another table, and a `Block` that computes it.
 
 use std::ops::Range;
 
