@@ -126,7 +126,7 @@ pub enum PrefixValues {
     /// The keys and values themselves.
     Direct {
         /// [P, 2Ld].
-        prompt: usize,
+        values: usize,
     },
     /// `tanh(embedding in_weight^T + in_bias) out_weight^T + out_bias`, [P, 2Ld].
     Projected {

@@ -100,7 +100,7 @@ fn of_base(device: Device, activations: DType, name: &str) -> Result<Line> {
     let mut arenas = Arenas::real(None).on(device);
     let mut stack = Stack::new(Arc::clone(&base), bindings.clone(), limits, policy, false, &mut arenas)?;
     let none = Buffer::on::<f32>(device, &[])?;
-    let loss = stack.loss(Trained { values: none.view(), prompt: None }, &batch)?;
+    let loss = stack.loss(Trained { values: none.view(), prefix: None }, &batch)?;
     let mut error = largest_error(&expected.get("loss"), &[(loss.sum / loss.tokens as f64) as f32]);
     let logits = expected.get("logits");
     for (row, ids) in batch.ids.chunks(batch.seq_len).enumerate() {

@@ -16,7 +16,7 @@ use crate::{
 pub struct Evaluator {
     stack: Stack,
     values: Buffer,
-    prompt: Option<PrefixState>,
+    prefix: Option<PrefixState>,
 }
 
 impl Evaluator {
@@ -35,13 +35,13 @@ impl Evaluator {
         let (device, activations) = (base.device, base.activations);
         let values = Buffer::on(device, adapter.map_or(&[][..], |(_, values)| values))?;
         let mut arenas = Arenas::real(None).on(device);
-        let mut prompt = PrefixState::new(&bindings, &base.config, activations, false, &mut arenas)?;
-        if let Some(prompt) = &mut prompt {
-            prompt.refresh(values.view());
+        let mut prefix = PrefixState::new(&bindings, &base.config, activations, false, &mut arenas)?;
+        if let Some(prefix) = &mut prefix {
+            prefix.refresh(values.view());
         }
         let policy = Policy { head_rows, activations, ..Policy::default() };
         let stack = Stack::new(base, bindings, limits, policy, false, &mut arenas)?;
-        Ok(Self { stack, values, prompt })
+        Ok(Self { stack, values, prefix })
     }
 
     /// Mean loss over `batches`.
@@ -50,7 +50,7 @@ impl Evaluator {
     /// When a token is outside the vocabulary or nothing is supervised.
     pub fn evaluate(&mut self, batches: &mut dyn Iterator<Item = Batch>) -> Result<Evaluation> {
         let values = self.values.view();
-        let prompt = self.prompt.as_ref().map(|prompt| prompt.view(values));
-        evaluate(&mut self.stack, Trained { values, prompt }, batches)
+        let prefix = self.prefix.as_ref().map(|prefix| prefix.view(values));
+        evaluate(&mut self.stack, Trained { values, prefix }, batches)
     }
 }

@@ -107,7 +107,7 @@ impl Evaluation {
 
 /// The trained values, with their gradient and the optimizer's memory.
 struct Trainables {
-    prompt: Option<PrefixState>,
+    prefix: Option<PrefixState>,
     store: Buffer,
     gradient: Buffer,
     optimizer: Optimizer,
@@ -122,14 +122,14 @@ impl Trainables {
         arenas: &mut Arenas,
     ) -> Result<Self> {
         let len = set.layout.len;
-        let prompt = PrefixState::new(bindings, config, options.policy.activations, true, arenas)?;
+        let prefix = PrefixState::new(bindings, config, options.policy.activations, true, arenas)?;
         let (store, gradient) = arenas.build("trainables", Placement::Memory, |arena| {
             Ok((arena.take("values", F32, &[len])?, arena.take("gradient", F32, &[len])?))
         })?;
         let segments = set.layout.segments();
         let TrainerOptions { optimizer, adamw, policy, .. } = options;
         let optimizer = Optimizer::new(optimizer, &segments, adamw, policy.moments, arenas)?;
-        Ok(Self { prompt, store, gradient, optimizer })
+        Ok(Self { prefix, store, gradient, optimizer })
     }
 }
 
@@ -139,7 +139,7 @@ pub struct Trainer {
     stack: Stack,
     values: Buffer,
     gradient: Buffer,
-    prompt: Option<PrefixState>,
+    prefix: Option<PrefixState>,
     optimizer: Optimizer,
     options: TrainerOptions,
     dropout: f64,
@@ -170,7 +170,7 @@ impl Trainer {
                 values.len()
             )));
         }
-        let Trainables { prompt, mut store, gradient, optimizer } =
+        let Trainables { prefix, mut store, gradient, optimizer } =
             Trainables::cut(&base.config, &bindings, &set, options, &mut arenas)?;
         store.view_mut().upload(values);
         base.device.reserve(options.device_scratch(&base.config, &set))?;
@@ -183,7 +183,7 @@ impl Trainer {
             stack,
             values: store,
             gradient,
-            prompt,
+            prefix,
             optimizer,
             options,
             dropout,
@@ -289,8 +289,8 @@ impl Trainer {
             tokens += self.micro_batch(batch, factor, first_row, &mut tally)?;
             first_row += batch.rows;
         }
-        if let Some(prompt) = &mut self.prompt {
-            prompt.backward(self.values.view(), self.gradient.view_mut());
+        if let Some(prefix) = &mut self.prefix {
+            prefix.backward(self.values.view(), self.gradient.view_mut());
         }
         // The losses of all micro-batches are read here, once a step.
         self.stack.base().device.check()?;
@@ -310,15 +310,15 @@ impl Trainer {
         let pass = Pass { factor, smoothing: label_smoothing as f32, dropout };
         let values = self.values.view();
         // The gradient of a prefix is written while its values are read: two buffers of one struct.
-        let (prompt, d_prompt) = match &mut self.prompt {
+        let (prefix, d_prefix) = match &mut self.prefix {
             None => (None, <&mut [f32]>::default().into()),
-            Some(prompt) => {
-                let (view, gradient) = prompt.parts(values);
+            Some(prefix) => {
+                let (view, gradient) = prefix.parts(values);
                 (Some(view), gradient)
             }
         };
-        let mut to = Gradients { store: self.gradient.view_mut(), prompt: d_prompt };
-        self.stack.accumulate(Trained { values, prompt }, &mut to, batch, pass, tally)
+        let mut to = Gradients { store: self.gradient.view_mut(), prefix: d_prefix };
+        self.stack.accumulate(Trained { values, prefix }, &mut to, batch, pass, tally)
     }
 
     /// Mean loss over `batches`, without dropout or smoothing; changes nothing.
@@ -327,8 +327,8 @@ impl Trainer {
     /// When a token is outside the vocabulary or nothing is supervised.
     pub fn evaluate(&mut self, batches: &mut dyn Iterator<Item = Batch>) -> Result<Evaluation> {
         let values = self.values.view();
-        let prompt = self.prompt.as_ref().map(|prompt| prompt.view(values));
-        evaluate(&mut self.stack, Trained { values, prompt }, batches)
+        let prefix = self.prefix.as_ref().map(|prefix| prefix.view(values));
+        evaluate(&mut self.stack, Trained { values, prefix }, batches)
     }
 
     /// Number of optimizer steps done.
@@ -405,13 +405,13 @@ impl Trainer {
 
     /// Keys and values `(p, 2 l c)` of a prefix with a projection; `None` without one.
     pub fn projected(&self) -> Option<Vec<f32>> {
-        self.prompt.as_ref()?.projected()
+        self.prefix.as_ref()?.projected()
     }
 
     /// Brings keys and values of a projected prefix up to date with the store.
     fn refresh(&mut self) {
-        if let Some(prompt) = &mut self.prompt {
-            prompt.refresh(self.values.view());
+        if let Some(prefix) = &mut self.prefix {
+            prefix.refresh(self.values.view());
         }
     }
 

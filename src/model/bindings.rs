@@ -145,7 +145,7 @@ impl AdapterBindings {
         }
         if let Some(prefix) = &set.prefix {
             let source = match prefix.values {
-                PrefixValues::Direct { prompt } => PrefixSource::Direct(at(prompt)),
+                PrefixValues::Direct { values } => PrefixSource::Direct(at(values)),
                 PrefixValues::Projected { hidden, embedding, in_weight, in_bias, out_weight, out_bias } => {
                     PrefixSource::Projected(Projection {
                         hidden,
@@ -221,7 +221,7 @@ impl AdapterBindings {
 
     /// Lays A and B of all deltas in `values` transposed, each where it was, for a CPU that generates. Deltas that read
     /// the same values in different shapes are left as they are, and so are all others: there is one store.
-    pub(super) fn turn(&mut self, values: &mut [f32], config: &Config) {
+    pub(super) fn transpose_factors(&mut self, values: &mut [f32], config: &Config) {
         let arch = Arch::of(config);
         let mut factors = BTreeMap::new();
         for (site, shape) in self.layers.iter().flat_map(|sites| sites.iter().zip(&arch.sites)) {
@@ -236,7 +236,7 @@ impl AdapterBindings {
             }
         }
         for (at, (rows, columns)) in factors {
-            turn(&mut values[at..][..rows * columns], columns);
+            transpose(&mut values[at..][..rows * columns], columns);
         }
         let sites = self.layers.iter_mut().flatten();
         sites.flat_map(|site| &mut site.deltas).for_each(|delta| delta.transposed = true);
@@ -287,7 +287,7 @@ impl AdapterBindings {
 }
 
 /// Transposes a matrix of rows of `columns` elements.
-fn turn(matrix: &mut [f32], columns: usize) {
+fn transpose(matrix: &mut [f32], columns: usize) {
     let (old, rows) = (matrix.to_vec(), matrix.len() / columns.max(1));
     for (at, value) in matrix.iter_mut().enumerate() {
         *value = old[at % rows * columns + at / rows];
@@ -410,7 +410,7 @@ mod tests {
         let mut bindings = AdapterBindings::new(&[(&set(), 1.0)], 3).unwrap();
         let mut values: Vec<f32> = (0..28u8).map(f32::from).collect();
         let before = values.clone();
-        bindings.turn(&mut values, &config);
+        bindings.transpose_factors(&mut values, &config);
         assert_eq!(values[..6], [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
         assert_eq!(values[6..14], [6.0, 8.0, 10.0, 12.0, 7.0, 9.0, 11.0, 13.0]);
         assert_eq!(values[22..], before[22..], "vectors have no other layout");
@@ -418,7 +418,7 @@ mod tests {
         let mut other = AdapterBindings::new(&[(&set(), 1.0)], 3).unwrap();
         other.layers[1][2].deltas[0].a = 6;
         let mut values = before.clone();
-        other.turn(&mut values, &config);
+        other.transpose_factors(&mut values, &config);
         assert_eq!(values, before, "B of one delta is A of the other, in another shape");
     }
 

@@ -65,7 +65,7 @@ pub struct Gradients<'a> {
     /// Of the flat store.
     pub store: ViewMut<'a>,
     /// Of the prefix `(p, 2 l c)`; empty without one.
-    pub prompt: ViewMut<'a>,
+    pub prefix: ViewMut<'a>,
 }
 
 /// The first `n` rows of `width` of a buffer that may hold more.

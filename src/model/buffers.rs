@@ -124,7 +124,7 @@ impl BlockStatistics {
             xa: {
                 let [c_attn, attn_proj, c_fc, mlp_proj] = &Arch::of(config).sites;
                 let mut xa =
-                    |site: &SiteShape| take(&format!("low {}", site.label), &[n, ranks[site.site as usize]]);
+                    |site: &SiteShape| take(&format!("xa {}", site.label), &[n, ranks[site.site as usize]]);
                 [xa(c_attn)?, xa(attn_proj)?, xa(c_fc)?, xa(mlp_proj)?]
             },
         })
@@ -363,7 +363,7 @@ impl BackwardWork {
         Ok(Self {
             grad: arena.take("d residual", activations, &[n, c])?,
             narrow: arena.take("d narrow", activations, &[n, c])?,
-            d_xa: arena.take("d low", F32, &[n, bindings.most_ranks()])?,
+            d_xa: arena.take("d xa", F32, &[n, bindings.most_ranks()])?,
             d_prefix: arena.take("d prefix", F32, &[limits.rows, 2, bindings.prefix_len(), c])?,
         })
     }

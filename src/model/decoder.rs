@@ -345,7 +345,7 @@ impl DecoderAdapter {
         let mut prefix = PrefixState::new(&bindings, &base.config, activations, false, &mut arenas)?;
         let (mut bindings, mut values) = (bindings, values);
         if device.kind().wants_transposed_factors {
-            bindings.turn(&mut values, &base.config);
+            bindings.transpose_factors(&mut values, &base.config);
         }
         let values = Buffer::on(device, &values)?;
         if let Some(prefix) = &mut prefix {

@@ -60,7 +60,7 @@ impl PrefixState {
             PrefixSource::Direct(_) => ([0, 0], 0),
             PrefixSource::Projected(network) => (whole, network.hidden),
         };
-        let prompt = arenas.build("prefix", Placement::Memory, |arena| {
+        let state = arenas.build("prefix", Placement::Memory, |arena| {
             Ok(Self {
                 length,
                 source,
@@ -79,7 +79,7 @@ impl PrefixState {
                 row: whole[1],
             })
         })?;
-        Ok(Some(prompt))
+        Ok(Some(state))
     }
 
     /// Brings keys and values up to date with the flat store, and clears their gradient.

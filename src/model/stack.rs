@@ -38,7 +38,7 @@ pub struct Trained<'a> {
     /// The flat store of all trainables.
     pub values: View<'a>,
     /// Keys and values of the prefix `(p, 2 l c)`.
-    pub prompt: Option<View<'a>>,
+    pub prefix: Option<View<'a>>,
 }
 
 /// Losses of the supervised tokens of a micro-batch.
@@ -280,7 +280,7 @@ fn group<'a>(bindings: &'a AdapterBindings, trained: Trained<'a>, batch: &Batch)
         wanted: 0..batch.supervised(),
         sites: &bindings.layers,
         values: trained.values,
-        prefix: trained.prompt.map(|prefix| (prefix, bindings.prefix_len())),
+        prefix: trained.prefix.map(|prefix| (prefix, bindings.prefix_len())),
         cached: None,
     }
 }

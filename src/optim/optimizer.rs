@@ -99,7 +99,7 @@ impl Optimizer {
         let options = self.options;
         let step = self.step + 1;
         for (index, window) in self.windows.iter().enumerate() {
-            turn(&mut self.pager, &self.moments, &self.windows, index);
+            page_in(&mut self.pager, &self.moments, &self.windows, index);
             let (start, len) = (window.range.start, window.range.len());
             let (values, gradient) = (values.reborrow().slice(start, len), gradient.slice(start, len));
             let moments = self.moments.window(window);
@@ -113,7 +113,7 @@ impl Optimizer {
                 }
             }
         }
-        turn(&mut self.pager, &self.moments, &self.windows, self.windows.len());
+        page_in(&mut self.pager, &self.moments, &self.windows, self.windows.len());
         if let Some(pager) = &mut self.pager {
             pager.wait();
         }
@@ -147,7 +147,7 @@ impl Optimizer {
 }
 
 /// The update enters window `index`: the next one is fetched, the one before given back.
-fn turn(pager: &mut Option<Pager>, moments: &Moments, windows: &[Window], index: usize) {
+fn page_in(pager: &mut Option<Pager>, moments: &Moments, windows: &[Window], index: usize) {
     let Some(pager) = pager else { return };
     let regions = |index: Option<usize>| {
         index.and_then(|index| windows.get(index)).map(|window| moments.regions(window)).unwrap_or_default()

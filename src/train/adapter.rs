@@ -205,8 +205,8 @@ pub fn initial_values(
 ) -> Result<Vec<f32>> {
     let mut values = set.init_from(seed, Some(base.as_ref()))?;
     let Some(prefix) = &set.prefix else { return Ok(values) };
-    let PrefixValues::Direct { prompt } = prefix.values else { return Ok(values) };
-    let slot = &set.layout.tensors[prompt];
+    let PrefixValues::Direct { values: tensor } = prefix.values else { return Ok(values) };
+    let slot = &set.layout.tensors[tensor];
     let place = &mut values[slot.offset..slot.offset + slot.shape.iter().product::<usize>()];
     match start {
         PrefixStart::Random => {}

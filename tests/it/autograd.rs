@@ -69,25 +69,25 @@ impl<'a> Twin<'a> {
 
     /// Sum of the losses of all rows.
     fn loss(&self, rows: &[Row]) -> Result<Tensor> {
-        let prompt = self.prompt()?;
+        let prefix = self.prefix()?;
         let mut sum = Tensor::zeros((), DType::F64, &Device::Cpu)?;
         for (index, row) in rows.iter().enumerate() {
-            sum = (sum + self.row_loss(index, row, prompt.as_ref())?)?;
+            sum = (sum + self.row_loss(index, row, prefix.as_ref())?)?;
         }
         Ok(sum)
     }
 
-    fn row_loss(&self, index: usize, row: &Row, prompt: Option<&Tensor>) -> Result<Tensor> {
+    fn row_loss(&self, index: usize, row: &Row, prefix: Option<&Tensor>) -> Result<Tensor> {
         let (config, weights) = (&self.base.config, &self.base.weights);
         let c = config.width;
-        let shift = prompt.map_or(Ok(0), |prompt| prompt.dim(0))? as u32;
+        let shift = prefix.map_or(Ok(0), |prefix| prefix.dim(0))? as u32;
         let positions: Vec<u32> =
             (0u32..).zip(&row.starts).map(|(index, start)| index - start + shift).collect();
         let pick = |table: Tensor, ids: &[u32]| table.index_select(&Tensor::new(ids, &Device::Cpu)?, 0);
         let wpe = frozen(&weights.wpe, &[config.positions, c])?;
         let mut x = (pick(matrix(&weights.wte)?, &row.ids)? + pick(wpe, &positions)?)?;
         for layer in 0..config.layers {
-            x = self.block(x, layer, index, row, prompt)?;
+            x = self.block(x, layer, index, row, prefix)?;
         }
         let hidden = self.norm(&x, &weights.ln_f)?;
         let head = matrix(weights.head.as_ref().unwrap_or(&weights.wte))?;
@@ -113,12 +113,12 @@ impl<'a> Twin<'a> {
         layer: usize,
         index: usize,
         row: &Row,
-        prompt: Option<&Tensor>,
+        prefix: Option<&Tensor>,
     ) -> Result<Tensor> {
         let BlockWeights { ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj } = &self.base.weights.blocks[layer];
         let linear = |x: &Tensor, site: usize, linear: &Linear| self.linear(x, (layer, site), linear, index);
         let qkv = linear(&self.norm(&x, ln_1)?, 0, c_attn)?;
-        let mixed = self.attention(&qkv, layer, row, prompt)?;
+        let mixed = self.attention(&qkv, layer, row, prefix)?;
         let x = (x + linear(&mixed, 1, attn_proj)?)?;
         let inner = self.activation(&linear(&self.norm(&x, ln_2)?, 2, c_fc)?)?;
         &x + linear(&inner, 3, mlp_proj)?
@@ -179,16 +179,16 @@ impl<'a> Twin<'a> {
         x * constant((0..(t * inputs) as u64).map(factor).collect(), &[t, inputs])?
     }
 
-    fn attention(&self, qkv: &Tensor, layer: usize, row: &Row, prompt: Option<&Tensor>) -> Result<Tensor> {
+    fn attention(&self, qkv: &Tensor, layer: usize, row: &Row, prefix: Option<&Tensor>) -> Result<Tensor> {
         let config = &self.base.config;
         let (c, h, d, t) = (config.width, config.heads, config.head_width(), row.ids.len());
         let heads = |x: Tensor| x.reshape((x.dim(0)?, h, d))?.transpose(0, 1)?.contiguous();
         let part = |index: usize| heads(qkv.narrow(1, index * c, c)?.contiguous()?);
         let (q, mut k, mut v) = (part(0)?, part(1)?, part(2)?);
         let mut p = 0;
-        if let Some(prompt) = prompt {
-            p = prompt.dim(0)?;
-            let vectors = |index: usize| heads(prompt.narrow(1, index * c, c)?.contiguous()?);
+        if let Some(prefix) = prefix {
+            p = prefix.dim(0)?;
+            let vectors = |index: usize| heads(prefix.narrow(1, index * c, c)?.contiguous()?);
             k = Tensor::cat(&[vectors(2 * layer)?, k], 1)?;
             v = Tensor::cat(&[vectors(2 * layer + 1)?, v], 1)?;
         }
@@ -218,11 +218,11 @@ impl<'a> Twin<'a> {
     }
 
     /// Keys and values `(p, 2 l c)`.
-    fn prompt(&self) -> Result<Option<Tensor>> {
+    fn prefix(&self) -> Result<Option<Tensor>> {
         let Some(prefix) = &self.case.set.prefix else { return Ok(None) };
         let var = |tensor: usize| self.vars[tensor].as_tensor();
         Ok(Some(match prefix.values {
-            PrefixValues::Direct { prompt } => var(prompt).clone(),
+            PrefixValues::Direct { values } => var(values).clone(),
             PrefixValues::Projected { embedding, in_weight, in_bias, out_weight, out_bias, .. } => {
                 let inner = var(embedding).matmul(&var(in_weight).t()?)?.broadcast_add(var(in_bias))?;
                 inner.tanh()?.matmul(&var(out_weight).t()?)?.broadcast_add(var(out_bias))?

@@ -69,15 +69,15 @@ fn stack_losses(base: &Arc<Base>, case: &Case, ids: &[u32], places: Range<usize>
     let limits = Limits { rows: 1, tokens: ids.len() };
     let bindings = bindings(base, case);
     let mut arenas = Arenas::real(None);
-    let mut prompt = PrefixState::new(&bindings, &base.config, DType::F32, false, &mut arenas).unwrap();
+    let mut prefix = PrefixState::new(&bindings, &base.config, DType::F32, false, &mut arenas).unwrap();
     let mut stack =
         Stack::new(Arc::clone(base), bindings, limits, Policy::default(), false, &mut arenas).unwrap();
     let store = Buffer::from_slice(&case.values).unwrap();
-    if let Some(prompt) = &mut prompt {
-        prompt.refresh(store.view());
+    if let Some(prefix) = &mut prefix {
+        prefix.refresh(store.view());
     }
-    let prompt = prompt.as_ref().map(|prompt| prompt.view(store.view()));
-    stack.loss(Trained { values: store.view(), prompt }, &batch(&[row])).unwrap().sum
+    let prefix = prefix.as_ref().map(|prefix| prefix.view(store.view()));
+    stack.loss(Trained { values: store.view(), prefix }, &batch(&[row])).unwrap().sum
 }
 
 #[test]

@@ -131,7 +131,7 @@ fn every_base_gives_transformers_logits_and_loss() {
         let policy = Policy { head_rows: 4, ..Policy::default() };
         let mut stack = Stack::new(base, bindings, limits, policy, false, &mut Arenas::real(None)).unwrap();
         let none = Buffer::from_slice::<f32>(&[]).unwrap();
-        let loss = stack.loss(Trained { values: none.view(), prompt: None }, &batch).unwrap();
+        let loss = stack.loss(Trained { values: none.view(), prefix: None }, &batch).unwrap();
         assert_near(&[(loss.sum / loss.tokens as f64) as f32], expected.get("loss"), LOSS, name);
         seen += 1;
     }

@@ -278,7 +278,7 @@ fn loss_in_training(base: &Arc<Base>, case: &Case, ids: &[u32]) -> f64 {
     let mut stack =
         Stack::new(Arc::clone(base), bindings(base, case), limits, policy, false, &mut arenas).unwrap();
     let store = Buffer::from_slice(&case.values).unwrap();
-    stack.loss(Trained { values: store.view(), prompt: None }, &batch(&[of])).unwrap().sum
+    stack.loss(Trained { values: store.view(), prefix: None }, &batch(&[of])).unwrap().sum
 }
 
 #[test]

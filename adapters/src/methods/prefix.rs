@@ -53,7 +53,7 @@ impl Method for PrefixSpec {
         }
         let (d, out) = (base.width, 2 * base.layers * base.width);
         let values = match self.projection {
-            None => PrefixValues::Direct { prompt: slots.push(PROMPT, &[length, out])? },
+            None => PrefixValues::Direct { values: slots.push(PROMPT, &[length, out])? },
             Some(0) => return Err(Error::ZeroProjection),
             Some(hidden) => PrefixValues::Projected {
                 hidden,
@@ -71,7 +71,7 @@ impl Method for PrefixSpec {
         let slots = &set.layout.tensors;
         match set.prefix.as_ref().map(|prefix| &prefix.values) {
             None => {}
-            Some(&PrefixValues::Direct { prompt }) => from.normal(values, &slots[prompt]),
+            Some(&PrefixValues::Direct { values: tensor }) => from.normal(values, &slots[tensor]),
             Some(&PrefixValues::Projected {
                 hidden,
                 embedding,
@@ -108,12 +108,12 @@ impl Method for PrefixSpec {
         base: &BaseDescription,
     ) -> Result<Files<'a>> {
         let width = 2 * base.layers * base.width;
-        let prompt = match set.prefix.as_ref().map(|prefix| &prefix.values) {
-            Some(&PrefixValues::Direct { prompt }) => &values[set.layout.tensors[prompt].range()],
+        let prefix = match set.prefix.as_ref().map(|prefix| &prefix.values) {
+            Some(&PrefixValues::Direct { values: tensor }) => &values[set.layout.tensors[tensor].range()],
             _ => derived.unwrap_or_default(),
         };
-        peft::check_count("the projected prefix", prompt, self.length * width)?;
-        peft::check_finite(PROMPT, prompt)?;
+        peft::check_count("the projected prefix", prefix, self.length * width)?;
+        peft::check_finite(PROMPT, prefix)?;
         let config = peft::config_text(
             &Self::KIND,
             base,
@@ -128,7 +128,7 @@ impl Method for PrefixSpec {
             ],
         );
         let shape = vec![self.length, width];
-        let tensor = Outgoing { name: PROMPT.to_owned(), shape, values: Box::new(move || prompt.into()) };
+        let tensor = Outgoing { name: PROMPT.to_owned(), shape, values: Box::new(move || prefix.into()) };
         Ok(Files::new(config, vec![tensor], base))
     }
 

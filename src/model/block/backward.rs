@@ -176,7 +176,7 @@ impl Block<'_> {
         if shape.prefix > 0 {
             let places = (2 * layers * c, 2 * self.layer * c, (2 * self.layer + 1) * c);
             let parts = rows!(back.d_prefix, group.batch * 2 * shape.prefix, c);
-            attention::sum_prefix(parts, shape, to.prompt.reborrow(), places);
+            attention::sum_prefix(parts, shape, to.prefix.reborrow(), places);
         }
     }
 }
