@@ -14,6 +14,7 @@
 //! is named; exit code 1 when a bound is broken.
 
 mod golden;
+mod linears;
 mod memory;
 mod ops;
 mod runs;

@@ -11,10 +11,6 @@ use engraft::{
     kernels::{
         activation::{self, Activation},
         adamw, adamw8,
-        adapted_linear::{
-            self, AdaptedLinear, BackwardBuffers, BiasPlace, Delta, Dropout, ForwardBuffers, Layer,
-            SavedProducts, Scaling, SiteVectors, Vector, xa_len,
-        },
         attention::{self, CacheRows, Heads, Prefix, Seen, Shape},
         embed,
         head_loss::{self, Supervised},
@@ -25,12 +21,12 @@ use engraft::{
 use engraft_util::rng;
 use half::{bf16, f16};
 
-use crate::{Line, runs::largest_error};
+use crate::{Line, linears, runs::largest_error};
 
 /// Where an op runs and how its activations are stored; `rounded` is the type that inputs are rounded to.
 #[derive(Clone, Copy)]
-struct On {
-    device: Device,
+pub struct On {
+    pub device: Device,
     stored: DType,
     rounded: DType,
 }
@@ -49,7 +45,7 @@ fn rounded(values: Vec<f32>, dtype: DType) -> Vec<f32> {
 
 impl On {
     /// Random activations.
-    fn activations(self, seed: u64, len: usize) -> Result<Buffer> {
+    pub fn activations(self, seed: u64, len: usize) -> Result<Buffer> {
         self.stored_as(rounded(numbers(seed, len), self.rounded))
     }
 
@@ -62,43 +58,44 @@ impl On {
     }
 
     /// Random frozen weights.
-    fn frozen(self, seed: u64, len: usize) -> Result<Buffer> {
+    pub fn frozen(self, seed: u64, len: usize) -> Result<Buffer> {
         Buffer::on(self.device, &numbers(seed, len).into_iter().map(f16::from_f32).collect::<Vec<_>>())
     }
 
     /// Random FP32 values.
-    fn wide(self, seed: u64, len: usize) -> Result<Buffer> {
+    pub fn wide(self, seed: u64, len: usize) -> Result<Buffer> {
         Buffer::on(self.device, &numbers(seed, len))
     }
 
     /// Zeros of a type.
-    fn zeros(self, dtype: DType, len: usize) -> Result<Buffer> {
+    pub fn zeros(self, dtype: DType, len: usize) -> Result<Buffer> {
         Arenas::real(None)
             .on(self.device)
             .build("check", Placement::Memory, |arena| arena.take("zeros", dtype, &[len]))
     }
 
     /// Zeros of the activations' type.
-    fn room(self, len: usize) -> Result<Buffer> {
+    pub fn room(self, len: usize) -> Result<Buffer> {
         self.zeros(self.stored, len)
     }
 }
 
 /// Named outputs of an op.
-type Outputs = Vec<(&'static str, Vec<f32>)>;
+pub type Outputs = Vec<(&'static str, Vec<f32>)>;
 type Check = (&'static str, fn(On) -> Result<Outputs>);
 
-const CHECKS: [Check; 15] = [
+const CHECKS: [Check; 16] = [
     ("embed", embeddings),
     ("layernorm", layernorms),
     ("activation", activations),
     ("frozen product, many rows", |on| products(on, 37)),
     ("frozen product, few rows", |on| products(on, 3)),
     ("dense product", dense),
-    ("adapted linear, many rows", |on| linears(on, 301)),
-    ("adapted linear, few rows", |on| linears(on, 5)),
-    ("adapted linear with vectors, many rows", |on| scaled_linears(on, 300)),
-    ("adapted linear with vectors, few rows", |on| scaled_linears(on, 6)),
+    ("adapted linear, many rows", |on| linears::linears(on, 301)),
+    ("adapted linear, few rows", |on| linears::linears(on, 5)),
+    ("adapted linear with vectors, many rows", |on| linears::scaled_linears(on, 300)),
+    ("adapted linear with vectors, few rows", |on| linears::scaled_linears(on, 6)),
+    ("norms of columns", linears::column_norms),
     ("attention, heads of 64", |on| attentions(on, 64)),
     ("attention, heads of 20", |on| attentions(on, 20)),
     ("attention of one query", decoding),
@@ -211,108 +208,6 @@ fn dense(on: On) -> Result<Outputs> {
     matmul::dense_backward(dy.view(), x.view(), w.view(), gradients, Some(dx.view_mut()), shape);
     matmul::dense_input_gradient(dy.view(), w.view(), dx.view_mut(), shape, true);
     Ok([("y", y), ("dW", dw), ("db", db), ("dx", dx)].map(|(name, out)| (name, out.view().to_vec())).into())
-}
-
-fn linears(on: On, n: usize) -> Result<Outputs> {
-    let (inputs, outputs) = (96, 120);
-    let (w, bias) = (on.frozen(1, inputs * outputs)?, on.frozen(2, outputs)?);
-    let layer = Layer { weight: Matrix::f16(w.view(), inputs, outputs), bias: bias.view() };
-    // A at 1, B after it; then a second delta on some columns.
-    let first =
-        Delta { a: 1, b: 1 + 3 * inputs, rank: 3, columns: 0..outputs, scale: 1.7, ..Delta::default() };
-    let at = first.b + 3 * outputs;
-    let second =
-        Delta { a: at, b: at + 17 * inputs, rank: 17, columns: 40..77, scale: 0.3, ..Delta::default() };
-    let trainables = second.b + 17 * 37;
-    let deltas = [first, second];
-    let dropout = Dropout { key: 99, p: 0.2, first_row: 2, seq_len: n.div_ceil(2), stride: n };
-    let (values, x, dy) =
-        (on.wide(3, trainables)?, on.activations(4, n * inputs)?, on.activations(5, n * outputs)?);
-    let residual = on.activations(6, n * outputs)?;
-    let (mut xa, mut d_xa) = (on.zeros(F32, n * 20)?, on.zeros(F32, n * 20)?);
-    let (mut y, mut dx, mut grads) = (on.room(n * outputs)?, on.room(n * inputs)?, on.wide(7, trainables)?);
-    let skip = Some(residual.view());
-    let linear = AdaptedLinear::new(layer, &deltas, values.view(), dropout);
-    adapted_linear::forward(linear, x.view(), skip, n, ForwardBuffers::new(xa.view_mut(), y.view_mut()));
-    let saved = SavedProducts { xa: xa.view(), product: None };
-    let to = BackwardBuffers::new(grads.view_mut(), d_xa.view_mut(), Some(dx.view_mut()));
-    adapted_linear::backward(linear, dy.view(), x.view(), saved, n, to);
-    Ok(vec![
-        ("y", y.view().to_floats()),
-        ("x A^T", xa.view().to_vec()),
-        ("gradients of A and B", grads.view().to_vec()),
-        ("dx", dx.view().to_floats()),
-    ])
-}
-
-/// With every optional part: u, g, d, e, a trained bias, frozen factors, ranges of tokens.
-fn scaled_linears(on: On, n: usize) -> Result<Outputs> {
-    let (inputs, outputs, rank) = (96, 120, 5);
-    let (w, bias) = (on.frozen(1, inputs * outputs)?, on.frozen(2, outputs)?);
-    let layer = Layer { weight: Matrix::f16(w.view(), inputs, outputs), bias: bias.view() };
-    let mut len = 1;
-    let mut next = |size: usize| {
-        len += size;
-        len - size
-    };
-    let (a, b) = (next(rank * inputs), next(rank * outputs));
-    let first = Delta {
-        a,
-        b,
-        rank,
-        columns: 0..outputs,
-        scale: 1.7,
-        d: Some(Vector::trained(next(rank))),
-        e: Some(Vector::trained(next(outputs))),
-        ..Delta::default()
-    };
-    let (tokens, mask) = (Some(n / 2..n), Some(1));
-    let second = Delta { b: next(40 * rank), columns: 70..110, d: None, tokens, mask, ..first.clone() };
-    let third = Delta { b_frozen: true, a_frozen: true, tokens: None, mask: Some(2), ..first.clone() };
-    let deltas = [first, Delta { e: None, ..second }, third];
-    let mut scaling = |columns, tokens| {
-        let columns: std::ops::Range<usize> = columns;
-        Scaling { vector: Vector::trained(next(columns.len())), columns, tokens }
-    };
-    let u = [scaling(0..inputs, None)];
-    let g = [scaling(7..101, None), scaling(101..outputs, Some(1..n - 1))];
-    let trained_bias = Some(Vector::trained(next(outputs)));
-    let (values, x, dy) = (on.wide(3, len)?, on.activations(4, n * inputs)?, on.activations(5, n * outputs)?);
-    let residual = on.activations(6, n * outputs)?;
-    let dropout = Dropout { key: 99, p: 0.2, first_row: 2, seq_len: n / 2, stride: n };
-    let mut results = Vec::new();
-    for (bias, bias_place) in [
-        (None, BiasPlace::Inside),
-        (None, BiasPlace::Outside),
-        (trained_bias, BiasPlace::Inside),
-        (trained_bias, BiasPlace::Outside),
-    ] {
-        let vectors = SiteVectors { u: &u, g: &g, bias, bias_place };
-        let linear = AdaptedLinear { vectors, ..AdaptedLinear::new(layer, &deltas, values.view(), dropout) };
-        let products = xa_len(&deltas, n);
-        let (mut xa, mut d_xa) = (on.zeros(F32, products)?, on.zeros(F32, products)?);
-        let (mut y, mut dx, mut grads) = (on.room(n * outputs)?, on.room(n * inputs)?, on.wide(7, len)?);
-        let (mut scaled_x, mut product) = (on.room(n * inputs)?, on.room(n * outputs)?);
-        let mut d_product = on.room(n * outputs)?;
-        let to = ForwardBuffers {
-            scaled_x: Some(scaled_x.view_mut()),
-            product: Some(product.view_mut()),
-            ..ForwardBuffers::new(xa.view_mut(), y.view_mut())
-        };
-        adapted_linear::forward(linear, x.view(), Some(residual.view()), n, to);
-        let saved = SavedProducts { xa: xa.view(), product: Some(product.view()) };
-        let to = BackwardBuffers {
-            d_product: Some(d_product.view_mut()),
-            ..BackwardBuffers::new(grads.view_mut(), d_xa.view_mut(), Some(dx.view_mut()))
-        };
-        adapted_linear::backward(linear, dy.view(), x.view(), saved, n, to);
-        results.extend([
-            ("y", y.view().to_floats()),
-            ("gradients of all", grads.view().to_vec()),
-            ("dx", dx.view().to_floats()),
-        ]);
-    }
-    Ok(results)
 }
 
 /// Two rows of 71 tokens in three documents after a prefix of 5, and without one.

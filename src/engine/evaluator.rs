@@ -1,6 +1,6 @@
 //! Evaluation of a base with or without an adapter, without memory for training.
 
-use std::sync::Arc;
+use std::{borrow::Cow, sync::Arc};
 
 use engraft_adapters::AdapterSet;
 
@@ -9,7 +9,7 @@ use crate::{
     data::Batch,
     device::{Buffer, arena::Arenas},
     error::Result,
-    model::{AdapterBindings, Base, Limits, Policy, PrefixState, Stack, Trained},
+    model::{AdapterBindings, Base, Limits, OutputScales, Policy, PrefixState, Stack, Trained},
 };
 
 /// A base, perhaps with an adapter, that only reads.
@@ -33,14 +33,22 @@ impl Evaluator {
         let sets: Vec<(&AdapterSet, f32)> = adapter.iter().map(|(set, _)| (*set, 1.0)).collect();
         let bindings = AdapterBindings::new(&sets, base.config.layers)?;
         let (device, activations) = (base.device, base.activations);
-        let values = Buffer::on(device, adapter.map_or(&[][..], |(_, values)| values))?;
+        let mut store = adapter.map_or(Cow::default(), |(_, values)| Cow::from(values));
+        if store.len() < bindings.store_len() {
+            store.to_mut().resize(bindings.store_len(), 0.0);
+        }
+        let mut values = Buffer::on(device, &store)?;
         let mut arenas = Arenas::real(None).on(device);
         let mut prefix = PrefixState::new(&bindings, &base.config, activations, false, &mut arenas)?;
         if let Some(prefix) = &mut prefix {
             prefix.refresh(values.view());
         }
         let policy = Policy { head_rows, activations, ..Policy::default() };
-        let stack = Stack::new(base, bindings, limits, policy, false, &mut arenas)?;
+        let scales = OutputScales::new(&bindings, &mut arenas)?;
+        let mut stack = Stack::new(base, bindings, limits, policy, false, &mut arenas)?;
+        if let Some(mut scales) = scales {
+            stack.derive(&mut scales, values.view_mut());
+        }
         Ok(Self { stack, values, prefix })
     }
 

@@ -17,7 +17,8 @@ use crate::{
     error::{Error, Result},
     kernels::head_loss::Tally,
     model::{
-        AdapterBindings, Base, Config, Gradients, Limits, LossSum, Pass, Policy, PrefixState, Stack, Trained,
+        AdapterBindings, Base, Config, Gradients, Limits, LossSum, OutputScales, Pass, Policy, PrefixState,
+        Stack, Trained,
         scratch::{self, ScratchNeeds},
     },
     observe::phase::{self, Phase},
@@ -63,6 +64,7 @@ impl TrainerOptions {
             rank: set.loras.iter().map(|lora| lora.rank).max().unwrap_or(0).max(set.vectors.len().min(1)),
             dropout: set.spec.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0),
             scaled_deltas: set.loras.iter().any(|lora| lora.d.is_some() || lora.e.is_some()),
+            derived_ranks: derived_ranks(set),
         }
     }
 
@@ -70,6 +72,17 @@ impl TrainerOptions {
     pub fn device_scratch(&self, config: &Config, set: &AdapterSet) -> usize {
         scratch::training(self.needs(config, set), self.policy.activations, set.layout.len)
     }
+}
+
+/// Largest sum of ranks at a site whose output scale is derived from the norms of its columns.
+fn derived_ranks(set: &AdapterSet) -> Option<usize> {
+    let derived = set.vectors.iter().filter(|vectors| vectors.g.is_some_and(|g| g.over_norms));
+    let ranks = derived.map(|vectors| {
+        let place = (vectors.layer, vectors.site);
+        let loras = set.loras.iter().filter(|lora| (lora.layer, lora.site) == place);
+        loras.map(|lora| lora.rank).sum()
+    });
+    ranks.max()
 }
 
 /// The numbers of one optimizer step.
@@ -105,9 +118,10 @@ impl Evaluation {
     }
 }
 
-/// The trained values, with their gradient and the optimizer's memory.
+/// The flat store of trained values, with its gradient and the optimizer's memory.
 struct Trainables {
     prefix: Option<PrefixState>,
+    scales: Option<OutputScales>,
     store: Buffer,
     gradient: Buffer,
     optimizer: Optimizer,
@@ -121,15 +135,16 @@ impl Trainables {
         options: TrainerOptions,
         arenas: &mut Arenas,
     ) -> Result<Self> {
-        let len = set.layout.len;
+        let len = bindings.store_len();
         let prefix = PrefixState::new(bindings, config, options.policy.activations, true, arenas)?;
         let (store, gradient) = arenas.build("trainables", Placement::Memory, |arena| {
             Ok((arena.take("values", F32, &[len])?, arena.take("gradient", F32, &[len])?))
         })?;
+        let scales = OutputScales::new(bindings, arenas)?;
         let segments = set.layout.segments();
         let TrainerOptions { optimizer, adamw, policy, .. } = options;
         let optimizer = Optimizer::new(optimizer, &segments, adamw, policy.moments, arenas)?;
-        Ok(Self { prefix, store, gradient, optimizer })
+        Ok(Self { prefix, scales, store, gradient, optimizer })
     }
 }
 
@@ -137,9 +152,14 @@ impl Trainables {
 pub struct Trainer {
     set: AdapterSet,
     stack: Stack,
+    /// The flat store: trained values, and after them what is derived from them.
     values: Buffer,
+    /// Gradient of the whole store.
     gradient: Buffer,
     prefix: Option<PrefixState>,
+    scales: Option<OutputScales>,
+    /// Whether values have changed since scales were derived.
+    stale: bool,
     optimizer: Optimizer,
     options: TrainerOptions,
     dropout: f64,
@@ -170,7 +190,7 @@ impl Trainer {
                 values.len()
             )));
         }
-        let Trainables { prefix, mut store, gradient, optimizer } =
+        let Trainables { prefix, scales, mut store, gradient, optimizer } =
             Trainables::cut(&base.config, &bindings, &set, options, &mut arenas)?;
         store.view_mut().upload(values);
         base.device.reserve(options.device_scratch(&base.config, &set))?;
@@ -184,6 +204,8 @@ impl Trainer {
             values: store,
             gradient,
             prefix,
+            scales,
+            stale: true,
             optimizer,
             options,
             dropout,
@@ -227,10 +249,12 @@ impl Trainer {
             let (scale, clip) = (self.gradient_scale, self.options.clip);
             phase::enter(Phase::Update);
             self.before_update(step, losses.tokens)?;
+            let len = self.set.layout.len;
             let norm = on_pool(|| {
-                let gradient = self.gradient.view_mut();
-                self.optimizer.update(self.values.view_mut(), gradient, lr, clip, scale)
+                let (values, gradient) = (self.values.view_mut(), self.gradient.view_mut());
+                self.optimizer.update(values.slice(0, len), gradient.slice(0, len), lr, clip, scale)
             });
+            self.stale = true;
             self.stack.base().device.check()?;
             if norm.is_finite() {
                 self.scale.succeeded();
@@ -256,10 +280,11 @@ impl Trainer {
     /// Hands the flat gradient and the number of supervised tokens to the hooks: the one place between
     /// backward and update.
     fn before_update(&mut self, step: u64, supervised: usize) -> Result<()> {
+        let len = self.set.layout.len;
         for hook in &mut self.hooks {
             hook.before_update(PendingUpdate {
-                gradient: self.gradient.view_mut(),
-                values: self.values.view_mut(),
+                gradient: self.gradient.view_mut().slice(0, len),
+                values: self.values.view_mut().slice(0, len),
                 layout: &self.set.layout,
                 supervised,
                 step,
@@ -281,6 +306,10 @@ impl Trainer {
         }
         self.gradient.view_mut().clear();
         self.refresh();
+        if self.scales.is_some() {
+            phase::enter(Phase::Forward);
+            self.derive();
+        }
         self.gradient_scale = self.scale.factor();
         let factor = self.gradient_scale as f32 / supervised as f32;
         let (mut tally, mut tokens) = (Tally::default(), 0);
@@ -291,6 +320,9 @@ impl Trainer {
         }
         if let Some(prefix) = &mut self.prefix {
             prefix.backward(self.values.view(), self.gradient.view_mut());
+        }
+        if let Some(scales) = &self.scales {
+            scales.backward(self.stack.bindings(), self.gradient.view_mut());
         }
         // The losses of all micro-batches are read here, once a step.
         self.stack.base().device.check()?;
@@ -326,6 +358,7 @@ impl Trainer {
     /// # Errors
     /// When a token is outside the vocabulary or nothing is supervised.
     pub fn evaluate(&mut self, batches: &mut dyn Iterator<Item = Batch>) -> Result<Evaluation> {
+        self.derive();
         let values = self.values.view();
         let prefix = self.prefix.as_ref().map(|prefix| prefix.view(values));
         evaluate(&mut self.stack, Trained { values, prefix }, batches)
@@ -339,7 +372,8 @@ impl Trainer {
     /// Everything that changes in training besides the count of steps: the values, then the
     /// optimizer's state, by name. Views of the buffers, for a resume file.
     pub fn tensors(&self) -> Vec<StateTensor<'_>> {
-        let mut tensors = vec![(VALUES, self.values.view(), self.values.region())];
+        let values = self.values.view().slice(0, self.set.layout.len);
+        let mut tensors = vec![(VALUES, values, self.values.part(0..self.set.layout.len))];
         tensors.extend(self.optimizer.tensors());
         tensors
     }
@@ -362,6 +396,7 @@ impl Trainer {
         }
         self.optimizer.restore(step, moments)?;
         upload(&mut self.values, values);
+        self.stale = true;
         self.refresh();
         Ok(())
     }
@@ -378,13 +413,13 @@ impl Trainer {
 
     /// The trained values, in the order of the set's layout.
     pub fn values(&self) -> Cow<'_, [f32]> {
-        let view = self.values.view();
+        let view = self.values.view().slice(0, self.set.layout.len);
         if view.device().is_host_visible() { Cow::Borrowed(view.host()) } else { Cow::Owned(view.to_vec()) }
     }
 
     /// The gradient that the last step or [`Trainer::accumulate`] left, in the layout of the store.
     pub fn gradient(&self) -> Vec<f32> {
-        let mut gradient: Vec<f32> = self.gradient.view().to_vec();
+        let mut gradient: Vec<f32> = self.gradient.view().slice(0, self.set.layout.len).to_vec();
         if self.gradient_scale != 1.0 {
             gradient.iter_mut().for_each(|g| *g = (f64::from(*g) / self.gradient_scale) as f32);
         }
@@ -413,6 +448,14 @@ impl Trainer {
         if let Some(prefix) = &mut self.prefix {
             prefix.refresh(self.values.view());
         }
+    }
+
+    /// Brings output scales that are derived up to date with the store, where it has changed: once a step.
+    fn derive(&mut self) {
+        if let Some(scales) = self.scales.as_mut().filter(|_| self.stale) {
+            self.stack.derive(scales, self.values.view_mut());
+        }
+        self.stale = false;
     }
 
     /// Every buffer that it holds, as it was allocated.

@@ -10,6 +10,7 @@ pub mod adamw;
 pub mod adamw8;
 pub mod adapted_linear;
 pub mod attention;
+pub mod column_norms;
 pub mod elementwise;
 pub mod embed;
 pub mod gather;

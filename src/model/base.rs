@@ -231,7 +231,6 @@ pub(crate) fn check_weights(kind: &DeviceKind, dtype: BaseDType) -> Result<()> {
 impl BaseWeights for Base {
     fn matrix(&self, site: usize, layer: usize) -> Option<Vec<f32>> {
         let block = self.weights.blocks.get(layer)?;
-        let sites = [&block.c_attn, &block.attn_proj, &block.c_fc, &block.mlp_proj];
-        sites.get(site).map(|linear| linear.weight.view().to_floats())
+        block.linears().get(site).map(|linear| linear.weight.view().to_floats())
     }
 }

@@ -1,8 +1,8 @@
 //! Adapters as the blocks use them: sites by layer, and where the prefix comes from.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, ops::Range};
 
-use engraft_adapters::{AdapterSet, PrefixValues};
+use engraft_adapters::{AdapterSet, OutputScale, PrefixValues};
 
 pub use super::arch::{SITES, Site};
 use super::{Config, arch::Arch};
@@ -69,8 +69,28 @@ pub struct AdapterBindings {
     pub layers: Vec<LayerSites>,
     /// The prefix, if any set has one.
     pub prefix: Option<PrefixBinding>,
-    /// Length of the flat store.
+    /// Values of the sets, which the flat store begins with.
     pub len: usize,
+    /// Output scales that follow from those values and the weights. They have the end of the flat store, one after
+    /// another in this order, and so have their gradients.
+    pub derived: Vec<DerivedScale>,
+}
+
+/// The output scale g of a site that is a learned vector m over the norms of the site's columns.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DerivedScale {
+    /// Layer of the base.
+    pub layer: usize,
+    /// Index of the site.
+    pub site: usize,
+    /// m `(out)`.
+    pub magnitude: Vector,
+    /// Where g `(out)` begins in the flat store.
+    pub at: usize,
+    /// Number of columns, out.
+    pub columns: usize,
+    /// Values of the set that it belongs to.
+    owner: Range<usize>,
 }
 
 /// A prefix: its length and where its values lie in the flat store.
@@ -111,27 +131,51 @@ pub struct Projection {
 impl AdapterBindings {
     /// No adapter: the base alone.
     pub fn none(layers: usize) -> Self {
-        Self { layers: vec![LayerSites::default(); layers], prefix: None, len: 0 }
+        Self { layers: vec![LayerSites::default(); layers], prefix: None, len: 0, derived: Vec::new() }
     }
 
     /// Binds `sets`, whose values lie one after another, each LoRA multiplied by its factor.
     ///
     /// # Errors
-    /// When more than one set brings a prefix, or a set has a part that the blocks do not compute.
+    /// When two sets bring what a model has room for once, an output scale follows from norms of which another set's
+    /// deltas are a part, or a set has a part that the blocks do not compute.
     pub fn new(sets: &[(&AdapterSet, f32)], layers: usize) -> Result<Self> {
         let mut bindings = Self::none(layers);
         for (set, factor) in sets {
             bindings.add(set, *factor)?;
         }
+        bindings.place_derived()?;
         Ok(bindings)
+    }
+
+    /// Gives output scales that are derived their places after all values.
+    fn place_derived(&mut self) -> Result<()> {
+        let mut at = self.len;
+        for derived in &mut self.derived {
+            let site = &mut self.layers[derived.layer][derived.site];
+            if site.deltas.iter().any(|delta| !derived.owner.contains(&delta.a)) {
+                return Err(Error::input(
+                    "one of the adapters scales a module by the norms of its columns (DoRA), and another one changes these columns; leave one --adapter out",
+                ));
+            }
+            let vector = Vector { at, frozen: derived.magnitude.frozen };
+            site.g = Some(Scaling { vector, columns: 0..derived.columns, tokens: None });
+            derived.at = at;
+            at += derived.columns;
+        }
+        Ok(())
+    }
+
+    /// Length of the flat store: the values, and what is derived from them.
+    pub fn store_len(&self) -> usize {
+        self.len + self.derived.iter().map(|derived| derived.columns).sum::<usize>()
     }
 
     fn add(&mut self, set: &AdapterSet, factor: f32) -> Result<()> {
         let first = self.len;
         let at = |tensor: usize| first + set.layout.tensors[tensor].offset;
         let whole = !set.norms.is_empty() || set.embedding.is_some() || set.prompt.is_some();
-        let derived = set.vectors.iter().any(|vectors| vectors.g.is_some_and(|g| g.over_norms));
-        if whole || derived {
+        if whole {
             return Err(Error::input(
                 "an adapter has a part that the blocks of this model do not compute; leave its method out",
             ));
@@ -193,6 +237,14 @@ impl AdapterBindings {
         }
         if vectors.g.is_some_and(|g| g.with_bias) {
             site.bias_place = BiasPlace::Inside;
+        }
+        if let (Some(OutputScale { over_norms: true, .. }), Some(Scaling { vector, columns, .. })) =
+            (vectors.g, &g)
+        {
+            let (layer, site, columns) = (vectors.layer, vectors.site, columns.len());
+            let owner = self.len..self.len + set.layout.len;
+            // The place is known when all sets are bound.
+            self.derived.push(DerivedScale { layer, site, magnitude: *vector, at: 0, columns, owner });
         }
         (site.u, site.g, site.bias) = (site.u.take().or(u), site.g.take().or(g), site.bias.or(bias));
         Ok(())
@@ -296,7 +348,7 @@ fn transpose(matrix: &mut [f32], columns: usize) {
 
 #[cfg(test)]
 mod tests {
-    use engraft_adapters::{AdapterSpec, Group, Layout, Lora, NormVectors, OutputScale, Prompt, TensorSlot};
+    use engraft_adapters::{AdapterSpec, Group, Layout, Lora, NormVectors, Prompt, TensorSlot};
 
     use super::*;
 
@@ -386,6 +438,29 @@ mod tests {
     }
 
     #[test]
+    fn output_scales_over_norms_come_after_the_values_of_all_sets() {
+        let g = |vector| OutputScale { vector, over_norms: true, with_bias: false };
+        let both = vec![
+            engraft_adapters::SiteVectors { layer: 0, ..vectors(None, Some(g(4)), None) },
+            vectors(None, Some(g(1)), None),
+        ];
+        let (own, other) = (AdapterSet { vectors: both, ..set() }, AdapterSet { loras: vec![], ..set() });
+        let bindings = AdapterBindings::new(&[(&other, 1.0), (&own, 1.0)], 3).unwrap();
+        assert_eq!((bindings.len, bindings.store_len()), (2 * 28, 2 * 28 + 4 + 8));
+        let found = bindings.derived.iter().map(|one| (one.layer, one.magnitude, one.at, one.columns));
+        let (frozen, trained) = (Vector::frozen(28 + 24), Vector::trained(28 + 6));
+        assert_eq!(found.collect::<Vec<_>>(), [(0, frozen, 56, 4), (1, trained, 60, 8)]);
+        let g = |layer: usize| bindings.layers[layer][2].g.clone().unwrap();
+        assert_eq!((g(0).vector, g(0).columns), (Vector::frozen(56), 0..4));
+        assert_eq!((g(1).vector, g(1).columns), (Vector::trained(60), 0..8));
+        // Deltas of another set would be a part of the norms.
+        for sets in [[(&own, 1.0), (&set(), 1.0)], [(&set(), 1.0), (&own, 1.0)]] {
+            let error = AdapterBindings::new(&sets, 3).unwrap_err().to_string();
+            assert!(error.contains("norms of its columns"), "{error}");
+        }
+    }
+
+    #[test]
     fn deltas_that_share_nothing_have_the_masks_of_their_factors() {
         let mut set = set();
         set.loras.pop();
@@ -426,8 +501,6 @@ mod tests {
     fn a_part_that_the_blocks_do_not_compute_is_refused() {
         let refused = |set: &AdapterSet| AdapterBindings::new(&[(set, 1.0)], 3).is_err();
         assert!(!refused(&set()));
-        let g = OutputScale { vector: 4, over_norms: true, with_bias: false };
-        assert!(refused(&AdapterSet { vectors: vec![vectors(None, Some(g), None)], ..set() }));
         let norm = NormVectors { layer: None, norm: 0, gain: Some(5), bias: None };
         assert!(refused(&AdapterSet { norms: vec![norm], ..set() }));
         assert!(refused(&AdapterSet { prompt: Some(Prompt { length: 1, embeddings: 5 }), ..set() }));

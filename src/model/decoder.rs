@@ -23,8 +23,8 @@ use crate::{
 
 use super::{
     Base, Limits, activations::ActivationBuffers, bindings::AdapterBindings, block::rows, buffers::Sizes,
-    cache::Cache, layers::Layers, policy::Policy, prefix::PrefixState, stack::check_length,
-    weight_streamer::WeightStreamer,
+    cache::Cache, layers::Layers, output_scales::OutputScales, policy::Policy, prefix::PrefixState,
+    stack::check_length, weight_streamer::WeightStreamer,
 };
 
 /// Most tokens of prompts in a pass: workspace stays small, products stay efficient.
@@ -112,9 +112,9 @@ impl Decoder {
             let inputs = arena.take("inputs", U32, &[PassInputs::most(rows, most)])?;
             Ok((logits, inputs, arena.take("starts", U32, &[most])?))
         })?;
-        let adapter = DecoderAdapter::new(&base, bindings, values)?;
+        let mut streamer = WeightStreamer::new(Policy::default(), &base)?;
+        let adapter = DecoderAdapter::new(&base, &mut streamer, bindings, values)?;
         let buffers = workspace(&base, std::slice::from_ref(&adapter), rows, most, capacity)?;
-        let streamer = WeightStreamer::new(Policy::default(), &base)?;
         let records = device.kind().records_graphs && !base.is_streamed();
         let recorded = if records { Recorded::Not(Vec::new()) } else { Recorded::Never };
         Ok(Self {
@@ -136,9 +136,9 @@ impl Decoder {
     /// # Errors
     /// When the prefix leaves no position for a token, or memory cannot be reserved.
     pub fn add_adapter(&mut self, bindings: AdapterBindings, values: Vec<f32>) -> Result<usize> {
-        let base = &self.layers.base;
+        let Layers { base, streamer, .. } = &mut self.layers;
         check_length(base, &bindings, 1)?;
-        self.adapters.push(DecoderAdapter::new(base, bindings, values)?);
+        self.adapters.push(DecoderAdapter::new(base, streamer, bindings, values)?);
         let rows = self.rows.len();
         let buffers = workspace(base, &self.adapters, rows, self.most, self.cache.capacity());
         match buffers {
@@ -339,15 +339,24 @@ impl Decoder {
 }
 
 impl DecoderAdapter {
-    fn new(base: &Base, bindings: AdapterBindings, values: Vec<f32>) -> Result<Self> {
+    fn new(
+        base: &Base,
+        streamer: &mut WeightStreamer,
+        bindings: AdapterBindings,
+        values: Vec<f32>,
+    ) -> Result<Self> {
         let (device, activations) = (base.device, base.activations);
         let mut arenas = Arenas::real(None).on(device);
         let mut prefix = PrefixState::new(&bindings, &base.config, activations, false, &mut arenas)?;
         let (mut bindings, mut values) = (bindings, values);
-        if device.kind().wants_transposed_factors {
-            bindings.transpose_factors(&mut values, &base.config);
+        values.resize(bindings.store_len(), 0.0);
+        let mut values = Buffer::on(device, &values)?;
+        if let Some(mut scales) = OutputScales::new(&bindings, &mut arenas)? {
+            scales.derive(base, streamer, &bindings, values.view_mut());
         }
-        let values = Buffer::on(device, &values)?;
+        if device.kind().wants_transposed_factors {
+            bindings.transpose_factors(values.view_mut().host(), &base.config);
+        }
         if let Some(prefix) = &mut prefix {
             prefix.refresh(values.view());
         }
@@ -374,7 +383,16 @@ fn workspace(
     let config = &base.config;
     let rank = bindings.iter().map(|bindings| bindings.most_scaled_rank()).max().unwrap_or(0);
     let keys = prefix + capacity;
-    let needs = ScratchNeeds { config, rows: most, keys, rank, dropout: false, scaled_deltas: rank > 0 };
+    let needs = ScratchNeeds {
+        config,
+        rows: most,
+        keys,
+        rank,
+        dropout: false,
+        scaled_deltas: rank > 0,
+        // Scales were derived before.
+        derived_ranks: None,
+    };
     base.device.reserve(scratch::decoding(needs, base.activations, rows))?;
     let sizes = Sizes { config, limits: Limits { rows: 1, tokens: most }, activations: base.activations };
     let policy = Policy { head_rows: 0, activations: base.activations, ..Policy::default() };

@@ -7,7 +7,7 @@ use crate::{
     kernels::{
         adamw,
         adapted_linear::{self, DeltaScratch},
-        attention,
+        attention, column_norms,
         matmul::{
             self, Arithmetic,
             device_scratch::{SMALL_BATCH, product},
@@ -30,6 +30,8 @@ pub struct ScratchNeeds<'a> {
     pub dropout: bool,
     /// Whether a delta has d or e.
     pub scaled_deltas: bool,
+    /// Largest sum of ranks at a site whose output scale is derived from norms; `None` without one.
+    pub derived_ranks: Option<usize>,
 }
 
 /// Bytes for a pool of `threads`, with what its tasks share in `arithmetic`.
@@ -45,6 +47,7 @@ pub fn bytes(needs: ScratchNeeds, threads: usize, arithmetic: Arithmetic) -> usi
             dropout: needs.dropout,
             vectors: needs.scaled_deltas,
         }),
+        needs.derived_ranks.map_or((0, 0), column_norms::scratch),
     ];
     let tiles = ops.iter().map(|op| op.0).max().unwrap_or(0);
     let packed = ops.iter().map(|op| op.1).max().unwrap_or(0);
@@ -54,9 +57,15 @@ pub fn bytes(needs: ScratchNeeds, threads: usize, arithmetic: Arithmetic) -> usi
 
 /// Bytes of scratch of a training step with `trainables` values.
 pub fn training(needs: ScratchNeeds, activations: DType, trainables: usize) -> usize {
-    let ScratchNeeds { config, rows, keys, rank, .. } = needs;
+    let ScratchNeeds { config, rows, keys, rank, derived_ranks, .. } = needs;
     let (heads, head_width) = (config.heads, config.head_width());
+    let norms = |ranks| {
+        let sites = Arch::of(config).sites;
+        let all = sites.iter().map(|site| (site.inputs, site.outputs));
+        all.map(|shape| column_norms::device_scratch::norms(shape, ranks)).max().unwrap_or(0)
+    };
     let others = [
+        derived_ranks.map_or(0, norms),
         adapted_linear::device_scratch::deltas(rows, Arch::of(config).widest(), rank),
         attention::device_scratch::attention_backward(rows, heads),
         attention::device_scratch::attention_decode(rows, keys, heads, head_width),
@@ -98,8 +107,15 @@ mod tests {
     fn a_step_is_planned_for_any_number_of_rows_up_to_its_own() {
         let config = &builtin("gpt2").unwrap().unwrap();
         for rows in [1, 8, 9, 16, 100, 2048] {
-            let needs =
-                ScratchNeeds { config, rows, keys: 16, rank: 1, dropout: false, scaled_deltas: false };
+            let needs = ScratchNeeds {
+                config,
+                rows,
+                keys: 16,
+                rank: 1,
+                dropout: false,
+                scaled_deltas: false,
+                derived_ranks: None,
+            };
             for activations in [DType::F16, DType::BF16, DType::F32] {
                 let planned = training(needs, activations, 1000);
                 for n in 1..=rows {

@@ -3,7 +3,6 @@
 use std::ops::Range;
 
 use super::{
-    Linear,
     arch::{SITES, Site},
     bindings::SiteBinding,
     block::{Block, Gradients, rows},
@@ -86,22 +85,13 @@ impl<'a> Block<'a> {
 
     /// The layer at `site` with the adapters of `group`.
     pub(super) fn adapted(&self, group: &RowGroup<'a>, site: Site) -> AdaptedLinear<'a> {
-        let (linear, binding) = (self.site(site), self.binding(group, site));
+        let (linear, binding) = (self.weights.linears()[site as usize], self.binding(group, site));
         AdaptedLinear {
             layer: Layer { weight: linear.weight.view(), bias: linear.bias.view() },
             deltas: &binding.deltas,
             vectors: binding.vectors(),
             values: group.values,
             dropout: self.dropout,
-        }
-    }
-
-    fn site(&self, site: Site) -> &'a Linear {
-        match site {
-            Site::CAttn => &self.weights.c_attn,
-            Site::AttnProj => &self.weights.attn_proj,
-            Site::CFc => &self.weights.c_fc,
-            Site::MlpProj => &self.weights.mlp_proj,
         }
     }
 

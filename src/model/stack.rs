@@ -7,7 +7,7 @@ use engraft_util::rng;
 use crate::{
     data::{Batch, NO_LOSS},
     device::{
-        View,
+        View, ViewMut,
         arena::{Arenas, Placement},
         cpu::on_pool,
     },
@@ -29,6 +29,7 @@ use super::{
     block::{Gradients, rows},
     buffers::{Inputs, Sizes},
     layers::{Layers, MicroBatch, RowGroup, last_norm},
+    output_scales::OutputScales,
     weight_streamer::{Stage, WeightStreamer},
 };
 
@@ -133,6 +134,17 @@ impl Stack {
     /// The base it runs on.
     pub fn base(&self) -> &Arc<Base> {
         &self.layers.base
+    }
+
+    /// Brings the output scales at the end of the flat store up to date with the values before them.
+    pub fn derive(&mut self, scales: &mut OutputScales, store: ViewMut) {
+        let Layers { base, streamer, .. } = &mut self.layers;
+        scales.derive(base, streamer, &self.bindings, store);
+    }
+
+    /// The adapters that it was prepared with.
+    pub fn bindings(&self) -> &AdapterBindings {
+        &self.bindings
     }
 
     /// Losses of a micro-batch, without gradients, dropout or smoothing.

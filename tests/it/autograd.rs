@@ -156,9 +156,30 @@ impl<'a> Twin<'a> {
             y = (y + delta.pad_with_zeros(1, lora.columns.start, behind)?)?;
         }
         if let Some(g) = g {
-            y = y.broadcast_mul(var(g.vector))?;
+            y = y.broadcast_mul(&match g.over_norms {
+                true => (var(g.vector) / self.norms(weight, place)?)?,
+                false => var(g.vector).clone(),
+            })?;
         }
         if inside { Ok(y) } else { y.broadcast_add(&bias) }
+    }
+
+    /// Norms of the columns of `w` with all deltas of its site, which are constants.
+    fn norms(&self, w: Tensor, place: (usize, usize)) -> Result<Tensor> {
+        let (outputs, mut v) = (w.dim(1)?, w);
+        let constant = |tensor: usize| self.vars[tensor].as_tensor().detach();
+        for lora in self.case.set.loras.iter().filter(|lora| (lora.layer, lora.site) == place) {
+            let (mut a, mut b) = (constant(lora.a).t()?, constant(lora.b).t()?);
+            if let Some(d) = lora.d {
+                a = a.broadcast_mul(&constant(d))?;
+            }
+            if let Some(e) = lora.e {
+                b = b.broadcast_mul(&constant(e))?;
+            }
+            let delta = (a.contiguous()?.matmul(&b.contiguous()?)? * f64::from(lora.scale))?;
+            v = (v + delta.pad_with_zeros(1, lora.columns.start, outputs - lora.columns.end)?)?;
+        }
+        v.sqr()?.sum(0)?.sqrt()
     }
 
     /// The documented mask: element `column` of token `t` of row `index` of step 0.

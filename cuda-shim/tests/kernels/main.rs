@@ -2,6 +2,7 @@
 //! of threads.
 
 mod attention;
+mod column_norms;
 mod harness;
 mod lora;
 mod lora_vectors;

@@ -28,7 +28,7 @@ use self::{
     source::{Content, Source, SourceFile},
     stored::StoredTensor,
 };
-use super::config::Config;
+use super::{arch::SITES, config::Config};
 use crate::{
     device::{Bytes, DType, Device, Frozen},
     error::{Error, Result},
@@ -79,6 +79,11 @@ pub struct BlockWeights {
 }
 
 impl BlockWeights {
+    /// Its linear layers, in the order of [`Site`](crate::model::arch::Site).
+    pub fn linears(&self) -> [&Linear; SITES] {
+        [&self.c_attn, &self.attn_proj, &self.c_fc, &self.mlp_proj]
+    }
+
     /// Its tensors, in the order of a pass.
     pub fn tensors(&self) -> Vec<&Frozen> {
         let Self { ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj } = self;

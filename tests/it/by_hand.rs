@@ -1,0 +1,111 @@
+//! Adapter sets made by hand, tensor by tensor, with any part that a model has room for.
+
+use engraft_adapters::{AdapterSet, AdapterSpec, Group, Layout, Lora, OutputScale, SiteVectors, TensorSlot};
+use engraft_util::rng;
+
+use crate::setup::{Case, lora};
+
+/// A set that grows tensor by tensor, with its values.
+#[derive(Default)]
+pub struct ByHand {
+    layout: Layout,
+    values: Vec<f32>,
+    loras: Vec<Lora>,
+    vectors: Vec<SiteVectors>,
+}
+
+impl ByHand {
+    pub fn tensor(&mut self, name: &str, shape: &[usize], trainable: bool, mean: f32, spread: f32) -> usize {
+        if self.layout.groups.len() == 1 {
+            self.layout.groups.push(Group::FROZEN);
+        }
+        let index = self.layout.tensors.len();
+        let (name, offset) = (format!("{name} {index}"), self.layout.len);
+        let key = rng::key(&[5, rng::name(&name)]);
+        let group = usize::from(!trainable);
+        let slot = TensorSlot { name, shape: shape.to_vec(), offset, group, method: "by hand" };
+        self.values.extend((0..slot.len() as u64).map(|at| mean + spread * rng::normal(key, at)));
+        self.layout.len += slot.len();
+        self.layout.tensors.push(slot);
+        index
+    }
+
+    pub fn a(&mut self, inputs: usize, trainable: bool) -> usize {
+        self.tensor("lora_A", &[3, inputs], trainable, 0.0, 0.3)
+    }
+
+    pub fn b(&mut self, columns: usize, trainable: bool) -> usize {
+        self.tensor("lora_B", &[columns, 3], trainable, 0.0, 0.2)
+    }
+
+    /// Factors around 1.
+    pub fn vector(&mut self, len: usize, trainable: bool) -> usize {
+        self.tensor("vector", &[len], trainable, 1.0, 0.3)
+    }
+
+    pub fn bias(&mut self, len: usize) -> usize {
+        self.tensor("vector", &[len], true, 0.0, 0.3)
+    }
+
+    pub fn delta(
+        &mut self,
+        (layer, site): (usize, usize),
+        first: usize,
+        factors: (usize, usize),
+    ) -> &mut Lora {
+        let columns = self.layout.tensors[factors.1].shape[0];
+        self.loras.push(Lora {
+            layer,
+            site,
+            part: None,
+            columns: first..first + columns,
+            rank: 3,
+            alpha: 3.0,
+            scale: 1.5,
+            a: factors.0,
+            b: factors.1,
+            d: None,
+            e: None,
+        });
+        self.loras.last_mut().unwrap()
+    }
+
+    pub fn site(
+        &mut self,
+        (layer, site): (usize, usize),
+        u: Option<usize>,
+        g: Option<(usize, bool)>,
+        bias: Option<usize>,
+    ) {
+        let g = g.map(|(vector, with_bias)| OutputScale { vector, over_norms: false, with_bias });
+        self.vectors.push(SiteVectors { layer, site, u, g, bias });
+    }
+
+    /// As [`ByHand::site`], with a g that is the vector over the norms of the columns.
+    pub fn site_over_norms(
+        &mut self,
+        place: (usize, usize),
+        u: Option<usize>,
+        g: (usize, bool),
+        bias: Option<usize>,
+    ) {
+        self.site(place, u, Some(g), bias);
+        self.vectors.last_mut().and_then(|vectors| vectors.g.as_mut()).unwrap().over_norms = true;
+    }
+
+    pub fn case(self, name: &'static str, dropout: f64) -> Case {
+        let spec = AdapterSpec { lora: Some(lora("all-linear", dropout)), prefix: None };
+        let Self { layout, values, loras, vectors } = self;
+        let set = AdapterSet {
+            spec,
+            layout,
+            loras,
+            vectors,
+            norms: Vec::new(),
+            embedding: None,
+            prefix: None,
+            prompt: None,
+        };
+        Case { name, set, values }
+    }
+}
