@@ -56,6 +56,19 @@ pub trait BaseWeights {
     /// Weight `[inputs, outputs]`, row-major, of site `site` (an index into [`BaseDescription::sites`]) in
     /// `layer`; `None` where the base has no such matrix at hand.
     fn matrix(&self, site: usize, layer: usize) -> Option<Vec<f32>>;
+
+    /// Layer norm `norm` of `layer`, in the order in which a token meets them, or without a layer the one before the
+    /// head; `None` where the base has no such norm at hand.
+    fn norm(&self, layer: Option<usize>, norm: usize) -> Option<NormWeights>;
+}
+
+/// The parameters of a layer norm.
+#[derive(Debug, Clone, PartialEq)]
+pub struct NormWeights {
+    /// Factor of each feature, `[width]`.
+    pub gain: Vec<f32>,
+    /// Summand of each feature, `[width]`.
+    pub bias: Vec<f32>,
 }
 
 impl SiteDescription {

@@ -19,7 +19,7 @@ pub struct Contribution {
     pub loras: Vec<Lora>,
     /// Vectors of linear sites, ordered by layer and site; at most one entry a site.
     pub vectors: Vec<SiteVectors>,
-    /// Changes of layer norms.
+    /// Vectors of layer norms, ordered by layer and norm, the one before the head last; at most one entry a norm.
     pub norms: Vec<NormVectors>,
     /// A low-rank delta on the token embedding.
     pub embedding: Option<EmbeddingDelta>,
@@ -76,23 +76,24 @@ pub struct SiteVectors {
 pub struct OutputScale {
     /// The learned vector `[outputs]`.
     pub vector: usize,
-    /// Whether g is the vector over the norms of the columns of `W + sum s A^T B^T`, derived once a step
-    /// and not differentiated, or the vector itself.
+    /// Whether g is the vector over the norms of the columns of `W + sum of s A^T diag(d) B^T diag(e)`, derived once
+    /// a step and not differentiated, or the vector itself. A column of norm 0 then has g = 0.
     pub over_norms: bool,
     /// Whether g multiplies the bias too.
     pub with_bias: bool,
 }
 
-/// Learned changes of a layer norm, which computes `(1 + gain) * normalised * G + (B + bias)` of the base's G, B.
+/// Vectors of one layer norm, which computes `gain * (x - mean) / deviation + bias`. What is there is in place of the
+/// base's, and starts from it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NormVectors {
     /// Layer of the base, `None` for the norm before the head.
     pub layer: Option<usize>,
     /// Which norm of the layer, in the order in which a token meets them.
     pub norm: usize,
-    /// Learned gain `[width]`.
+    /// Gain `[width]`, in place of the base's.
     pub gain: Option<usize>,
-    /// Learned bias `[width]`.
+    /// Bias `[width]`, in place of the base's.
     pub bias: Option<usize>,
 }
 
@@ -164,7 +165,9 @@ impl Contribution {
         for vectors in other.vectors {
             self.add_vectors(vectors)?;
         }
-        self.norms.extend(other.norms);
+        for vectors in other.norms {
+            self.add_norm(vectors)?;
+        }
         one(&mut self.embedding, other.embedding, "the delta on the embedding")?;
         one(&mut self.prefix, other.prefix, "the prefix")?;
         one(&mut self.prompt, other.prompt, "the prompt")
@@ -180,6 +183,18 @@ impl Contribution {
         one(&mut known.u, new.u, "the input scale of a module")?;
         one(&mut known.g, new.g, "the output scale of a module")?;
         one(&mut known.bias, new.bias, "the bias of a module")
+    }
+
+    fn add_norm(&mut self, new: NormVectors) -> Result<()> {
+        // The norm before the head has no layer and comes last.
+        let place = |vectors: &NormVectors| (vectors.layer.unwrap_or(usize::MAX), vectors.norm);
+        let Some(known) = self.norms.iter_mut().find(|known| place(known) == place(&new)) else {
+            let at = self.norms.partition_point(|known| place(known) < place(&new));
+            self.norms.insert(at, new);
+            return Ok(());
+        };
+        one(&mut known.gain, new.gain, "the gain of a layer norm")?;
+        one(&mut known.bias, new.bias, "the bias of a layer norm")
     }
 }
 

@@ -5,7 +5,7 @@
 
 use engraft_util::rng;
 
-use crate::{AdapterSet, BaseWeights, Error, Result, TensorSlot};
+use crate::{AdapterSet, BaseWeights, Error, NormWeights, Result, TensorSlot};
 
 /// What initial values follow from.
 pub(crate) struct Init<'a> {
@@ -22,6 +22,16 @@ impl<'a> Init<'a> {
     #[cfg_attr(not(test), expect(dead_code, reason = "no method without tests looks at weights yet"))]
     pub fn matrix(&self, method: &'static str, site: usize, layer: usize) -> Result<Vec<f32>> {
         let found = self.weights.and_then(|weights| weights.matrix(site, layer));
+        found.ok_or(Error::WeightsNeeded { method })
+    }
+
+    /// Gain and bias of a layer norm, as [`BaseWeights::norm`] names it, for `method`.
+    ///
+    /// # Errors
+    /// As [`Init::matrix`].
+    #[cfg_attr(not(test), expect(dead_code, reason = "no method without tests looks at norms yet"))]
+    pub fn norm(&self, method: &'static str, layer: Option<usize>, norm: usize) -> Result<NormWeights> {
+        let found = self.weights.and_then(|weights| weights.norm(layer, norm));
         found.ok_or(Error::WeightsNeeded { method })
     }
 

@@ -66,7 +66,7 @@ mod targets;
 #[cfg(test)]
 mod testing;
 
-pub use base::{BaseDescription, BaseWeights, PartDescription, SiteDescription};
+pub use base::{BaseDescription, BaseWeights, NormWeights, PartDescription, SiteDescription};
 pub use contribution::{
     Contribution, EmbeddingDelta, Lora, NormVectors, OutputScale, Prefix, PrefixValues, Prompt, SiteVectors,
 };

@@ -19,7 +19,7 @@ pub struct AdapterSet {
     pub loras: Vec<Lora>,
     /// Vectors of linear sites, ordered by layer and site; at most one entry a site.
     pub vectors: Vec<SiteVectors>,
-    /// Changes of layer norms.
+    /// Vectors of layer norms, ordered by layer and norm, the one before the head last; at most one entry a norm.
     pub norms: Vec<NormVectors>,
     /// The delta on the token embedding, if there is one.
     pub embedding: Option<EmbeddingDelta>,

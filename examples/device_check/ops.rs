@@ -84,9 +84,10 @@ impl On {
 pub type Outputs = Vec<(&'static str, Vec<f32>)>;
 type Check = (&'static str, fn(On) -> Result<Outputs>);
 
-const CHECKS: [Check; 16] = [
+const CHECKS: [Check; 17] = [
     ("embed", embeddings),
     ("layernorm", layernorms),
+    ("layernorm with trained gain and bias", trained_layernorms),
     ("activation", activations),
     ("frozen product, many rows", |on| products(on, 37)),
     ("frozen product, few rows", |on| products(on, 3)),
@@ -150,6 +151,31 @@ fn layernorms(on: On) -> Result<Outputs> {
         layernorm::forward(x.view(), norm, y.view_mut(), stats.view_mut());
         layernorm::backward(dy.view(), x.view(), stats.view(), norm, dx.view_mut());
         outputs.extend([("y", y.view().to_floats()), ("dx", dx.view().to_floats())]);
+    }
+    Ok(outputs)
+}
+
+/// With a gain, a bias and both in FP32, and their gradients.
+fn trained_layernorms(on: On) -> Result<Outputs> {
+    let mut outputs = Vec::new();
+    for (n, c, with) in [(1, 768, [true, true]), (19, 1601, [true, false]), (600, 24, [false, true])] {
+        let (x, dy) = (on.activations(1, n * c)?, on.activations(2, n * c)?);
+        let (values, frozen) = (on.wide(3, 2 * c)?, on.frozen(4, c)?);
+        let [gain, bias] = [0, c].map(|at| values.view().slice(at, c));
+        let norm = layernorm::Norm {
+            gain: if with[0] { gain } else { frozen.view() },
+            bias: if with[1] { bias } else { frozen.view() },
+            epsilon: 1e-5,
+        };
+        let (mut y, mut stats, mut dx) = (on.room(n * c)?, on.zeros(F32, 2 * n)?, on.activations(5, n * c)?);
+        let mut grads = on.wide(6, 2 * c)?;
+        layernorm::forward(x.view(), norm, y.view_mut(), stats.view_mut());
+        layernorm::backward(dy.view(), x.view(), stats.view(), norm, dx.view_mut());
+        let [gain, bias] = [0, 1].map(|at| with[at].then_some(at * c));
+        let to = layernorm::ParameterGradients { grads: grads.view_mut(), gain, bias };
+        layernorm::parameter_gradients(dy.view(), x.view(), stats.view(), to);
+        outputs.extend([("y", y.view().to_floats()), ("dx", dx.view().to_floats())]);
+        outputs.push(("gradients of gain and bias", grads.view().to_vec()));
     }
     Ok(outputs)
 }

@@ -65,6 +65,7 @@ impl TrainerOptions {
             dropout: set.spec.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0),
             scaled_deltas: set.loras.iter().any(|lora| lora.d.is_some() || lora.e.is_some()),
             derived_ranks: derived_ranks(set),
+            trained_norms: !set.norms.is_empty(),
         }
     }
 

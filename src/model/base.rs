@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use engraft_adapters::{BaseDescription, BaseWeights};
+use engraft_adapters::{BaseDescription, BaseWeights, NormWeights};
 
 use super::{
     config::Config,
@@ -228,9 +228,22 @@ pub(crate) fn check_weights(kind: &DeviceKind, dtype: BaseDType) -> Result<()> {
         BaseDType::F16.name()
     )))
 }
+
 impl BaseWeights for Base {
     fn matrix(&self, site: usize, layer: usize) -> Option<Vec<f32>> {
         let block = self.weights.blocks.get(layer)?;
         block.linears().get(site).map(|linear| linear.weight.view().to_floats())
+    }
+
+    fn norm(&self, layer: Option<usize>, norm: usize) -> Option<NormWeights> {
+        let norms = match layer {
+            Some(layer) => {
+                let block = self.weights.blocks.get(layer)?;
+                vec![&block.ln_1, &block.ln_2]
+            }
+            None => vec![&self.weights.ln_f],
+        };
+        let norm = norms.get(norm)?;
+        Some(NormWeights { gain: norm.gain.view().to_floats(), bias: norm.bias.view().to_floats() })
     }
 }

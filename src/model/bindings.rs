@@ -5,7 +5,11 @@ use std::{collections::BTreeMap, ops::Range};
 use engraft_adapters::{AdapterSet, OutputScale, PrefixValues};
 
 pub use super::arch::{SITES, Site};
-use super::{Config, arch::Arch};
+use super::{
+    Config,
+    arch::Arch,
+    norms::{NormBinding, NormBindings},
+};
 use crate::{
     error::{Error, Result},
     kernels::adapted_linear::{BiasPlace, Delta, Scaling, SiteVectors, Vector},
@@ -67,6 +71,8 @@ impl SiteBinding {
 pub struct AdapterBindings {
     /// Sites by layer.
     pub layers: Vec<LayerSites>,
+    /// Layer norms.
+    pub norms: NormBindings,
     /// The prefix, if any set has one.
     pub prefix: Option<PrefixBinding>,
     /// Values of the sets, which the flat store begins with.
@@ -131,7 +137,13 @@ pub struct Projection {
 impl AdapterBindings {
     /// No adapter: the base alone.
     pub fn none(layers: usize) -> Self {
-        Self { layers: vec![LayerSites::default(); layers], prefix: None, len: 0, derived: Vec::new() }
+        Self {
+            layers: vec![LayerSites::default(); layers],
+            norms: NormBindings::none(layers),
+            prefix: None,
+            len: 0,
+            derived: Vec::new(),
+        }
     }
 
     /// Binds `sets`, whose values lie one after another, each LoRA multiplied by its factor.
@@ -174,14 +186,21 @@ impl AdapterBindings {
     fn add(&mut self, set: &AdapterSet, factor: f32) -> Result<()> {
         let first = self.len;
         let at = |tensor: usize| first + set.layout.tensors[tensor].offset;
-        let whole = !set.norms.is_empty() || set.embedding.is_some() || set.prompt.is_some();
-        if whole {
+        if set.embedding.is_some() || set.prompt.is_some() {
             return Err(Error::input(
                 "an adapter has a part that the blocks of this model do not compute; leave its method out",
             ));
         }
         for vectors in &set.vectors {
             self.add_vectors(set, vectors)?;
+        }
+        for norm in &set.norms {
+            let vector = |index: Option<usize>| index.map(|index| self.vector(set, index));
+            let new = NormBinding { gain: vector(norm.gain), bias: vector(norm.bias) };
+            match norm.layer {
+                Some(layer) => self.norms.layers[layer][norm.norm].extend(new)?,
+                None => self.norms.last.extend(new)?,
+            }
         }
         for (number, lora) in set.loras.iter().enumerate() {
             let delta = self.delta(set, number, factor);
@@ -296,7 +315,10 @@ impl AdapterBindings {
 
     /// The lowest layer with anything trainable; below it no gradient is needed.
     pub fn lowest(&self) -> usize {
-        let first = self.layers.iter().position(|sites| sites.iter().any(SiteBinding::trains));
+        let mut layers = self.layers.iter().zip(&self.norms.layers);
+        let first = layers.position(|(sites, norms)| {
+            sites.iter().any(SiteBinding::trains) || norms.iter().any(NormBinding::trains)
+        });
         match (&self.prefix, first) {
             (Some(_), _) => 0,
             (None, first) => first.unwrap_or(self.layers.len()),
@@ -461,6 +483,28 @@ mod tests {
     }
 
     #[test]
+    fn norms_are_bound_once_and_count_for_the_lowest_layer() {
+        let norm = |layer, gain, bias| NormVectors { layer, norm: 0, gain, bias };
+        let of = |norms| AdapterSet { loras: vec![], norms, ..set() };
+        let all =
+            of(vec![norm(Some(1), Some(4), None), norm(Some(2), None, Some(3)), norm(None, Some(3), None)]);
+        let bias = of(vec![norm(Some(1), None, Some(3)), norm(None, None, Some(3))]);
+        let bindings = AdapterBindings::new(&[(&all, 1.0), (&bias, 1.0)], 3).unwrap();
+        let [gain, first] = [Vector::frozen(24), Vector::trained(28 + 22)].map(Some);
+        assert_eq!(bindings.norms.layers[1][0], NormBinding { gain, bias: first });
+        assert_eq!(bindings.norms.last, NormBinding { gain: Some(Vector::trained(22)), bias: first });
+        assert_eq!(bindings.norms.layers[1][1], NormBinding::default());
+        assert_eq!(bindings.lowest(), 1);
+        let lowest = |norms| AdapterBindings::new(&[(&of(norms), 1.0)], 3).unwrap().lowest();
+        assert_eq!(lowest(all.norms.clone()), 2, "a frozen gain trains nothing");
+        assert_eq!(lowest(vec![norm(None, Some(3), None)]), 3, "the last norm is in no layer");
+        for twice in [&of(vec![norm(None, Some(3), None)]), &bias] {
+            let error = AdapterBindings::new(&[(twice, 1.0), (twice, 1.0)], 3).unwrap_err().to_string();
+            assert!(error.contains("same layer norm"), "{error}");
+        }
+    }
+
+    #[test]
     fn deltas_that_share_nothing_have_the_masks_of_their_factors() {
         let mut set = set();
         set.loras.pop();
@@ -501,8 +545,6 @@ mod tests {
     fn a_part_that_the_blocks_do_not_compute_is_refused() {
         let refused = |set: &AdapterSet| AdapterBindings::new(&[(set, 1.0)], 3).is_err();
         assert!(!refused(&set()));
-        let norm = NormVectors { layer: None, norm: 0, gain: Some(5), bias: None };
-        assert!(refused(&AdapterSet { norms: vec![norm], ..set() }));
         assert!(refused(&AdapterSet { prompt: Some(Prompt { length: 1, embeddings: 5 }), ..set() }));
     }
 }

@@ -8,7 +8,7 @@ mod backward;
 
 use std::ops::Range;
 
-use super::{BlockWeights, Config, Norm};
+use super::{BlockWeights, Config};
 use crate::{
     device::{View, ViewMut},
     kernels::{
@@ -16,7 +16,6 @@ use crate::{
         adapted_linear::{self, Dropout},
         attention::{self, Heads, Prefix, Shape},
         gather::gather,
-        layernorm,
     },
 };
 
@@ -108,10 +107,7 @@ impl<'a> Block<'a> {
 
     /// The tokens of a group among those that `site` sees.
     pub(super) fn tokens_of(&self, group: &RowGroup, site: Site) -> Range<usize> {
-        match self.wanted {
-            Some(_) if site != Site::CAttn => group.wanted.clone(),
-            _ => group.first..group.first + group.len(),
-        }
+        group.places(self.wanted.is_none() || site == Site::CAttn)
     }
 
     /// The only group of a pass with a backward.
@@ -157,14 +153,6 @@ impl<'a> Block<'a> {
         Some(Prefix { k: part(2 * self.layer), v: part(2 * self.layer + 1) })
     }
 
-    fn norm(&self, norm: &'a Norm) -> layernorm::Norm<'a> {
-        layernorm::Norm {
-            gain: norm.gain.view(),
-            bias: norm.bias.view(),
-            epsilon: self.config.layer_norm_eps,
-        }
-    }
-
     /// Forward from `x (n, c)` to `y (m, c)`; with a cache, keys and values are appended to it and
     /// attention reads from it.
     pub fn forward(
@@ -207,7 +195,7 @@ impl<'a> Block<'a> {
     fn queries_keys_values(&self, x: View, kept: &mut BlockBuffers, workspace: &mut Workspace) {
         let (n, c) = (self.cells(), self.config.width);
         let (normed, stats) = (rows!(mut workspace.normed, n, c), rows!(mut kept.statistics.stats_1, n, 2));
-        layernorm::forward(x, self.norm(&self.weights.ln_1), normed, stats);
+        self.normalise(Site::CAttn, x, normed, stats);
         let qkv = rows!(mut kept.qkv, n, self.weights.c_attn.weight.view().cols);
         self.linear(Site::CAttn, rows!(workspace.normed, n, c), None, site_buffers!(kept, workspace), qkv);
     }
@@ -249,7 +237,7 @@ impl<'a> Block<'a> {
     fn mlp_inside(&self, kept: &mut BlockBuffers, workspace: &mut Workspace) {
         let (n, c, f) = (self.outputs(), self.config.width, self.config.inner);
         let (normed, stats) = (rows!(mut workspace.normed, n, c), rows!(mut kept.statistics.stats_2, n, 2));
-        layernorm::forward(rows!(kept.outputs.middle, n, c), self.norm(&self.weights.ln_2), normed, stats);
+        self.normalise(Site::CFc, rows!(kept.outputs.middle, n, c), normed, stats);
         let inner = rows!(mut kept.inner, n, f);
         self.linear(Site::CFc, rows!(workspace.normed, n, c), None, site_buffers!(kept, workspace), inner);
     }

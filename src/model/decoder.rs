@@ -392,6 +392,7 @@ fn workspace(
         scaled_deltas: rank > 0,
         // Scales were derived before.
         derived_ranks: None,
+        trained_norms: false,
     };
     base.device.reserve(scratch::decoding(needs, base.activations, rows))?;
     let sizes = Sizes { config, limits: Limits { rows: 1, tokens: most }, activations: base.activations };

@@ -4,7 +4,7 @@
 use std::{ops::Range, sync::Arc};
 
 use crate::{
-    device::View,
+    device::{View, ViewMut},
     error::{Error, Result},
     kernels::{adapted_linear::Dropout, embed, layernorm},
 };
@@ -15,6 +15,7 @@ use super::{
     bindings::LayerSites,
     block::{Block, Gradients, rows},
     cache::{CachedRows, LayerCache},
+    norms::{NormBindings, normalise},
     weight_streamer::{Input, Stage, WeightStreamer},
 };
 
@@ -31,6 +32,8 @@ pub struct RowGroup<'a> {
     pub wanted: Range<usize>,
     /// Adapters of the sites, by layer.
     pub sites: &'a [LayerSites],
+    /// Vectors of the norms.
+    pub norms: &'a NormBindings,
     /// The flat store that they point into.
     pub values: View<'a>,
     /// Keys and values of the prefix `(p, 2 l c)`, and p.
@@ -43,6 +46,11 @@ impl RowGroup<'_> {
     /// Number of tokens, b t.
     pub fn len(&self) -> usize {
         self.batch * self.tokens
+    }
+
+    /// Its tokens among those of the pass, or among the wanted ones where not all are.
+    pub fn places(&self, all: bool) -> Range<usize> {
+        if all { self.first..self.first + self.len() } else { self.wanted.clone() }
     }
 }
 
@@ -181,12 +189,12 @@ impl Layers {
         Ok(())
     }
 
-    /// The last norm of the first `n` rows that left the last block, into the workspace.
-    pub fn last_norm(&mut self, n: usize) {
-        let c = self.base.config.width;
+    /// The last norm of the rows that left the last block, into the workspace.
+    pub fn last_norm(&mut self, batch: MicroBatch) {
+        let (n, c) = (batch.outputs(), self.base.config.width);
         let (x, workspace, head, _) = self.buffers.head();
         let (normed, stats) = (rows!(mut workspace.normed, n, c), rows!(mut head.stats, n, 2));
-        layernorm::forward(rows!(x, n, c), last_norm(&self.base), normed, stats);
+        normalise_last(&self.base, batch, rows!(x, n, c), normed, stats);
     }
 
     /// The input that the forward no longer needs when it enters block `layer`, or the head after the last block.
@@ -222,10 +230,16 @@ fn block<'a>(
     }
 }
 
-/// The norm after the last block.
-pub fn last_norm(base: &Base) -> layernorm::Norm<'_> {
-    let norm = &base.weights.ln_f;
-    layernorm::Norm { gain: norm.gain.view(), bias: norm.bias.view(), epsilon: base.config.layer_norm_eps }
+/// The norm after the last block, with the vectors of `group`.
+pub fn last_norm<'a>(base: &'a Base, group: &RowGroup<'a>) -> layernorm::Norm<'a> {
+    group.norms.last.of(&base.weights.ln_f, group.values, base.config.layer_norm_eps)
+}
+
+fn normalise_last<'a>(base: &'a Base, batch: MicroBatch<'a>, x: View, y: ViewMut, stats: ViewMut) {
+    let of = |group: &RowGroup<'a>| {
+        (group.norms.last, last_norm(base, group), group.places(batch.wanted.is_none()))
+    };
+    normalise(batch.groups, of, x, y, stats);
 }
 
 /// Only an earlier error in the middle of a pass can leave memory unaccounted for.

@@ -15,6 +15,7 @@ mod cache;
 pub mod config;
 mod decoder;
 mod layers;
+mod norms;
 mod output_scales;
 mod policy;
 mod prefix;

@@ -7,7 +7,7 @@ use crate::{
     kernels::{
         adamw,
         adapted_linear::{self, DeltaScratch},
-        attention, column_norms,
+        attention, column_norms, layernorm,
         matmul::{
             self, Arithmetic,
             device_scratch::{SMALL_BATCH, product},
@@ -32,6 +32,8 @@ pub struct ScratchNeeds<'a> {
     pub scaled_deltas: bool,
     /// Largest sum of ranks at a site whose output scale is derived from norms; `None` without one.
     pub derived_ranks: Option<usize>,
+    /// Whether a layer norm is trained.
+    pub trained_norms: bool,
 }
 
 /// Bytes for a pool of `threads`, with what its tasks share in `arithmetic`.
@@ -57,7 +59,7 @@ pub fn bytes(needs: ScratchNeeds, threads: usize, arithmetic: Arithmetic) -> usi
 
 /// Bytes of scratch of a training step with `trainables` values.
 pub fn training(needs: ScratchNeeds, activations: DType, trainables: usize) -> usize {
-    let ScratchNeeds { config, rows, keys, rank, derived_ranks, .. } = needs;
+    let ScratchNeeds { config, rows, keys, rank, derived_ranks, trained_norms, .. } = needs;
     let (heads, head_width) = (config.heads, config.head_width());
     let norms = |ranks| {
         let sites = Arch::of(config).sites;
@@ -66,6 +68,7 @@ pub fn training(needs: ScratchNeeds, activations: DType, trainables: usize) -> u
     };
     let others = [
         derived_ranks.map_or(0, norms),
+        if trained_norms { layernorm::device_scratch::parameter_gradients(rows, config.width) } else { 0 },
         adapted_linear::device_scratch::deltas(rows, Arch::of(config).widest(), rank),
         attention::device_scratch::attention_backward(rows, heads),
         attention::device_scratch::attention_decode(rows, keys, heads, head_width),
@@ -115,6 +118,7 @@ mod tests {
                 dropout: false,
                 scaled_deltas: false,
                 derived_ranks: None,
+                trained_norms: false,
             };
             for activations in [DType::F16, DType::BF16, DType::F32] {
                 let planned = training(needs, activations, 1000);

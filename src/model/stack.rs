@@ -168,7 +168,7 @@ impl Stack {
         self.layers.forward_only(micro, Some(Stage::Head), None)?;
         let (base, layers) = (Arc::clone(&self.layers.base), self.bindings.layers.len());
         self.layers.streamer.enter(&base.weights, Stage::Head, None, self.layers.passed(layers));
-        head(&mut self.layers, &self.inputs, micro, supervised, None, tally);
+        head(&mut self.layers, &self.inputs, (micro, supervised), None, tally);
         self.layers.streamer.leave(&base.weights, self.layers.buffers.pages(layers));
         Ok(supervised)
     }
@@ -217,7 +217,7 @@ impl Stack {
             let base = Arc::clone(&self.layers.base);
             self.layers.streamer.enter(&base.weights, Stage::Head, back_to, self.layers.passed(layers));
             phase::enter(Phase::Head);
-            head(&mut self.layers, &self.inputs, micro, supervised, Some(pass), tally);
+            head(&mut self.layers, &self.inputs, (micro, supervised), Some((pass, &mut *to)), tally);
             phase::enter(Phase::Backward);
             self.layers.backward(micro, to, lowest, kept)?;
             Ok(supervised)
@@ -291,6 +291,7 @@ fn group<'a>(bindings: &'a AdapterBindings, trained: Trained<'a>, batch: &Batch)
         tokens: batch.seq_len,
         wanted: 0..batch.supervised(),
         sites: &bindings.layers,
+        norms: &bindings.norms,
         values: trained.values,
         prefix: trained.prefix.map(|prefix| (prefix, bindings.prefix_len())),
         cached: None,
@@ -316,43 +317,40 @@ fn micro_batch<'a>(
     }
 }
 
-/// Last norm, head and loss; in a training `pass` also the gradient of the last block's output, of as many tokens.
+/// Last norm, head and loss of a micro-batch and its number of supervised tokens; in a training pass also the gradients
+/// of the last norm, and that of the last block's output, of as many tokens.
 fn head(
     layers: &mut Layers,
     inputs: &Inputs,
-    batch: MicroBatch,
-    supervised: usize,
-    pass: Option<Pass>,
+    (batch, supervised): (MicroBatch, usize),
+    training: Option<(Pass, &mut Gradients)>,
     tally: &mut Tally,
 ) {
     let (n, c, base) = (batch.outputs(), layers.base.config.width, Arc::clone(&layers.base));
-    layers.last_norm(n);
+    layers.last_norm(batch);
     let (x, workspace, space, back) = layers.buffers.head();
     let input = Supervised {
         hidden: rows!(workspace.normed, n, c),
         // The last block may have computed the supervised tokens alone.
         rows: if batch.wanted.is_none() { Some(rows!(inputs.rows, supervised, 1)) } else { None },
         targets: rows!(inputs.targets, supervised, 1),
-        smoothing: pass.map_or(0.0, |pass| pass.smoothing),
+        smoothing: training.as_ref().map_or(0.0, |(pass, _)| pass.smoothing),
     };
     let chunk =
         head_loss::HeadScratch { gathered: space.gathered.view_mut(), logits: workspace.shared.logits() };
     let losses = rows!(mut space.losses, supervised, 1);
     let matrix = head_matrix(&base);
-    match back.zip(pass) {
+    match back.zip(training) {
         None => head_loss::forward_backward(input, matrix, chunk, losses, None),
-        Some((back, pass)) => {
+        Some((back, (pass, to))) => {
             let d_normed = rows!(mut back.narrow, n, c);
             head_loss::forward_backward(input, matrix, chunk, losses, Some((d_normed, pass.factor)));
             rows!(mut back.grad, n, c).clear();
-            let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(space.stats, n, 2));
-            layernorm::backward(
-                d_normed,
-                rows!(x, n, c),
-                stats,
-                last_norm(&base),
-                rows!(mut back.grad, n, c),
-            );
+            let (d_normed, x, stats) = (rows!(back.narrow, n, c), rows!(x, n, c), rows!(space.stats, n, 2));
+            // A backward has one group.
+            let group = &batch.groups[0];
+            group.norms.last.gradients(d_normed, x, stats, to.store.reborrow());
+            layernorm::backward(d_normed, x, stats, last_norm(&base, group), rows!(mut back.grad, n, c));
         }
     }
     tally.add(rows!(space.losses, supervised, 1));

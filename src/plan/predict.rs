@@ -64,7 +64,9 @@ impl MicroBatch<'_> {
             return 0;
         }
         let deltas = self.set.loras.iter().map(|lora| lora.layer);
-        deltas.chain(self.set.vectors.iter().map(|vectors| vectors.layer)).min().unwrap_or(layers).min(layers)
+        let vectors = self.set.vectors.iter().map(|vectors| vectors.layer);
+        let norms = self.set.norms.iter().filter_map(|norm| norm.layer);
+        deltas.chain(vectors).chain(norms).min().unwrap_or(layers).min(layers)
     }
 
     /// Deltas, forward and backward: 2 and 4 FLOP a value and row.

@@ -89,7 +89,7 @@ impl<'a> Twin<'a> {
         for layer in 0..config.layers {
             x = self.block(x, layer, index, row, prefix)?;
         }
-        let hidden = self.norm(&x, &weights.ln_f)?;
+        let hidden = self.norm(&x, &weights.ln_f, (None, 0))?;
         let head = matrix(weights.head.as_ref().unwrap_or(&weights.wte))?;
         self.cross_entropy(&hidden.matmul(&head.t()?)?, &row.targets)
     }
@@ -117,20 +117,26 @@ impl<'a> Twin<'a> {
     ) -> Result<Tensor> {
         let BlockWeights { ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj } = &self.base.weights.blocks[layer];
         let linear = |x: &Tensor, site: usize, linear: &Linear| self.linear(x, (layer, site), linear, index);
-        let qkv = linear(&self.norm(&x, ln_1)?, 0, c_attn)?;
+        let qkv = linear(&self.norm(&x, ln_1, (Some(layer), 0))?, 0, c_attn)?;
         let mixed = self.attention(&qkv, layer, row, prefix)?;
         let x = (x + linear(&mixed, 1, attn_proj)?)?;
-        let inner = self.activation(&linear(&self.norm(&x, ln_2)?, 2, c_fc)?)?;
+        let inner = self.activation(&linear(&self.norm(&x, ln_2, (Some(layer), 1))?, 2, c_fc)?)?;
         &x + linear(&inner, 3, mlp_proj)?
     }
 
-    fn norm(&self, x: &Tensor, norm: &Norm) -> Result<Tensor> {
+    fn norm(&self, x: &Tensor, norm: &Norm, place: (Option<usize>, usize)) -> Result<Tensor> {
         let c = self.base.config.width;
+        let vectors = self.case.set.norms.iter().find(|vectors| (vectors.layer, vectors.norm) == place);
+        let or = |vector: Option<usize>, own: &Frozen| match vector {
+            Some(vector) => Ok(self.vars[vector].as_tensor().clone()),
+            None => frozen(own, &[c]),
+        };
+        let gain = or(vectors.and_then(|vectors| vectors.gain), &norm.gain)?;
+        let bias = or(vectors.and_then(|vectors| vectors.bias), &norm.bias)?;
         let centred = x.broadcast_sub(&x.mean_keepdim(1)?)?;
         let variance = centred.sqr()?.mean_keepdim(1)?;
         let rstd = (variance + f64::from(self.base.config.layer_norm_eps))?.sqrt()?;
-        let scaled = centred.broadcast_div(&rstd)?.broadcast_mul(&frozen(&norm.gain, &[c])?)?;
-        scaled.broadcast_add(&frozen(&norm.bias, &[c])?)
+        centred.broadcast_div(&rstd)?.broadcast_mul(&gain)?.broadcast_add(&bias)
     }
 
     fn linear(&self, x: &Tensor, place: (usize, usize), linear: &Linear, index: usize) -> Result<Tensor> {

@@ -1,6 +1,8 @@
 //! Adapter sets made by hand, tensor by tensor, with any part that a model has room for.
 
-use engraft_adapters::{AdapterSet, AdapterSpec, Group, Layout, Lora, OutputScale, SiteVectors, TensorSlot};
+use engraft_adapters::{
+    AdapterSet, AdapterSpec, Group, Layout, Lora, NormVectors, OutputScale, SiteVectors, TensorSlot,
+};
 use engraft_util::rng;
 
 use crate::setup::{Case, lora};
@@ -12,6 +14,7 @@ pub struct ByHand {
     values: Vec<f32>,
     loras: Vec<Lora>,
     vectors: Vec<SiteVectors>,
+    norms: Vec<NormVectors>,
 }
 
 impl ByHand {
@@ -93,19 +96,15 @@ impl ByHand {
         self.vectors.last_mut().and_then(|vectors| vectors.g.as_mut()).unwrap().over_norms = true;
     }
 
+    pub fn norm(&mut self, (layer, norm): (Option<usize>, usize), gain: Option<usize>, bias: Option<usize>) {
+        self.norms.push(NormVectors { layer, norm, gain, bias });
+    }
+
     pub fn case(self, name: &'static str, dropout: f64) -> Case {
         let spec = AdapterSpec { lora: Some(lora("all-linear", dropout)), prefix: None };
-        let Self { layout, values, loras, vectors } = self;
-        let set = AdapterSet {
-            spec,
-            layout,
-            loras,
-            vectors,
-            norms: Vec::new(),
-            embedding: None,
-            prefix: None,
-            prompt: None,
-        };
+        let Self { layout, values, loras, vectors, norms } = self;
+        let set =
+            AdapterSet { spec, layout, loras, vectors, norms, embedding: None, prefix: None, prompt: None };
         Case { name, set, values }
     }
 }

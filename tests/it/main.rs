@@ -30,6 +30,7 @@ mod skip;
 mod source;
 mod speed;
 mod tidy;
+mod trained_norms;
 
 #[global_allocator]
 static HEAP: engraft::observe::counting::Counting = engraft::observe::counting::Counting;

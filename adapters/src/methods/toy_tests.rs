@@ -6,15 +6,16 @@ use serde_json::json;
 
 use super::{AdapterSpec, Kind, Method, Stored};
 use crate::{
-    AdapterSet, BaseDescription, BaseWeights, Contribution, Error, Group, Lora, OutputScale, Problem, Result,
-    SiteVectors,
+    AdapterSet, BaseDescription, BaseWeights, Contribution, Error, Group, Lora, NormVectors, NormWeights,
+    OutputScale, Problem, Result, SiteVectors,
     init::Init,
     layout::Slots,
     peft::{self, Fields, Files, Findings, Outgoing, TensorFile},
     testing,
 };
 
-/// Frozen factors of rank r that all layers share, learned d, e, u and g at one site.
+/// Frozen factors of rank r that all layers share, learned d, e, u and g at one site; the second norm of every layer, and
+/// the gain of the last one.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ToySpec {
@@ -67,11 +68,16 @@ impl Method for ToySpec {
                 g: Some(OutputScale { vector, over_norms: true, with_bias: false }),
                 bias: None,
             });
+            let (gain, bias) =
+                (slots.push(name("gain"), &[base.width])?, slots.push(name("bias"), &[base.width])?);
+            all.norms.push(NormVectors { layer: Some(layer), norm: 1, gain: Some(gain), bias: Some(bias) });
         }
+        let gain = slots.push("last.gain", &[base.width])?;
+        all.norms.push(NormVectors { layer: None, norm: 0, gain: Some(gain), bias: None });
         Ok(all)
     }
 
-    /// Factors are drawn, d and u are 1, e is 0, g is the norm of each column of W.
+    /// Factors are drawn, d and u are 1, e is 0, g is the norm of each column of W; norms are those of the base.
     fn init(&self, set: &AdapterSet, values: &mut [f32], from: &Init) -> Result<()> {
         let slots = &set.layout.tensors;
         for lora in set.loras_of(&Self::KIND) {
@@ -88,6 +94,12 @@ impl Method for ToySpec {
                 g.iter_mut().zip(row).for_each(|(g, w)| *g += w * w);
             }
             g.iter_mut().for_each(|g| *g = g.sqrt());
+        }
+        for norm in &set.norms {
+            let NormWeights { gain, bias } = from.norm("toy", norm.layer, norm.norm)?;
+            for (tensor, start) in [(norm.gain, gain), (norm.bias, bias)] {
+                tensor.iter().for_each(|&at| values[slots[at].range()].copy_from_slice(&start));
+            }
         }
         Ok(())
     }
@@ -177,13 +189,18 @@ fn spec(lora: bool) -> AdapterSpec {
     AdapterSpec { lora, toy: Some(ToySpec::default()), ..AdapterSpec::default() }
 }
 
-/// Weights whose element i is i + layer.
+/// Weights whose element i is i + layer; gains of 1 + layer and biases of 0.5, of the last norm 9 and 0.5.
 struct Counted;
 
 impl BaseWeights for Counted {
     fn matrix(&self, site: usize, layer: usize) -> Option<Vec<f32>> {
         let site = testing::base().sites.get(site)?.clone();
         Some((0..site.inputs * site.outputs).map(|i| (i + layer) as f32).collect())
+    }
+
+    fn norm(&self, layer: Option<usize>, _: usize) -> Option<NormWeights> {
+        let gain = layer.map_or(9.0, |layer| 1.0 + layer as f32);
+        Some(NormWeights { gain: vec![gain; testing::D], bias: vec![0.5; testing::D] })
     }
 }
 
@@ -192,10 +209,13 @@ fn shared_and_frozen_tensors_are_in_the_layout_once_and_groups_are_told() {
     let set = AdapterSet::new(&spec(false), &testing::base()).unwrap();
     let names: Vec<&str> = set.layout.tensors.iter().map(|slot| slot.name.as_str()).collect();
     assert_eq!(names[..3], ["shared.A", "shared.B", "transformer.h.0.mlp.c_fc.d"]);
-    assert_eq!(names.len(), 2 + 3 * 4);
+    assert_eq!(names.len(), 2 + 3 * 6 + 1);
     assert!(set.loras.iter().all(|lora| (lora.a, lora.b) == (0, 1)));
     let frozen = 3 * 6 + 24 * 3;
-    assert_eq!((set.layout.len, set.trainables()), (frozen + 3 * (3 + 24 + 24 + 6), 3 * 57));
+    let learned = 3 * (3 + 24 + 24 + 6 + 2 * 6) + 6;
+    assert_eq!((set.layout.len, set.trainables()), (frozen + learned, learned));
+    let norms: Vec<_> = set.norms.iter().map(|norm| (norm.layer, norm.norm, norm.bias.is_some())).collect();
+    assert_eq!(norms, [(Some(0), 1, true), (Some(1), 1, true), (Some(2), 1, true), (None, 0, false)]);
     let segments = set.layout.segments();
     assert_eq!(segments[0].group, Group::FROZEN);
     assert_eq!((segments[4].group, segments[5].group), (SLOW, Group::DEFAULT));
@@ -221,6 +241,8 @@ fn initial_values_may_follow_from_weights() {
     let norm = (0..6).map(|row| ((7 + 24 * row) as f32).powi(2)).sum::<f32>().sqrt();
     assert!((of("transformer.h.2.mlp.c_fc.g")[5] / norm - 1.0).abs() < 1e-6);
     assert_eq!(of("transformer.h.1.mlp.c_fc.d"), [1.0; 3]);
+    assert_eq!(of("transformer.h.1.mlp.c_fc.gain"), [2.0; 6]);
+    assert_eq!((of("transformer.h.1.mlp.c_fc.bias"), of("last.gain")), (&[0.5; 6][..], &[9.0; 6][..]));
     assert!(of("shared.B").iter().all(|&x| x != 0.0));
     // The LoRA beside it starts as it does alone.
     let alone = AdapterSet::new(&crate::LoraSpec::default().into(), &testing::base()).unwrap();
@@ -240,6 +262,7 @@ fn it_is_saved_described_and_read_like_any_method_alone_and_beside_another() {
         let loaded = peft::load(&dir, &base, false).unwrap();
         assert_eq!((loaded.set.layout, loaded.values), (set.layout, values));
         assert_eq!((loaded.set.loras, loaded.set.vectors), (set.loras, set.vectors));
+        assert_eq!(loaded.set.norms, set.norms);
         let text = peft::describe(&dir).unwrap().to_string();
         assert!(text.contains("kind         toy, rank 3") && text.contains("shared.B F32 [24, 3]"), "{text}");
         let json = serde_json::to_string(&set.spec).unwrap();
@@ -262,6 +285,24 @@ fn two_methods_cannot_scale_one_output() {
     }
     let places: Vec<_> = all.vectors.iter().map(|vectors| (vectors.layer, vectors.bias)).collect();
     assert_eq!(places, [(0, None), (1, Some(0))]);
+}
+
+#[test]
+fn two_methods_cannot_have_one_norm() {
+    let set = AdapterSet::new(&spec(false), &testing::base()).unwrap();
+    let [first, second, _, last] = set.norms.clone().try_into().unwrap();
+    let of = |norm: &NormVectors| Contribution { norms: vec![norm.clone()], ..Contribution::default() };
+    let mut all = of(&last);
+    assert!(matches!(all.extend(of(&last)), Err(Error::Conflict { .. })));
+    // A bias beside the gain, another norm of a layer and other layers have room.
+    let bias = NormVectors { gain: None, bias: Some(0), ..last };
+    let other = NormVectors { norm: 0, ..second.clone() };
+    for norm in [&second, &bias, &first, &other] {
+        all.extend(of(norm)).unwrap();
+    }
+    let places: Vec<_> = all.norms.iter().map(|norm| (norm.layer, norm.norm)).collect();
+    assert_eq!(places, [(Some(0), 1), (Some(1), 0), (Some(1), 1), (None, 0)]);
+    assert_eq!((all.norms[3].gain, all.norms[3].bias), (last.gain, Some(0)));
 }
 
 /// Where code, less tests and comments, names a method: its own file, the registry, and the crate's exports. The

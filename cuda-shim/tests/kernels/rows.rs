@@ -16,6 +16,16 @@ kernels!(
     layernorm_backward_f32_launch,
     layernorm_backward_f16_launch,
     layernorm_backward_bf16_launch,
+    layernorm_forward_trained_f32_launch,
+    layernorm_forward_trained_f16_launch,
+    layernorm_forward_trained_bf16_launch,
+    layernorm_backward_trained_f32_launch,
+    layernorm_backward_trained_f16_launch,
+    layernorm_backward_trained_bf16_launch,
+    layernorm_parameters_f32_launch,
+    layernorm_parameters_f16_launch,
+    layernorm_parameters_bf16_launch,
+    layernorm_parameters_finish_launch,
     gather_f32_launch,
     gather_f16_launch,
     gather_bf16_launch,
@@ -84,6 +94,81 @@ fn layernorm_matches_its_twin() {
     layernorm::<f32>(layernorm_forward_f32_launch, layernorm_backward_f32_launch);
     layernorm::<f16>(layernorm_forward_f16_launch, layernorm_backward_f16_launch);
     layernorm::<bf16>(layernorm_forward_bf16_launch, layernorm_backward_bf16_launch);
+}
+
+/// A gain, a bias or both in FP32.
+fn trained_layernorm<T: Activation>([forward, backward, parameters]: [Launcher; 3]) {
+    let n = 7;
+    for (c, (gain_trained, bias_trained)) in
+        WIDTHS.into_iter().flat_map(|c| [(true, true), (true, false), (false, true)].map(move |of| (c, of)))
+    {
+        let x: Vec<f64> = numbers(1, n * c).iter().map(|x| T::of(3.0 * x + 5.0).wide()).collect();
+        let of =
+            |seed, trained: bool| if trained { rounded::<f32>(seed, c) } else { rounded::<f16>(seed, c) };
+        let (gain, bias) = (of(2, gain_trained), of(3, bias_trained));
+        let (dy, dx) = (rounded::<T>(4, n * c), rounded::<T>(5, n * c));
+        let (x_in, dy_in, sum) = (Device::<T>::of(&x), Device::<T>::of(&dy), Device::<T>::of(&dx));
+        let [half_gain, half_bias] = [&gain, &bias].map(|values| Device::<f16>::of(values));
+        let [wide_gain, wide_bias] = [&gain, &bias].map(|values| Device::<f32>::of(values));
+        let (y, stats) = (Device::<T>::poisoned(n * c), Device::<f32>::poisoned(n * 2));
+        let (grid, rows, width) = ([n.div_ceil(4), 1, 1], n as i32, c as i32);
+        let half =
+            |trained: bool, values: &Device<f16>| if trained { std::ptr::null_mut() } else { values.head() };
+        let wide =
+            |trained: bool, values: &Device<f32>| if trained { values.head() } else { std::ptr::null_mut() };
+        let (g, tg) = (half(gain_trained, &half_gain), wide(gain_trained, &wide_gain));
+        let (b, tb) = (half(bias_trained, &half_bias), wide(bias_trained, &wide_bias));
+        let args = args![x_in.head(), g, tg, b, tb, 1e-5f32, y.head(), stats.head(), rows, width];
+        run(forward, grid, 128, 0, 1, args);
+        let (expected, expected_stats) = reference::forward(&x, &gain, &bias, 1e-5);
+        assert_close(&y.wide(), &expected, T::ROUNDING + 2e-6, "y");
+        if gain_trained {
+            let args = args![dy_in.head(), x_in.head(), stats.head(), tg, sum.head(), rows, width];
+            run(backward, grid, 128, 0, 1, args);
+            let part = reference::backward(&dy, &x, &expected_stats, &gain);
+            let expected: Vec<f64> = dx.iter().zip(part).map(|(a, b)| a + b).collect();
+            assert_close(&sum.wide(), &expected, T::ROUNDING + 2e-6, "dx");
+        }
+
+        let (d_gain, d_bias) = reference::parameter_gradients(&dy, &x, &expected_stats, c);
+        for (splits, seed) in [(1, 1), (3, 2)] {
+            let parts = Device::<f32>::poisoned(splits * 2 * c);
+            let args = args![dy_in.head(), x_in.head(), stats.head(), parts.head(), rows, width];
+            run(parameters, [c.div_ceil(256), splits, 1], 256, 0, seed, args);
+            let (before_gain, before_bias) = (rounded::<f32>(6, c), rounded::<f32>(7, c));
+            let (to_gain, to_bias) = (Device::<f32>::of(&before_gain), Device::<f32>::of(&before_bias));
+            let (g, b) = (wide(gain_trained, &to_gain), wide(bias_trained, &to_bias));
+            let args = args![parts.head(), splits as i32, g, b, width];
+            run(layernorm_parameters_finish_launch, [c.div_ceil(256), 1, 1], 256, 0, seed, args);
+            for (trained, before, gradient, to) in [
+                (gain_trained, &before_gain, &d_gain, to_gain),
+                (bias_trained, &before_bias, &d_bias, to_bias),
+            ] {
+                let part = |at: usize| if trained { gradient[at] } else { 0.0 };
+                let expected: Vec<f64> = before.iter().enumerate().map(|(at, x)| x + part(at)).collect();
+                assert_close(&to.wide(), &expected, 1e-5, "gradients of gain and bias");
+            }
+        }
+    }
+}
+
+#[test]
+fn layernorm_with_trained_parameters_matches_its_twin() {
+    trained_layernorm::<f32>([
+        layernorm_forward_trained_f32_launch,
+        layernorm_backward_trained_f32_launch,
+        layernorm_parameters_f32_launch,
+    ]);
+    trained_layernorm::<f16>([
+        layernorm_forward_trained_f16_launch,
+        layernorm_backward_trained_f16_launch,
+        layernorm_parameters_f16_launch,
+    ]);
+    trained_layernorm::<bf16>([
+        layernorm_forward_trained_bf16_launch,
+        layernorm_backward_trained_bf16_launch,
+        layernorm_parameters_bf16_launch,
+    ]);
 }
 
 fn gather_scatter<T: Activation>(gather: Launcher, scatter: Launcher) {

@@ -1,14 +1,21 @@
-//! CPU side: a task normalises a group of rows and widens gain and bias once.
+//! CPU side: a task normalises a group of rows and widens gain and bias once, or sums the gradients of some columns.
 
 use half::f16;
 
-use super::Norm;
-use crate::device::cpu::{Shared, tasks::each, vectorised, widen, with_scratch};
+use super::{Norm, ParameterGradients};
+use crate::device::{
+    DType, View,
+    cpu::{Shared, tasks::each, vectorised, widen, with_scratch},
+};
 
 /// Rows that a task takes: enough to repay the widening, and not too many for all threads to get some.
 const ROWS: usize = 32;
 /// Partial sums of a row; the order of additions depends on the width alone.
 const LANES: usize = 16;
+/// Columns of gain and bias that a task sums.
+const COLUMNS: usize = 64;
+/// Rows that are summed by themselves before they are added to a gradient.
+const SUMMED: usize = 128;
 
 pub fn forward(x: &[f32], norm: Norm, y: &mut [f32], stats: &mut [f32]) {
     let c = norm.gain.len();
@@ -54,9 +61,51 @@ fn with_parameters(norm: Norm, body: impl FnOnce(&[f32], &[f32])) {
     let c = norm.gain.len();
     with_scratch(2 * c, |scratch| {
         let (gain, bias) = scratch.split_at_mut(c);
-        widen(norm.gain.host::<f16>(), gain);
-        widen(norm.bias.host::<f16>(), bias);
+        wide(norm.gain, gain);
+        wide(norm.bias, bias);
         body(gain, bias);
+    });
+}
+
+/// A parameter in FP32, which a trained one is.
+fn wide(parameter: View, to: &mut [f32]) {
+    match parameter.dtype() {
+        DType::F16 => widen(parameter.host::<f16>(), to),
+        _ => to.copy_from_slice(parameter.host()),
+    }
+}
+
+pub fn parameter_gradients(dy: &[f32], x: &[f32], stats: &[f32], to: ParameterGradients) {
+    let n = stats.len() / 2;
+    let c = x.len() / n;
+    let ParameterGradients { grads, gain, bias } = to;
+    let grads = Shared::new(grads.host());
+    each(c.div_ceil(COLUMNS), |task| {
+        let first = task * COLUMNS;
+        let count = COLUMNS.min(c - first);
+        for rows in (0..n).step_by(SUMMED) {
+            let (mut d_gain, mut d_bias) = ([0f32; COLUMNS], [0f32; COLUMNS]);
+            for row in rows..n.min(rows + SUMMED) {
+                let (dy, x) = (&dy[row * c + first..][..count], &x[row * c + first..][..count]);
+                let (mean, rstd) = (stats[2 * row], stats[2 * row + 1]);
+                vectorised(
+                    #[inline(always)]
+                    || {
+                        let sums = d_gain.iter_mut().zip(&mut d_bias);
+                        for (((d_gain, d_bias), dy), x) in sums.zip(dy).zip(x) {
+                            *d_gain += dy * ((x - mean) * rstd);
+                            *d_bias += dy;
+                        }
+                    },
+                );
+            }
+            for (at, sums) in [(gain, &d_gain), (bias, &d_bias)] {
+                let Some(at) = at else { continue };
+                // SAFETY: these columns belong to this task.
+                let to = unsafe { grads.range(at + first, count) };
+                to.iter_mut().zip(sums).for_each(|(to, sum)| *to += sum);
+            }
+        }
     });
 }
 

@@ -35,3 +35,15 @@ pub fn backward<T: Real>(dy: &[T], x: &[T], stats: &[T], gain: &[T]) -> Vec<T> {
     }
     dx
 }
+
+/// `d loss / d gain` and `d loss / d bias`: in the forward pass `y = x_hat * gain + bias`.
+pub fn parameter_gradients<T: Real>(dy: &[T], x: &[T], stats: &[T], c: usize) -> (Vec<T>, Vec<T>) {
+    let (mut gain, mut bias) = (vec![T::zero(); c], vec![T::zero(); c]);
+    for ((dy, x), stats) in dy.chunks_exact(c).zip(x.chunks_exact(c)).zip(stats.chunks_exact(2)) {
+        for i in 0..c {
+            gain[i] += dy[i] * (x[i] - stats[0]) * stats[1];
+            bias[i] += dy[i];
+        }
+    }
+    (gain, bias)
+}

@@ -63,7 +63,7 @@ impl Block<'_> {
         activation::backward(kind, inner, workspace.shared.wide_mut().1.slice(0, n * f));
 
         let middle = rows!(kept.outputs.middle, n, c);
-        let norm = self.norm(&self.weights.ln_2);
+        let (binding, norm) = self.norm(self.group(), Site::CFc);
         if self.reads_input(Site::CFc) {
             layernorm::forward(
                 middle,
@@ -78,13 +78,9 @@ impl Block<'_> {
             SiteGradients { d_xa: &mut back.d_xa, scaled: &mut workspace.scaled, dx: Some(d_normed) };
         self.linear_backward(Site::CFc, d_inner, normed, kept, buffers, to);
         let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.statistics.stats_2, n, 2));
-        layernorm::backward(
-            d_normed,
-            rows!(kept.outputs.middle, n, c),
-            stats,
-            norm,
-            rows!(mut back.grad, n, c),
-        );
+        let middle = rows!(kept.outputs.middle, n, c);
+        binding.gradients(d_normed, middle, stats, to.store.reborrow());
+        layernorm::backward(d_normed, middle, stats, norm, rows!(mut back.grad, n, c));
     }
 
     /// In the forward pass this was `middle = x + c_proj(attention(c_attn(ln_1(x))))`.
@@ -101,8 +97,8 @@ impl Block<'_> {
         self.attention_output_backward(kept, workspace, back, to);
         self.attention_backward(kept, &mut workspace.shared, back, to);
 
-        let norm = self.norm(&self.weights.ln_1);
-        if !self.trains(Site::CAttn) && !input_gradient {
+        let (binding, norm) = self.norm(self.group(), Site::CAttn);
+        if !self.trains(Site::CAttn) && !binding.trains() && !input_gradient {
             return;
         }
         if self.reads_input(Site::CAttn) {
@@ -113,13 +109,14 @@ impl Block<'_> {
                 rows!(mut kept.statistics.stats_1, n, 2),
             );
         }
-        let wants_dx = input_gradient || self.needs_dx(Site::CAttn);
+        let wants_dx = input_gradient || binding.trains() || self.needs_dx(Site::CAttn);
         let d_normed = wants_dx.then(|| rows!(mut back.narrow, n, c));
         let (d_qkv, normed) = (workspace.shared.wide().slice(0, n * 3 * c), rows!(workspace.normed, n, c));
         let buffers = SiteGradients { d_xa: &mut back.d_xa, scaled: &mut workspace.scaled, dx: d_normed };
         self.linear_backward(Site::CAttn, d_qkv, normed, kept, buffers, to);
+        let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.statistics.stats_1, n, 2));
+        binding.gradients(d_normed, x, stats, to.store.reborrow());
         if input_gradient {
-            let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.statistics.stats_1, n, 2));
             layernorm::backward(d_normed, x, stats, norm, rows!(mut back.grad, n, c));
         }
     }

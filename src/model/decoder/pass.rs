@@ -139,6 +139,7 @@ impl Decoder {
                 tokens: group.tokens,
                 wanted: before..ended,
                 sites: &adapter.bindings.layers,
+                norms: &adapter.bindings.norms,
                 values: adapter.values.view(),
                 prefix: adapter.prefix(),
                 cached: Some(cached),
@@ -156,14 +157,14 @@ impl Decoder {
         self.layers.forward_only(micro, None, Some(&mut self.cache.layers))?;
         self.layers.streamer.leave(&self.layers.base.weights, None);
         if ends > 0 {
+            self.layers.last_norm(micro);
             self.head(ends, to);
         }
         Ok(())
     }
 
-    /// Leaves the logits `(count, v)` of the first `count` rows of the blocks' output in rows `to` and following.
+    /// Leaves the logits `(count, v)` of `count` normalised rows in rows `to` and following.
     fn head(&mut self, count: usize, to: usize) {
-        self.layers.last_norm(count);
         let base = &self.layers.base;
         let (c, v) = (base.config.width, base.config.vocab);
         let hidden = rows!(self.layers.buffers.head().1.normed, count, c);
