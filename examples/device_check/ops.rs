@@ -16,7 +16,7 @@ use engraft::{
             SavedProducts, Scaling, SiteVectors, Vector, xa_len,
         },
         attention::{self, CacheRows, Heads, Prefix, Seen, Shape},
-        embed,
+        embed::{self, DeltaGradients, EmbeddingDelta, Tokens},
         head_loss::{self, Supervised},
         layernorm,
         matmul::{self, Arithmetic, InitialValue, Matrix},
@@ -88,8 +88,9 @@ impl On {
 type Outputs = Vec<(&'static str, Vec<f32>)>;
 type Check = (&'static str, fn(On) -> Result<Outputs>);
 
-const CHECKS: [Check; 15] = [
+const CHECKS: [Check; 16] = [
     ("embed", embeddings),
+    ("delta of the embedding", embedding_deltas),
     ("layernorm", layernorms),
     ("activation", activations),
     ("frozen product, many rows", |on| products(on, 37)),
@@ -141,6 +142,25 @@ fn embeddings(on: On) -> Result<Outputs> {
     let table = Matrix::f16(wte.view(), vocab as usize, c);
     embed::forward(ids.view(), places.view(), table, wpe.view(), x.view_mut());
     Ok(vec![("x", x.view().to_floats())])
+}
+
+/// Ids that occur often, and some without a row of the table.
+fn embedding_deltas(on: On) -> Result<Outputs> {
+    let (n, c, vocab, rank) = (301, 72, 40, 11);
+    let ids: Vec<u32> = (0..n as u32).map(|i| if i % 3 == 0 { 7 } else { i * i % 43 }).collect();
+    let order = Buffer::on(on.device, &embed::by_id(&ids))?;
+    let ids = Buffer::on(on.device, &ids)?;
+    let (a, b) = (Vector::trained(1), Vector::trained(2 + rank * vocab));
+    let delta = EmbeddingDelta { a, b, rank, scale: 1.7 };
+    let len = b.at + c * rank;
+    let (values, mut grads) = (on.wide(1, len)?, on.wide(2, len)?);
+    let (mut x, dx) = (on.activations(3, n * c)?, on.activations(4, n * c)?);
+    let mut d_xa = on.zeros(F32, n * rank)?;
+    let tokens = Tokens { ids: ids.view(), vocab };
+    embed::add_delta(&delta, tokens, values.view(), x.view_mut());
+    let to = DeltaGradients { grads: grads.view_mut(), d_xa: d_xa.view_mut() };
+    embed::delta_backward(&delta, tokens, order.view(), values.view(), dx.view(), to);
+    Ok(vec![("x", x.view().to_floats()), ("gradients of A and B", grads.view().to_vec())])
 }
 
 fn layernorms(on: On) -> Result<Outputs> {

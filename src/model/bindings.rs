@@ -8,7 +8,10 @@ pub use super::arch::{SITES, Site};
 use super::{Config, arch::Arch};
 use crate::{
     error::{Error, Result},
-    kernels::adapted_linear::{BiasPlace, Delta, Scaling, SiteVectors, Vector},
+    kernels::{
+        adapted_linear::{BiasPlace, Delta, Scaling, SiteVectors, Vector},
+        embed::EmbeddingDelta,
+    },
 };
 
 /// The sites of one layer, by [`Site`].
@@ -67,10 +70,31 @@ impl SiteBinding {
 pub struct AdapterBindings {
     /// Sites by layer.
     pub layers: Vec<LayerSites>,
+    /// The embedding of tokens.
+    pub embedding: EmbeddingBinding,
     /// The prefix, if any set has one.
     pub prefix: Option<PrefixBinding>,
     /// Length of the flat store.
     pub len: usize,
+}
+
+/// The embedding of tokens with its adapters.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct EmbeddingBinding {
+    /// Low-rank deltas of wte.
+    pub deltas: Vec<EmbeddingDelta>,
+}
+
+impl EmbeddingBinding {
+    /// Whether anything of it gets a gradient.
+    pub fn trains(&self) -> bool {
+        self.deltas.iter().any(EmbeddingDelta::trains)
+    }
+
+    /// Largest rank of a delta; 0 without one.
+    pub fn most_rank(&self) -> usize {
+        self.deltas.iter().map(|delta| delta.rank).max().unwrap_or(0)
+    }
 }
 
 /// A prefix: its length and where its values lie in the flat store.
@@ -111,10 +135,15 @@ pub struct Projection {
 impl AdapterBindings {
     /// No adapter: the base alone.
     pub fn none(layers: usize) -> Self {
-        Self { layers: vec![LayerSites::default(); layers], prefix: None, len: 0 }
+        Self {
+            layers: vec![LayerSites::default(); layers],
+            embedding: EmbeddingBinding::default(),
+            prefix: None,
+            len: 0,
+        }
     }
 
-    /// Binds `sets`, whose values lie one after another, each LoRA multiplied by its factor.
+    /// Binds `sets`, whose values are one after another, each low-rank delta multiplied by its factor.
     ///
     /// # Errors
     /// When more than one set brings a prefix, or a set has a part that the blocks do not compute.
@@ -129,7 +158,7 @@ impl AdapterBindings {
     fn add(&mut self, set: &AdapterSet, factor: f32) -> Result<()> {
         let first = self.len;
         let at = |tensor: usize| first + set.layout.tensors[tensor].offset;
-        let whole = !set.norms.is_empty() || set.embedding.is_some() || set.prompt.is_some();
+        let whole = !set.norms.is_empty() || set.prompt.is_some();
         let derived = set.vectors.iter().any(|vectors| vectors.g.is_some_and(|g| g.over_norms));
         if whole || derived {
             return Err(Error::input(
@@ -142,6 +171,14 @@ impl AdapterBindings {
         for (number, lora) in set.loras.iter().enumerate() {
             let delta = self.delta(set, number, factor);
             self.layers[lora.layer][lora.site].deltas.push(delta);
+        }
+        if let Some(delta) = &set.embedding {
+            self.embedding.deltas.push(EmbeddingDelta {
+                a: self.vector(set, delta.a),
+                b: self.vector(set, delta.b),
+                rank: delta.rank,
+                scale: delta.scale * factor,
+            });
         }
         if let Some(prefix) = &set.prefix {
             let source = match prefix.values {
@@ -242,13 +279,12 @@ impl AdapterBindings {
         sites.flat_map(|site| &mut site.deltas).for_each(|delta| delta.transposed = true);
     }
 
-    /// The lowest layer with anything trainable; below it no gradient is needed.
+    /// The lowest layer that a backward comes to: the first with anything trainable, and the first of all where
+    /// anything in front of the layers is.
     pub fn lowest(&self) -> usize {
         let first = self.layers.iter().position(|sites| sites.iter().any(SiteBinding::trains));
-        match (&self.prefix, first) {
-            (Some(_), _) => 0,
-            (None, first) => first.unwrap_or(self.layers.len()),
-        }
+        let in_front = self.prefix.is_some() || self.embedding.trains();
+        if in_front { 0 } else { first.unwrap_or(self.layers.len()) }
     }
 
     /// Prefix rows, 0 without a prefix.

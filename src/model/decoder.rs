@@ -374,7 +374,16 @@ fn workspace(
     let config = &base.config;
     let rank = bindings.iter().map(|bindings| bindings.most_scaled_rank()).max().unwrap_or(0);
     let keys = prefix + capacity;
-    let needs = ScratchNeeds { config, rows: most, keys, rank, dropout: false, scaled_deltas: rank > 0 };
+    let embedding_rank = bindings.iter().map(|bindings| bindings.embedding.most_rank()).max().unwrap_or(0);
+    let needs = ScratchNeeds {
+        config,
+        rows: most,
+        keys,
+        rank,
+        embedding_rank,
+        dropout: false,
+        scaled_deltas: rank > 0,
+    };
     base.device.reserve(scratch::decoding(needs, base.activations, rows))?;
     let sizes = Sizes { config, limits: Limits { rows: 1, tokens: most }, activations: base.activations };
     let policy = Policy { head_rows: 0, activations: base.activations, ..Policy::default() };

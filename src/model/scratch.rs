@@ -7,7 +7,7 @@ use crate::{
     kernels::{
         adamw,
         adapted_linear::{self, DeltaScratch},
-        attention,
+        attention, embed,
         matmul::{
             self, Arithmetic,
             device_scratch::{SMALL_BATCH, product},
@@ -26,6 +26,8 @@ pub struct ScratchNeeds<'a> {
     pub keys: usize,
     /// Largest rank of a delta.
     pub rank: usize,
+    /// Largest rank of a delta of the embedding.
+    pub embedding_rank: usize,
     /// Whether deltas drop elements of their input.
     pub dropout: bool,
     /// Whether a delta has d or e.
@@ -45,6 +47,7 @@ pub fn bytes(needs: ScratchNeeds, threads: usize, arithmetic: Arithmetic) -> usi
             dropout: needs.dropout,
             vectors: needs.scaled_deltas,
         }),
+        embed::scratch(needs.rows, needs.config.width, needs.embedding_rank),
     ];
     let tiles = ops.iter().map(|op| op.0).max().unwrap_or(0);
     let packed = ops.iter().map(|op| op.1).max().unwrap_or(0);
@@ -98,8 +101,15 @@ mod tests {
     fn a_step_is_planned_for_any_number_of_rows_up_to_its_own() {
         let config = &builtin("gpt2").unwrap().unwrap();
         for rows in [1, 8, 9, 16, 100, 2048] {
-            let needs =
-                ScratchNeeds { config, rows, keys: 16, rank: 1, dropout: false, scaled_deltas: false };
+            let needs = ScratchNeeds {
+                config,
+                rows,
+                keys: 16,
+                rank: 1,
+                embedding_rank: 0,
+                dropout: false,
+                scaled_deltas: false,
+            };
             for activations in [DType::F16, DType::BF16, DType::F32] {
                 let planned = training(needs, activations, 1000);
                 for n in 1..=rows {

@@ -14,6 +14,7 @@ use crate::{
     error::{Error, Result},
     kernels::{
         adapted_linear::Dropout,
+        embed,
         head_loss::{self, Supervised, Tally},
         layernorm,
         matmul::Matrix,
@@ -111,7 +112,8 @@ impl Stack {
         arenas: &mut Arenas,
     ) -> Result<(Inputs, ActivationBuffers)> {
         let sizes = Sizes { config, limits, activations: policy.activations };
-        let inputs = arenas.build("data", Placement::Memory, |arena| Inputs::cut(arena, limits))?;
+        let by_id = training && bindings.embedding.trains();
+        let inputs = arenas.build("data", Placement::Memory, |arena| Inputs::cut(arena, limits, by_id))?;
         Ok((inputs, ActivationBuffers::cut(arenas, sizes, &[bindings], policy, training)?))
     }
 
@@ -248,6 +250,9 @@ impl Stack {
         self.inputs.starts.view_mut().upload(&batch.starts);
         self.inputs.rows.view_mut().upload(&supervised);
         self.inputs.targets.view_mut().upload(&targets);
+        if let Some(by_id) = &mut self.inputs.by_id {
+            by_id.view_mut().upload(&embed::by_id(&batch.ids));
+        }
         Ok(supervised.len())
     }
 }
@@ -278,6 +283,7 @@ fn group<'a>(bindings: &'a AdapterBindings, trained: Trained<'a>, batch: &Batch)
         batch: batch.rows,
         tokens: batch.seq_len,
         wanted: 0..batch.supervised(),
+        embedding: &bindings.embedding,
         sites: &bindings.layers,
         values: trained.values,
         prefix: trained.prefix.map(|prefix| (prefix, bindings.prefix_len())),
@@ -298,6 +304,7 @@ fn micro_batch<'a>(
         ids: rows!(inputs.ids, n, 1),
         positions: rows!(inputs.positions, n, 1),
         starts: rows!(inputs.starts, n, 1),
+        by_id: inputs.by_id.as_ref().map(|by_id| rows!(by_id, n, 1)),
         groups,
         wanted: wanted(bindings, inputs, batch, dropout),
         dropout,

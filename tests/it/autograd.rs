@@ -86,6 +86,10 @@ impl<'a> Twin<'a> {
         let pick = |table: Tensor, ids: &[u32]| table.index_select(&Tensor::new(ids, &Device::Cpu)?, 0);
         let wpe = frozen(&weights.wpe, &[config.positions, c])?;
         let mut x = (pick(matrix(&weights.wte)?, &row.ids)? + pick(wpe, &positions)?)?;
+        if let Some(delta) = &self.case.set.embedding {
+            let low = pick(self.vars[delta.a].t()?.contiguous()?, &row.ids)?;
+            x = (x + (low.matmul(&self.vars[delta.b].t()?)? * f64::from(delta.scale))?)?;
+        }
         for layer in 0..config.layers {
             x = self.block(x, layer, index, row, prefix)?;
         }

@@ -12,6 +12,7 @@ mod cli_input;
 mod cli_support;
 mod decoder;
 mod decoder_rows;
+mod embedding_parts;
 mod golden;
 mod hub;
 mod hub_server;

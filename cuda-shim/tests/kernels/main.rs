@@ -2,6 +2,7 @@
 //! of threads.
 
 mod attention;
+mod embedding;
 mod harness;
 mod lora;
 mod lora_vectors;
