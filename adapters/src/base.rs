@@ -56,6 +56,12 @@ pub trait BaseWeights {
     /// Weight `[inputs, outputs]`, row-major, of site `site` (an index into [`BaseDescription::sites`]) in
     /// `layer`; `None` where the base has no such matrix at hand.
     fn matrix(&self, site: usize, layer: usize) -> Option<Vec<f32>>;
+
+    /// Rows `[ids, width]` of the token embedding, row-major; `None` where the base has no such rows at hand.
+    fn token_embeddings(&self, ids: &[u32]) -> Option<Vec<f32>> {
+        let _ = ids;
+        None
+    }
 }
 
 impl SiteDescription {

@@ -16,7 +16,7 @@ use engraft::{
             SavedProducts, Scaling, SiteVectors, Vector, xa_len,
         },
         attention::{self, CacheRows, Heads, Prefix, Seen, Shape},
-        embed::{self, DeltaGradients, EmbeddingDelta, Tokens},
+        embed::{self, DeltaGradients, EmbeddingDelta, Tables, Tokens},
         head_loss::{self, Supervised},
         layernorm,
         matmul::{self, Arithmetic, InitialValue, Matrix},
@@ -88,9 +88,10 @@ impl On {
 type Outputs = Vec<(&'static str, Vec<f32>)>;
 type Check = (&'static str, fn(On) -> Result<Outputs>);
 
-const CHECKS: [Check; 16] = [
+const CHECKS: [Check; 17] = [
     ("embed", embeddings),
     ("delta of the embedding", embedding_deltas),
+    ("virtual tokens", virtual_tokens),
     ("layernorm", layernorms),
     ("activation", activations),
     ("frozen product, many rows", |on| products(on, 37)),
@@ -139,9 +140,28 @@ fn embeddings(on: On) -> Result<Outputs> {
     let (ids, places) = (Buffer::on(on.device, &ids)?, Buffer::on(on.device, &places)?);
     let (wte, wpe) = (on.frozen(1, vocab as usize * c)?, on.frozen(2, positions as usize * c)?);
     let mut x = on.room(n as usize * c)?;
-    let table = Matrix::f16(wte.view(), vocab as usize, c);
-    embed::forward(ids.view(), places.view(), table, wpe.view(), x.view_mut());
+    let wte = Matrix::f16(wte.view(), vocab as usize, c);
+    let tables = Tables { wte, wpe: wpe.view(), prompt: None };
+    embed::forward(ids.view(), places.view(), tables, x.view_mut());
     Ok(vec![("x", x.view().to_floats())])
+}
+
+/// Rows of a prompt between rows of the table.
+fn virtual_tokens(on: On) -> Result<Outputs> {
+    let (n, c, vocab, length) = (301, 75, 40, 5);
+    let ids: Vec<u32> = (0..n as u32).map(|i| i * i % (vocab + length) as u32).collect();
+    let places: Vec<u32> = (0..n as u32).map(|i| i % 50).collect();
+    let order = Buffer::on(on.device, &embed::by_id(&ids))?;
+    let (ids, places) = (Buffer::on(on.device, &ids)?, Buffer::on(on.device, &places)?);
+    let (wte, wpe) = (on.frozen(1, vocab * c)?, on.frozen(2, 50 * c)?);
+    let (prompt, mut d_prompt) = (on.wide(3, length * c)?, on.wide(4, length * c)?);
+    let (mut x, dx) = (on.room(n * c)?, on.activations(5, n * c)?);
+    let wte = Matrix::f16(wte.view(), vocab, c);
+    let tables = Tables { wte, wpe: wpe.view(), prompt: Some(prompt.view()) };
+    embed::forward(ids.view(), places.view(), tables, x.view_mut());
+    let tokens = Tokens { ids: ids.view(), vocab };
+    embed::prompt_backward(tokens, order.view(), dx.view(), d_prompt.view_mut());
+    Ok(vec![("x", x.view().to_floats()), ("d prompt", d_prompt.view().to_vec())])
 }
 
 /// Ids that occur often, and some without a row of the table.

@@ -32,7 +32,7 @@ pub const VALUES: &str = "values";
 pub struct TrainerOptions {
     /// Most sequences of a micro-batch.
     pub rows: usize,
-    /// Tokens of the longest row.
+    /// Tokens of the longest row, those of a prompt included.
     pub seq_len: usize,
     /// Which activations are kept and which are computed again.
     pub policy: Policy,

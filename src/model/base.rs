@@ -234,4 +234,10 @@ impl BaseWeights for Base {
         let sites = [&block.c_attn, &block.attn_proj, &block.c_fc, &block.mlp_proj];
         sites.get(site).map(|linear| linear.weight.view().to_floats())
     }
+
+    fn token_embeddings(&self, ids: &[u32]) -> Option<Vec<f32>> {
+        let known = ids.iter().all(|&id| (id as usize) < self.config.vocab);
+        let rows = ids.iter().map(|&id| self.weights.wte.view().row(id as usize).to_floats());
+        known.then(|| rows.flatten().collect())
+    }
 }

@@ -83,12 +83,24 @@ pub struct AdapterBindings {
 pub struct EmbeddingBinding {
     /// Low-rank deltas of wte.
     pub deltas: Vec<EmbeddingDelta>,
+    /// Virtual tokens in front of every document, if any set has them.
+    pub prompt: Option<PromptBinding>,
+}
+
+/// Learned rows `(p, c)` of the embedding, those of ids v, v + 1, ..
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PromptBinding {
+    /// p.
+    pub length: usize,
+    /// The rows in the flat store.
+    pub rows: Vector,
 }
 
 impl EmbeddingBinding {
     /// Whether anything of it gets a gradient.
     pub fn trains(&self) -> bool {
         self.deltas.iter().any(EmbeddingDelta::trains)
+            || self.prompt.is_some_and(|prompt| !prompt.rows.frozen)
     }
 
     /// Largest rank of a delta; 0 without one.
@@ -146,7 +158,7 @@ impl AdapterBindings {
     /// Binds `sets`, whose values are one after another, each low-rank delta multiplied by its factor.
     ///
     /// # Errors
-    /// When more than one set brings a prefix, or a set has a part that the blocks do not compute.
+    /// When more than one set brings a prefix or a prompt, or a set has a part that the blocks do not compute.
     pub fn new(sets: &[(&AdapterSet, f32)], layers: usize) -> Result<Self> {
         let mut bindings = Self::none(layers);
         for (set, factor) in sets {
@@ -158,7 +170,7 @@ impl AdapterBindings {
     fn add(&mut self, set: &AdapterSet, factor: f32) -> Result<()> {
         let first = self.len;
         let at = |tensor: usize| first + set.layout.tensors[tensor].offset;
-        let whole = !set.norms.is_empty() || set.prompt.is_some();
+        let whole = !set.norms.is_empty();
         let derived = set.vectors.iter().any(|vectors| vectors.g.is_some_and(|g| g.over_norms));
         if whole || derived {
             return Err(Error::input(
@@ -179,6 +191,15 @@ impl AdapterBindings {
                 rank: delta.rank,
                 scale: delta.scale * factor,
             });
+        }
+        if let Some(prompt) = &set.prompt {
+            let rows = self.vector(set, prompt.embeddings);
+            let bound = PromptBinding { length: prompt.length, rows };
+            if self.embedding.prompt.replace(bound).is_some() {
+                return Err(Error::input(
+                    "two of the adapters bring a prompt, and a model has room for one; leave one --adapter out",
+                ));
+            }
         }
         if let Some(prefix) = &set.prefix {
             let source = match prefix.values {
@@ -290,6 +311,11 @@ impl AdapterBindings {
     /// Prefix rows, 0 without a prefix.
     pub fn prefix_len(&self) -> usize {
         self.prefix.as_ref().map_or(0, |prefix| prefix.length)
+    }
+
+    /// Virtual tokens in front of every document, 0 without a prompt.
+    pub fn prompt_len(&self) -> usize {
+        self.embedding.prompt.map_or(0, |prompt| prompt.length)
     }
 
     /// Whether the backward of any layer reads the input of `site`.
@@ -459,6 +485,31 @@ mod tests {
     }
 
     #[test]
+    fn the_embedding_is_bound_to_its_places_in_the_store() {
+        let delta = engraft_adapters::EmbeddingDelta { rank: 2, scale: 1.5, a: 0, b: 1 };
+        let prompt = Some(Prompt { length: 3, embeddings: 2 });
+        let empty = AdapterSet { loras: vec![], ..set() };
+        let deltas = AdapterSet { embedding: Some(delta), ..empty.clone() };
+        let bindings = AdapterBindings::new(&[(&deltas, 1.0), (&deltas, 0.5)], 3).unwrap();
+        let expected = EmbeddingDelta { a: Vector::frozen(0), b: Vector::trained(6), rank: 2, scale: 1.5 };
+        let second =
+            EmbeddingDelta { a: Vector::frozen(28), b: Vector::trained(34), scale: 0.75, ..expected };
+        assert_eq!(bindings.embedding.deltas, [expected, second]);
+        assert_eq!((bindings.lowest(), bindings.prompt_len()), (0, 0));
+        let prompts = AdapterSet { prompt: prompt.clone(), ..empty.clone() };
+        let bindings = AdapterBindings::new(&[(&deltas, 1.0), (&prompts, 0.5)], 3).unwrap();
+        let rows = Vector::trained(28 + 14);
+        assert_eq!(bindings.embedding.prompt, Some(PromptBinding { length: 3, rows }));
+        assert_eq!((bindings.lowest(), bindings.prompt_len()), (0, 3));
+        let error = AdapterBindings::new(&[(&prompts, 1.0), (&prompts, 1.0)], 3).unwrap_err().to_string();
+        assert!(error.contains("bring a prompt"), "{error}");
+        // Nothing in front of the layers is trained.
+        let mut frozen = AdapterSet { prompt, ..empty };
+        frozen.layout.tensors[2].group = 1;
+        assert_eq!(AdapterBindings::new(&[(&frozen, 1.0)], 3).unwrap().lowest(), 3);
+    }
+
+    #[test]
     fn a_part_that_the_blocks_do_not_compute_is_refused() {
         let refused = |set: &AdapterSet| AdapterBindings::new(&[(set, 1.0)], 3).is_err();
         assert!(!refused(&set()));
@@ -466,6 +517,5 @@ mod tests {
         assert!(refused(&AdapterSet { vectors: vec![vectors(None, Some(g), None)], ..set() }));
         let norm = NormVectors { layer: None, norm: 0, gain: Some(5), bias: None };
         assert!(refused(&AdapterSet { norms: vec![norm], ..set() }));
-        assert!(refused(&AdapterSet { prompt: Some(Prompt { length: 1, embeddings: 5 }), ..set() }));
     }
 }

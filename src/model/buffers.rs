@@ -26,7 +26,7 @@ use super::{
 pub struct Limits {
     /// Rows b of a micro-batch.
     pub rows: usize,
-    /// Tokens t of the longest row.
+    /// Tokens t of the longest row, virtual ones included.
     pub tokens: usize,
 }
 

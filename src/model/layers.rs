@@ -8,7 +8,7 @@ use crate::{
     error::{Error, Result},
     kernels::{
         adapted_linear::Dropout,
-        embed::{self, DeltaGradients, Tokens},
+        embed::{self, DeltaGradients, Tables, Tokens},
         layernorm,
     },
 };
@@ -16,7 +16,7 @@ use crate::{
 use super::{
     Base,
     activations::{ANY, ActivationBuffers},
-    bindings::{EmbeddingBinding, LayerSites},
+    bindings::{EmbeddingBinding, LayerSites, PromptBinding},
     block::{Block, Gradients, rows},
     cache::{CachedRows, LayerCache},
     weight_streamer::{Input, Stage, WeightStreamer},
@@ -205,6 +205,12 @@ impl Layers {
                 let to = DeltaGradients { grads: to.store.reborrow(), d_xa: back.d_xa.view_mut() };
                 embed::delta_backward(delta, tokens, by_id, group.values, dx, to);
             }
+            let prompt = group.embedding.prompt.filter(|prompt| !prompt.rows.frozen);
+            if let Some(PromptBinding { length, rows }) = prompt {
+                let dx = rows!(back.grad, n, config.width);
+                let to = to.store.reborrow().slice(rows.at, length * config.width);
+                embed::prompt_backward(tokens, by_id, dx, to);
+            }
         }
         Ok(())
     }
@@ -226,13 +232,24 @@ impl Layers {
 /// `x (n, c)`: the rows of both tables, and what the adapters of each group add.
 fn embedding(base: &Base, batch: MicroBatch, x: ViewMut) {
     let (c, vocab, weights) = (base.config.width, base.config.vocab, &base.weights);
+    let tables = Tables { wte: weights.wte.view(), wpe: weights.wpe.view(), prompt: None };
     let mut x = x;
-    embed::forward(batch.ids, batch.positions, weights.wte.view(), weights.wpe.view(), x.reborrow());
+    // One call for all rows, unless some have rows of the table of their own.
+    let apart = batch.groups.iter().any(|group| group.embedding.prompt.is_some());
+    if !apart {
+        embed::forward(batch.ids, batch.positions, tables, x.reborrow());
+    }
     for group in batch.groups {
-        let tokens = Tokens { ids: batch.ids.slice(group.first, group.len()), vocab };
+        let (first, len) = (group.first, group.len());
+        let (ids, positions) = (batch.ids.slice(first, len), batch.positions.slice(first, len));
+        let mut x = x.reborrow().slice(first * c, len * c);
+        if apart {
+            let prompt = group.embedding.prompt;
+            let prompt = prompt.map(|prompt| group.values.slice(prompt.rows.at, prompt.length * c));
+            embed::forward(ids, positions, Tables { prompt, ..tables }, x.reborrow());
+        }
         for delta in &group.embedding.deltas {
-            let x = x.reborrow().slice(group.first * c, group.len() * c);
-            embed::add_delta(delta, tokens, group.values, x);
+            embed::add_delta(delta, Tokens { ids, vocab }, group.values, x.reborrow());
         }
     }
 }

@@ -93,7 +93,7 @@ impl Stack {
         training: bool,
         arenas: &mut Arenas,
     ) -> Result<Self> {
-        check_length(&base, &bindings, limits.tokens)?;
+        check_length(&base, &bindings, limits.tokens.saturating_sub(bindings.prompt_len()))?;
         let (inputs, buffers) = Self::cut(&base.config, &bindings, limits, policy, training, arenas)?;
         let streamer = WeightStreamer::new(policy, &base)?;
         Ok(Self { layers: Layers { base, buffers, streamer }, bindings, limits, inputs })
@@ -224,7 +224,14 @@ impl Stack {
         }
         let config = &self.layers.base.config;
         let vocab = config.vocab;
-        let outside = batch.ids.iter().copied().find(|&id| id as usize >= vocab);
+        let prompt = self.bindings.prompt_len();
+        // A virtual token has one place in its document.
+        let known = |id: u32, position: u32| match (id as usize).checked_sub(vocab) {
+            None => true,
+            Some(index) => index < prompt && index == position as usize,
+        };
+        let mut cells = batch.ids.iter().zip(&batch.positions);
+        let outside = cells.find(|(id, position)| !known(**id, **position)).map(|(id, _)| *id);
         let target = batch
             .targets
             .iter()
@@ -234,6 +241,14 @@ impl Stack {
             return Err(Error::input(format!(
                 "token {id} is outside the vocabulary of {vocab} of base {}; tokenise the data for this base",
                 self.layers.base.name
+            )));
+        }
+        let without = batch.ids.chunks(batch.seq_len.max(1)).find(|row| row[0] as usize != vocab);
+        if let (1.., Some(row)) = (prompt, without) {
+            return Err(Error::failed(format!(
+                "a row begins with token {} instead of the {prompt} virtual tokens of the prompt; prepare rows with a \
+                 prompt of {prompt}",
+                row[0]
             )));
         }
         // Positions of text start after the prefix.
@@ -262,17 +277,22 @@ pub(super) fn head_matrix(base: &Base) -> Matrix<'_> {
     base.weights.head().view()
 }
 
-/// Rows of `tokens` after the prefix must fit the position embedding.
+/// Rows of `tokens` after the prefix and the prompt must fit the position embedding.
 pub(super) fn check_length(base: &Base, bindings: &AdapterBindings, tokens: usize) -> Result<()> {
-    let (positions, prefix) = (base.config.positions, bindings.prefix_len());
-    if tokens + prefix <= positions {
+    let (positions, prefix, prompt) = (base.config.positions, bindings.prefix_len(), bindings.prompt_len());
+    if tokens + prefix + prompt <= positions {
         return Ok(());
     }
-    let after = if prefix == 0 { String::new() } else { format!(" after a prefix of {prefix}") };
+    let after = match (prefix, prompt) {
+        (0, 0) => String::new(),
+        (_, 0) => format!(" after a prefix of {prefix}"),
+        (0, _) => format!(" after a prompt of {prompt} virtual tokens"),
+        _ => format!(" after a prefix of {prefix} and a prompt of {prompt} virtual tokens"),
+    };
     Err(Error::input(format!(
         "a row of {tokens} tokens{after} is longer than the {positions} positions of base {}; use --seq-len {} or less",
         base.name,
-        positions.saturating_sub(prefix)
+        positions.saturating_sub(prefix + prompt)
     )))
 }
 

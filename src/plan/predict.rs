@@ -60,7 +60,8 @@ impl MicroBatch<'_> {
     /// The lowest layer with anything trainable.
     fn lowest(&self) -> usize {
         let layers = self.base.config.layers;
-        if self.set.prefix.is_some() || self.set.embedding.is_some() {
+        let AdapterSet { prefix, embedding, prompt, .. } = self.set;
+        if prefix.is_some() || embedding.is_some() || prompt.is_some() {
             return 0;
         }
         let deltas = self.set.loras.iter().map(|lora| lora.layer);

@@ -8,21 +8,23 @@ use engraft::{
         Buffer, DType,
         arena::{Arenas, Placement},
     },
-    engine::Trainer,
+    engine::{Evaluator, Trainer, TrainerOptions},
     model::{
         AdapterBindings, Base, BaseDType, Decoder, Limits, Policy, PrefixState, Recompute, RowTokens, Stack,
         Trained,
     },
 };
-use engraft_adapters::{AdapterSet, AdapterSpec, EmbeddingDelta, Group, Layout, LoraSpec, TensorSlot};
+use engraft_adapters::{
+    AdapterSet, AdapterSpec, BaseWeights, EmbeddingDelta, Group, Layout, LoraSpec, Prompt, TensorSlot,
+};
 use engraft_util::rng;
 
 use crate::{
     autograd,
     policies::{self, Outcome, options, same},
     setup::{
-        Case, Sizes, batch, case, difference, golden, lora, pack, prefix, random_base, restore, row, state,
-        wide, within,
+        Case, Sizes, batch, bits, case, difference, golden, lora, pack, prefix, random_base, restore, row,
+        state, wide, with_prompt, within,
     },
 };
 
@@ -76,6 +78,13 @@ fn with_delta(mut case: Case, base: &Base, rank: usize, trainable: (bool, bool))
     case
 }
 
+/// The set with virtual tokens.
+fn with_virtual(mut case: Case, base: &Base, length: usize, trainable: bool) -> Case {
+    let embeddings = tensor(&mut case, "prompt", &[length, base.config.width], trainable, 0.4);
+    case.set.prompt = Some(Prompt { length, embeddings });
+    case
+}
+
 fn top(base: &Base, dropout: f64) -> LoraSpec {
     LoraSpec { layers: Some(vec![base.config.layers - 1]), ..lora("all-linear", dropout) }
 }
@@ -95,6 +104,48 @@ fn deltas(base: &Base, dropout: f64) -> Vec<Case> {
         beside("a delta beside a lora and a projected prefix", all(), Some(prefix(5, Some(13)))),
         with_delta(case("a frozen delta", base, all(), None), base, 3, (false, false)),
     ]
+}
+
+/// Virtual tokens alone and beside everything else.
+fn prompts(base: &Base, dropout: f64) -> Vec<Case> {
+    let beside =
+        |name, lora, prefix, length| with_virtual(case(name, base, lora, prefix), base, length, true);
+    let all = || Some(lora("all-linear", dropout));
+    let delta = |case| with_delta(case, base, 3, (true, true));
+    vec![
+        with_virtual(empty("a prompt alone"), base, 5, true),
+        beside("a prompt beside a lora", all(), None, 1),
+        beside("a prompt below a lora", Some(top(base, dropout)), None, 3),
+        beside("a prompt after a prefix", None, Some(prefix(2, None)), 3),
+        beside("a prompt after a projected prefix", all(), Some(prefix(1, Some(13))), 2),
+        delta(beside("a prompt and a delta", all(), None, 2)),
+        with_virtual(case("a frozen prompt", base, all(), None), base, 3, false),
+    ]
+}
+
+/// All of them.
+fn cases(base: &Base, dropout: f64) -> Vec<Case> {
+    deltas(base, dropout).into_iter().chain(prompts(base, dropout)).collect()
+}
+
+#[test]
+fn autograd_agrees_on_virtual_tokens() {
+    let mut worst = autograd::Worst::new();
+    for activation in ["gelu_new", "silu"] {
+        let random = random_base(SIZES, activation);
+        for dropout in [0.0, 0.2] {
+            for case in prompts(&random.base, dropout) {
+                for recompute in [Recompute::None, Recompute::All] {
+                    autograd::check(&random.base, &case, 0.1, recompute, &mut worst);
+                }
+            }
+        }
+    }
+    let base = golden("tiny");
+    for case in prompts(&base, 0.0) {
+        autograd::check(&base, &case, 0.0, Recompute::Every(2), &mut worst);
+    }
+    autograd::report(&worst, "with virtual tokens");
 }
 
 #[test]
@@ -132,15 +183,22 @@ fn autograd_agrees_on_a_delta_of_an_8_bit_embedding() {
 }
 
 /// Rows of different lengths, one of them packed.
-fn rows() -> Vec<Row> {
+fn rows(base: &Base, case: &Case) -> Vec<Row> {
     let vocab = SIZES.vocab;
-    vec![row(1, 11, 2, vocab), pack(&[row(2, 4, 0, vocab), row(3, 6, 1, vocab)]), row(4, 5, 1, vocab)]
+    let packed = pack(&[row(2, 4, 0, vocab), row(3, 6, 1, vocab)]);
+    let rows = [row(1, 11, 2, vocab), packed, row(4, 5, 1, vocab)];
+    rows.iter().map(|row| with_prompt(row, base, case)).collect()
+}
+
+/// For rows of 11 tokens of text, with up to two prompts in them.
+fn sized(case: &Case, policy: Policy) -> TrainerOptions {
+    TrainerOptions { seq_len: 11 + 2 * case.set.prompt_len(), ..options(policy) }
 }
 
 /// Gradient of the first step, reports of three steps and the state after them.
 fn run(base: &Arc<Base>, case: &Case, policy: Policy) -> Outcome {
-    let mut trainer = policies::trainer(base, case, options(policy));
-    let batches = policies::cut(&rows(), 2);
+    let mut trainer = policies::trainer(base, case, sized(case, policy));
+    let batches = policies::cut(&rows(base, case), 2);
     trainer.accumulate(&batches).unwrap();
     let gradient = trainer.gradient();
     let reports = (0..3).map(|_| trainer.step(&batches, 1e-2).unwrap()).collect();
@@ -150,7 +208,7 @@ fn run(base: &Arc<Base>, case: &Case, policy: Policy) -> Outcome {
 #[test]
 fn policies_change_no_bit() {
     let random = random_base(SIZES, "gelu_new");
-    for case in deltas(&random.base, 0.2) {
+    for case in cases(&random.base, 0.2) {
         let plain = run(&random.base, &case, Policy::default());
         for recompute in RECOMPUTE {
             for (stream, inputs) in
@@ -172,16 +230,17 @@ fn policies_change_no_bit() {
 fn micro_batches_and_packing_are_the_big_batch() {
     let random = random_base(SIZES, "gelu_new");
     let mut worst = 0f64;
-    for case in deltas(&random.base, 0.0) {
+    for case in cases(&random.base, 0.0) {
         let with = |rows: &[Row], size: usize| {
-            let mut trainer = policies::trainer(&random.base, &case, options(Policy::default()));
+            let mut trainer = policies::trainer(&random.base, &case, sized(&case, Policy::default()));
             let losses = trainer.accumulate(&policies::cut(rows, size)).unwrap();
             (losses.sum, trainer.gradient())
         };
-        let whole = with(&rows(), 3);
-        let vocab = SIZES.vocab;
+        let (rows, vocab) = (rows(&random.base, &case), SIZES.vocab);
+        let whole = with(&rows, 3);
         let apart = [row(1, 11, 2, vocab), row(2, 4, 0, vocab), row(3, 6, 1, vocab), row(4, 5, 1, vocab)];
-        for parts in [with(&rows(), 2), with(&rows(), 1), with(&apart, 2)] {
+        let apart = apart.map(|row| with_prompt(&row, &random.base, &case));
+        for parts in [with(&rows, 2), with(&rows, 1), with(&apart, 2)] {
             within((parts.0 / whole.0 - 1.0).abs(), LOSS, "loss of micro-batches");
             worst = worst.max(trained_difference(&case, &parts.1, &whole.1));
         }
@@ -206,7 +265,7 @@ fn what_is_planned_is_what_is_held() {
     let random = random_base(SIZES, "gelu_new");
     let plain = case("plain", &random.base, Some(lora("all-linear", 0.0)), None);
     let names = |case: &Case, recompute| {
-        let options = options(Policy { recompute, ..Policy::default() });
+        let options = sized(case, Policy { recompute, ..Policy::default() });
         let planned = Trainer::plan(&random.base.config, &case.set, options).unwrap();
         let held = policies::trainer(&random.base, case, options).memory();
         assert_eq!(format!("{planned:?}"), format!("{held:?}"), "{}", case.name);
@@ -215,9 +274,10 @@ fn what_is_planned_is_what_is_held() {
     };
     for recompute in [Recompute::None, Recompute::All] {
         assert_eq!(names(&plain, recompute), None);
-        for case in deltas(&random.base, 0.0) {
-            let trained = case.name != "a frozen delta";
-            assert_eq!(names(&case, recompute), trained.then(|| vec![44]), "{}", case.name);
+        for case in cases(&random.base, 0.0) {
+            let trained = !case.name.contains("frozen");
+            let cells = 4 * (11 + 2 * case.set.prompt_len());
+            assert_eq!(names(&case, recompute), trained.then(|| vec![cells]), "{}", case.name);
         }
     }
 }
@@ -225,14 +285,15 @@ fn what_is_planned_is_what_is_held() {
 #[test]
 fn a_resumed_run_goes_on_bit_for_bit() {
     let random = random_base(SIZES, "gelu_new");
-    let batches = policies::cut(&rows(), 2);
-    for case in deltas(&random.base, 0.2) {
-        let mut whole = policies::trainer(&random.base, &case, options(Policy::default()));
+    for case in cases(&random.base, 0.2) {
+        let batches = policies::cut(&rows(&random.base, &case), 2);
+        let options = sized(&case, Policy::default());
+        let mut whole = policies::trainer(&random.base, &case, options);
         whole.step(&batches, 1e-2).unwrap();
         let saved = state(&whole);
         let next = whole.step(&batches, 1e-2).unwrap();
         let fresh = Case { name: case.name, set: case.set.clone(), values: vec![0.5; case.values.len()] };
-        let mut second = policies::trainer(&random.base, &fresh, options(Policy::default()));
+        let mut second = policies::trainer(&random.base, &fresh, options);
         restore(&mut second, &saved).unwrap();
         assert_eq!(second.step(&batches, 1e-2).unwrap(), next, "{}", case.name);
         assert_eq!(state(&second), state(&whole), "{}", case.name);
@@ -252,6 +313,7 @@ fn loss_in_training(base: &Arc<Base>, case: &Case, ids: &[u32]) -> f64 {
     let mut of = row(1, ids.len(), 0, SIZES.vocab);
     of.ids = ids.to_vec();
     of.targets = ids[1..].iter().map(|&id| id as i32).chain([engraft::data::NO_LOSS]).collect();
+    let of = with_prompt(&of, base, case);
     let limits = Limits { rows: 1, tokens: of.ids.len() };
     let bindings = bindings(base, case);
     let mut arenas = Arenas::real(None);
@@ -269,7 +331,7 @@ fn generation_is_the_forward_of_training() {
     let random = random_base(SIZES, "gelu_new");
     let ids = row(4, 31, 0, SIZES.vocab).ids;
     let mut worst = 0f64;
-    for case in deltas(&random.base, 0.0) {
+    for case in cases(&random.base, 0.0) {
         for first in [1, 13] {
             let mut decoder = decoder(&random.base, &case, 1, ids.len());
             let (mut sum, mut read) = (0.0, 0);
@@ -298,34 +360,41 @@ fn generation_is_the_forward_of_training() {
 fn rows_of_a_decoder_have_their_own_embedding() {
     let random = random_base(SIZES, "gelu_new");
     let base = &random.base;
-    let cases = deltas(base, 0.0);
-    let ids = row(6, 12, 0, SIZES.vocab).ids;
+    let cases = cases(base, 0.0);
+    let rows = cases.len() + 1;
+    let ids = row(6, rows + 3, 0, SIZES.vocab).ids;
     let alone = |case: Option<&Case>, ids: &[u32]| {
         let bare = || Decoder::new(Arc::clone(base), AdapterBindings::none(3), Vec::new(), 1, 20).unwrap();
         wide(case.map_or_else(bare, |case| decoder(base, case, 1, 20)).feed(ids).unwrap())
     };
-    let mut together = Decoder::new(Arc::clone(base), AdapterBindings::none(3), Vec::new(), 9, 20).unwrap();
+    let mut together =
+        Decoder::new(Arc::clone(base), AdapterBindings::none(3), Vec::new(), rows, 30).unwrap();
     for (row, case) in (1..).zip(&cases) {
         let number = together.add_adapter(bindings(base, case), case.values.clone()).unwrap();
         together.assign(row, number).unwrap();
     }
     let of = |row: usize| row.checked_sub(1).map(|at| &cases[at]);
-    let tokens: Vec<RowTokens> = (0..9).map(|row| RowTokens { row, ids: &ids[row..] }).collect();
+    let tokens: Vec<RowTokens> = (0..rows).map(|row| RowTokens { row, ids: &ids[row..] }).collect();
     let mut found: Vec<(usize, Vec<u32>, Vec<f32>)> = Vec::new();
     let logits = together.feed_rows(&tokens).unwrap().chunks(SIZES.vocab);
     found.extend(logits.enumerate().map(|(row, z)| (row, ids[row..].to_vec(), z.to_vec())));
-    let next: Vec<u32> = (0..9).map(|row| 3 * row + 1).collect();
+    let next: Vec<u32> = (0..rows as u32).map(|row| 3 * row + 1).collect();
     let logits = together.feed_each(&next).unwrap().chunks(SIZES.vocab);
     let read = |row: usize| [&ids[row..], &next[row..=row]].concat();
     found.extend(logits.enumerate().map(|(row, z)| (row, read(row), z.to_vec())));
-    // Row 2 takes over all that row 4 has read; row 5 goes on from its second token.
-    together.fork_to(4, &[2]).unwrap();
-    together.truncate(5, 2);
-    assert_eq!((together.position_of(2), together.position_of(5)), (9, 2));
-    let both = [RowTokens { row: 2, ids: &[7, 8] }, RowTokens { row: 5, ids: &[9] }];
-    let logits = together.feed_rows(&both).unwrap();
-    found.push((4, [read(4), vec![7, 8]].concat(), logits[..SIZES.vocab].to_vec()));
-    found.push((5, [&ids[5..7], &[9]].concat(), logits[SIZES.vocab..].to_vec()));
+    // Row 2 takes over all that row 9, with a prompt, has read; rows 5 and 10 go on from their second token, row 12 anew.
+    together.fork_to(9, &[2]).unwrap();
+    [(5, 2), (10, 2), (12, 0)].into_iter().for_each(|(row, tokens)| together.truncate(row, tokens));
+    let positions = [2, 5, 10, 12].map(|row| together.position_of(row));
+    assert_eq!(positions, [rows + 3 - 9 + 1, 2, 2, 0]);
+    let next = [(2, &[7, 8][..]), (5, &[9]), (10, &[3, 1]), (12, &[4])];
+    let tokens = next.map(|(row, ids)| RowTokens { row, ids });
+    let logits = together.feed_rows(&tokens).unwrap();
+    let before = [read(9), ids[5..7].to_vec(), ids[10..12].to_vec(), Vec::new()];
+    for (at, ((row, ids), before)) in next.into_iter().zip(before).enumerate() {
+        let row = if row == 2 { 9 } else { row };
+        found.push((row, [&before, ids].concat(), logits[at * SIZES.vocab..][..SIZES.vocab].to_vec()));
+    }
     let worst = found.iter().map(|(row, ids, z)| difference(z, &alone(of(*row), ids))).fold(0.0, f64::max);
     within(worst, LOGITS, "rows of a decoder with adapters of the embedding");
     for case in &cases {
@@ -383,5 +452,126 @@ fn a_step_moves_the_columns_of_its_tokens() {
     for (at, &moved) in a.iter().enumerate() {
         let read = one.ids[..9].contains(&((at % SIZES.vocab) as u32));
         assert_eq!(moved, read, "A of id {}", at % SIZES.vocab);
+    }
+}
+
+/// Chunks of the pass, forks and cuts at every place, in a decoder of one adapter with virtual tokens.
+#[test]
+fn a_decoder_counts_its_virtual_tokens() {
+    let sizes = Sizes { layers: 2, positions: 640, ..SIZES };
+    let random = random_base(sizes, "gelu_new");
+    let base = &random.base;
+    let case = with_virtual(case("a prompt", base, None, Some(prefix(4, None))), base, 7, true);
+    let ids = row(3, 600, 0, sizes.vocab).ids;
+    let whole = wide(decoder(base, &case, 1, 600).feed(&ids).unwrap());
+    let mut worst = 0f64;
+    // A pass of 512 tokens ends inside the text, whatever is read first.
+    for first in [1, 2, 505, 506, 599] {
+        let mut decoder = decoder(base, &case, 3, 629);
+        assert_eq!((decoder.capacity(), decoder.position()), (629, 0));
+        decoder.feed(&ids[..first]).unwrap();
+        assert_eq!(decoder.position(), first);
+        decoder.fork(3);
+        worst = worst.max(difference(decoder.feed(&ids[first..]).unwrap(), &whole));
+        let other = [RowTokens { row: 2, ids: &ids[first..] }];
+        worst = worst.max(difference(decoder.feed_rows(&other).unwrap(), &whole));
+        decoder.rewind(first);
+        assert_eq!((decoder.position(), decoder.position_of(2)), (first, 0));
+        worst = worst.max(difference(decoder.feed(&ids[first..]).unwrap(), &whole));
+    }
+    within(worst, LOGITS, "a prompt in chunks");
+    let mut again = decoder(base, &case, 1, 629);
+    let first = bits(again.feed(&ids[..30]).unwrap());
+    again.rewind(0);
+    assert_eq!(bits(again.feed(&ids[..30]).unwrap()), first, "nothing is left of what it has read");
+    // 640 positions less 4 of the prefix and 7 of the prompt.
+    let error = again.feed(&vec![1; 600]).unwrap_err().to_string();
+    assert!(error.contains("600 tokens do not fit where 1 to 599 do"), "{error}");
+    let long = Decoder::new(Arc::clone(base), bindings(base, &case), case.values.clone(), 1, 630);
+    let error = long.err().map(|error| error.to_string()).unwrap_or_default();
+    assert!(error.contains("630 tokens after a prefix of 4 and a prompt of 7 virtual tokens"), "{error}");
+    assert!(error.contains("--seq-len 629 or less"), "{error}");
+    // A decoder that was made for fewer tokens than the prompt has.
+    let mut small = Decoder::new(Arc::clone(base), AdapterBindings::none(2), Vec::new(), 1, 7).unwrap();
+    let error = small.add_adapter(bindings(base, &case), case.values.clone()).unwrap_err().to_string();
+    assert!(
+        error.contains("a prompt of 7 virtual tokens leaves no room in a decoder for 7 tokens"),
+        "{error}"
+    );
+    let error = small.feed(&[61]).unwrap_err().to_string();
+    assert!(error.contains("token 61 is outside the vocabulary"), "{error}");
+}
+
+#[test]
+fn rows_without_the_prompt_are_refused() {
+    let random = random_base(SIZES, "gelu_new");
+    let case = with_virtual(empty("a prompt"), &random.base, 3, true);
+    let plain = case_without(&random.base);
+    let good = policies::cut(&rows(&random.base, &case), 2);
+    let mut trainer = policies::trainer(&random.base, &case, sized(&case, Policy::default()));
+    let before = state(&trainer);
+    let mut outside = good.clone();
+    outside[1].ids[4] = SIZES.vocab as u32 + 3;
+    // An id of the prompt inside a text.
+    let mut inside = good.clone();
+    inside[1].ids[4] = SIZES.vocab as u32 + 1;
+    for (batches, says) in [
+        (policies::cut(&rows(&random.base, &plain), 2), "instead of the 3 virtual tokens of the prompt"),
+        (inside, "token 62 is outside the vocabulary of 61"),
+        (outside, "token 64 is outside the vocabulary of 61"),
+    ] {
+        let error = trainer.step(&batches, 1e-2).unwrap_err().to_string();
+        assert!(error.contains(says), "{error}");
+        assert_eq!(state(&trainer), before);
+    }
+    trainer.step(&good, 1e-2).unwrap();
+    let mut without = policies::trainer(&random.base, &plain, sized(&plain, Policy::default()));
+    let error = without.step(&good, 1e-2).unwrap_err().to_string();
+    assert!(error.contains("is larger than") || error.contains("outside the vocabulary"), "{error}");
+    let long = TrainerOptions { seq_len: 44, ..sized(&case, Policy::default()) };
+    let long = Trainer::new(Arc::clone(&random.base), case.set, &case.values, long, Arenas::real(None));
+    let error = long.err().map(|error| error.to_string()).unwrap_or_default();
+    assert!(error.contains("41 tokens after a prompt of 3 virtual tokens"), "{error}");
+    assert!(error.contains("--seq-len 37 or less"), "{error}");
+}
+
+/// A set with a delta alone.
+fn case_without(base: &Base) -> Case {
+    with_delta(empty("no prompt"), base, 3, (true, true))
+}
+
+/// Training lowers the loss of rows by moving a prompt alone; an evaluator without memory for training says the same.
+#[test]
+fn a_prompt_learns() {
+    let random = random_base(SIZES, "gelu_new");
+    let base = &random.base;
+    let case = with_virtual(empty("a prompt"), base, 5, true);
+    let batches = policies::cut(&rows(base, &case), 3);
+    let options = TrainerOptions { label_smoothing: 0.0, ..sized(&case, Policy::default()) };
+    let mut trainer = policies::trainer(base, &case, options);
+    let losses: Vec<f64> = (0..30).map(|_| trainer.step(&batches, 3e-2).unwrap().loss).collect();
+    assert!(losses[29] < 0.8 * losses[0], "{losses:?}");
+    let found = trainer.evaluate(&mut batches.clone().into_iter()).unwrap();
+    let values = trainer.values().to_vec();
+    let limits = Limits { rows: 3, tokens: options.seq_len };
+    let mut evaluator = Evaluator::new(Arc::clone(base), Some((&case.set, &values)), limits, 5).unwrap();
+    let again = evaluator.evaluate(&mut batches.into_iter()).unwrap();
+    assert_eq!(again.tokens, found.tokens);
+    within((again.loss / found.loss - 1.0).abs(), LOSS, "an evaluator with a prompt");
+}
+
+/// Rows of the embedding, as an initial prompt reads them.
+#[test]
+fn rows_of_the_embedding_are_handed_out() {
+    let random = random_base(Sizes { width: 70, ..SIZES }, "gelu_new");
+    let cache = tempfile::tempdir().unwrap();
+    let coded = Base::load_as(&random.base.source, "coded", cache.path(), BaseDType::Q8).unwrap();
+    for base in [&*random.base, &coded] {
+        let whole = base.weights.wte.view().to_floats();
+        let found = base.token_embeddings(&[7, 60, 0, 7]).unwrap();
+        let expected: Vec<f32> =
+            [7, 60, 0, 7].iter().flat_map(|id| &whole[id * 70..][..70]).copied().collect();
+        assert_eq!(found, expected);
+        assert!(base.token_embeddings(&[3, 61]).is_none());
     }
 }

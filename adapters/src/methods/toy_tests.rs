@@ -6,15 +6,16 @@ use serde_json::json;
 
 use super::{AdapterSpec, Kind, Method, Stored};
 use crate::{
-    AdapterSet, BaseDescription, BaseWeights, Contribution, Error, Group, Lora, OutputScale, Problem, Result,
-    SiteVectors,
+    AdapterSet, BaseDescription, BaseWeights, Contribution, EmbeddingDelta, Error, Group, Lora, OutputScale,
+    Problem, Prompt, Result, SiteVectors,
     init::Init,
     layout::Slots,
     peft::{self, Fields, Files, Findings, Outgoing, TensorFile},
     testing,
 };
 
-/// Frozen factors of rank r that all layers share, learned d, e, u and g at one site.
+/// Frozen factors of rank r that all layers share, learned d, e, u and g at one site; a delta on the embedding of tokens,
+/// and virtual tokens.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ToySpec {
@@ -23,6 +24,8 @@ pub struct ToySpec {
 
 /// The site in the tests' base: inputs 6, outputs 24.
 const SITE: usize = 2;
+/// Virtual tokens.
+const PROMPT: usize = 2;
 const SLOW: Group = Group { lr_factor: 0.25, weight_decay: Some(0.0), trainable: true };
 
 impl Default for ToySpec {
@@ -68,10 +71,19 @@ impl Method for ToySpec {
                 bias: None,
             });
         }
+        all.embedding = Some(EmbeddingDelta {
+            rank,
+            scale: 0.5,
+            a: slots.push("embedding.A", &[rank, base.vocab])?,
+            b: slots.push("embedding.B", &[base.width, rank])?,
+        });
+        let embeddings = slots.push("prompt", &[PROMPT, base.width])?;
+        all.prompt = Some(Prompt { length: PROMPT, embeddings });
         Ok(all)
     }
 
-    /// Factors are drawn, d and u are 1, e is 0, g is the norm of each column of W.
+    /// Factors are drawn, d and u are 1, e and B of the embedding are 0, g is the norm of each column of W, virtual tokens
+    /// are those of ids 3 and 4.
     fn init(&self, set: &AdapterSet, values: &mut [f32], from: &Init) -> Result<()> {
         let slots = &set.layout.tensors;
         for lora in set.loras_of(&Self::KIND) {
@@ -88,6 +100,11 @@ impl Method for ToySpec {
                 g.iter_mut().zip(row).for_each(|(g, w)| *g += w * w);
             }
             g.iter_mut().for_each(|g| *g = g.sqrt());
+        }
+        if let (Some(delta), Some(prompt)) = (&set.embedding, &set.prompt) {
+            from.normal(values, &slots[delta.a]);
+            let rows = from.token_embeddings("toy", &[3, 4])?;
+            values[slots[prompt.embeddings].range()].copy_from_slice(&rows);
         }
         Ok(())
     }
@@ -185,6 +202,11 @@ impl BaseWeights for Counted {
         let site = testing::base().sites.get(site)?.clone();
         Some((0..site.inputs * site.outputs).map(|i| (i + layer) as f32).collect())
     }
+
+    /// Every element of a row is its id.
+    fn token_embeddings(&self, ids: &[u32]) -> Option<Vec<f32>> {
+        Some(ids.iter().flat_map(|&id| vec![id as f32; testing::D]).collect())
+    }
 }
 
 #[test]
@@ -192,10 +214,13 @@ fn shared_and_frozen_tensors_are_in_the_layout_once_and_groups_are_told() {
     let set = AdapterSet::new(&spec(false), &testing::base()).unwrap();
     let names: Vec<&str> = set.layout.tensors.iter().map(|slot| slot.name.as_str()).collect();
     assert_eq!(names[..3], ["shared.A", "shared.B", "transformer.h.0.mlp.c_fc.d"]);
-    assert_eq!(names.len(), 2 + 3 * 4);
+    assert_eq!(names.len(), 2 + 3 * 4 + 3);
+    assert_eq!(names[14..], ["embedding.A", "embedding.B", "prompt"]);
+    assert_eq!((set.prefix_len(), set.prompt_len()), (0, 2));
     assert!(set.loras.iter().all(|lora| (lora.a, lora.b) == (0, 1)));
     let frozen = 3 * 6 + 24 * 3;
-    assert_eq!((set.layout.len, set.trainables()), (frozen + 3 * (3 + 24 + 24 + 6), 3 * 57));
+    let in_front = 3 * 11 + 6 * 3 + 2 * 6;
+    assert_eq!((set.layout.len, set.trainables()), (frozen + 3 * 57 + in_front, 3 * 57 + in_front));
     let segments = set.layout.segments();
     assert_eq!(segments[0].group, Group::FROZEN);
     assert_eq!((segments[4].group, segments[5].group), (SLOW, Group::DEFAULT));
@@ -222,6 +247,8 @@ fn initial_values_may_follow_from_weights() {
     assert!((of("transformer.h.2.mlp.c_fc.g")[5] / norm - 1.0).abs() < 1e-6);
     assert_eq!(of("transformer.h.1.mlp.c_fc.d"), [1.0; 3]);
     assert!(of("shared.B").iter().all(|&x| x != 0.0));
+    assert_eq!(of("prompt"), [[3.0; 6], [4.0; 6]].concat());
+    assert!(of("embedding.A").iter().all(|&x| x != 0.0) && of("embedding.B").iter().all(|&x| x == 0.0));
     // The LoRA beside it starts as it does alone.
     let alone = AdapterSet::new(&crate::LoraSpec::default().into(), &testing::base()).unwrap();
     assert_eq!(values[..alone.layout.len], alone.init(1).unwrap());
@@ -240,10 +267,24 @@ fn it_is_saved_described_and_read_like_any_method_alone_and_beside_another() {
         let loaded = peft::load(&dir, &base, false).unwrap();
         assert_eq!((loaded.set.layout, loaded.values), (set.layout, values));
         assert_eq!((loaded.set.loras, loaded.set.vectors), (set.loras, set.vectors));
+        assert_eq!((loaded.set.embedding, loaded.set.prompt), (set.embedding, set.prompt));
         let text = peft::describe(&dir).unwrap().to_string();
         assert!(text.contains("kind         toy, rank 3") && text.contains("shared.B F32 [24, 3]"), "{text}");
         let json = serde_json::to_string(&set.spec).unwrap();
         assert_eq!(serde_json::from_str::<AdapterSpec>(&json).unwrap(), set.spec);
+    }
+}
+
+#[test]
+fn two_methods_cannot_bring_one_prompt_or_one_delta_of_the_embedding() {
+    let set = AdapterSet::new(&spec(false), &testing::base()).unwrap();
+    let (embedding, prompt) = (set.embedding, set.prompt);
+    let delta = || Contribution { embedding: embedding.clone(), ..Contribution::default() };
+    let prompt = || Contribution { prompt: prompt.clone(), ..Contribution::default() };
+    let mut all = delta();
+    all.extend(prompt()).unwrap();
+    for twice in [delta(), prompt()] {
+        assert!(matches!(all.extend(twice), Err(Error::Conflict { .. })));
     }
 }
 

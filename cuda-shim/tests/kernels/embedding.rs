@@ -1,4 +1,5 @@
-//! Deltas of the embedding, forward and backward, against the twin: ids that occur often, ids without a row of wte.
+//! Deltas of the embedding and virtual tokens, forward and backward, against the twin: ids that occur often, ids without
+//! a row of wte.
 
 use cuda_shim::{Launcher, kernels};
 use engraft::kernels::embed::{
@@ -21,7 +22,17 @@ kernels!(
     embedding_d_xa_bf16_launch,
     embedding_xa_launch,
     embedding_da_launch,
+    embed_f32_launch,
+    embed_f16_launch,
+    embed_bf16_launch,
+    prompt_backward_f32_launch,
+    prompt_backward_f16_launch,
+    prompt_backward_bf16_launch,
 );
+
+const EMBED: [Launcher; 3] = [embed_f32_launch, embed_f16_launch, embed_bf16_launch];
+const PROMPT: [Launcher; 3] =
+    [prompt_backward_f32_launch, prompt_backward_f16_launch, prompt_backward_bf16_launch];
 
 const ADD: [Launcher; 3] = [embedding_add_f32_launch, embedding_add_f16_launch, embedding_add_bf16_launch];
 const DB: [Launcher; 3] = [embedding_db_f32_launch, embedding_db_f16_launch, embedding_db_bf16_launch];
@@ -56,9 +67,10 @@ fn check<T: Activation>(n: usize, c: usize, rank: usize, seed: u64) {
         wte: &vec![0.0; IDS * c],
         wpe: &x,
         width: c,
+        prompt: &[],
         deltas: vec![Delta { a: &wide_a, b: &b, rank, scale: f64::from(SCALE) }],
     };
-    let gradient = reference::backward(&twin, &dx).remove(0);
+    let gradient = reference::backward(&twin, &dx).deltas.remove(0);
 
     let (ids_in, order_in) = (Device::<u32>::new(&ids), Device::<u32>::new(&order));
     let (a_in, b_in, x_out) = (Device::<f32>::of(&a), Device::<f32>::of(&b), Device::<T>::of(&x));
@@ -96,6 +108,51 @@ fn deltas_of_the_embedding_match_their_twin() {
             check::<f32>(n, c, rank, seed);
             check::<f16>(n, c, rank, seed);
             check::<bf16>(n, c, rank, seed);
+        }
+    }
+}
+
+/// Rows of a prompt, and the sum of what comes back to them, beside rows of the table.
+fn check_prompt<T: Activation>(n: usize, c: usize, seed: u64) {
+    let (ids, length) = (ids(n), IDS - VOCAB);
+    let positions: Vec<u32> = (0..n as u32).map(|i| i % 9).collect();
+    let (wte, wpe) = (rounded::<f16>(1, VOCAB * c), rounded::<f16>(2, 9 * c));
+    let (prompt, before) = (rounded::<f32>(3, length * c), rounded::<f32>(4, length * c));
+    let dx = rounded::<T>(5, n * c);
+    let twin = Embedding {
+        ids: &ids,
+        positions: &positions,
+        wte: &wte,
+        wpe: &wpe,
+        width: c,
+        prompt: &prompt,
+        deltas: Vec::new(),
+    };
+    let (ids_in, positions_in) = (Device::<u32>::new(&ids), Device::<u32>::new(&positions));
+    let (wte_in, wpe_in) = (Device::<f16>::of(&wte), Device::<f16>::of(&wpe));
+    let (prompt_in, x) = (Device::<f32>::of(&prompt), Device::<T>::poisoned(n * c));
+    let [n_, c_, vocab] = [n, c, VOCAB].map(|size| size as i32);
+    let tables = (wte_in.head(), wpe_in.head(), prompt_in.head());
+    let args = args![ids_in.head(), positions_in.head(), tables.0, tables.1, tables.2, x.head(), vocab, c_];
+    run(EMBED[T::INDEX], [n, 1, 1], 128, 0, seed, args);
+    assert_close(&x.wide(), &reference::forward(&twin), T::ROUNDING, "x");
+
+    let (order, dx_in) = (Device::<u32>::new(&by_id(&ids)), Device::<T>::of(&dx));
+    let d_prompt = Device::<f32>::of(&before);
+    let args = args![ids_in.head(), order.head(), dx_in.head(), d_prompt.head(), n_, c_, vocab];
+    run(PROMPT[T::INDEX], [n, 1, 1], 128, 0, seed, args);
+    let gradient = reference::backward(&twin, &dx).prompt;
+    let expected: Vec<f64> = before.iter().zip(gradient).map(|(before, d)| before + d).collect();
+    assert_close(&d_prompt.wide(), &expected, 2e-6, "d prompt");
+}
+
+#[test]
+fn virtual_tokens_match_their_twin() {
+    for (n, c) in [(1, 5), (7, 131), (203, 1043)] {
+        for seed in SEEDS {
+            check_prompt::<f32>(n, c, seed);
+            check_prompt::<f16>(n, c, seed);
+            check_prompt::<bf16>(n, c, seed);
         }
     }
 }

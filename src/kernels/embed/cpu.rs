@@ -2,14 +2,11 @@
 
 use half::f16;
 
-use super::{DeltaGradients, EmbeddingDelta, Tokens};
-use crate::{
-    device::cpu::{
-        Shared, Strides, gemm,
-        tasks::{each, shares},
-        vectors, wide, with_scratch,
-    },
-    kernels::matmul::Matrix,
+use super::{DeltaGradients, EmbeddingDelta, Tables, Tokens};
+use crate::device::cpu::{
+    Shared, Strides, gemm,
+    tasks::{each, shares},
+    vectors, wide, with_scratch,
 };
 
 /// Rows that a task takes.
@@ -18,8 +15,10 @@ const ROWS: usize = 64;
 const OUTER: usize = 256;
 const COLUMNS: usize = 64;
 
-pub fn forward(ids: &[u32], positions: &[u32], wte: Matrix, wpe: &[f16], x: &mut [f32]) {
-    let (n, c, tokens) = (ids.len(), wte.cols, wte.host());
+pub fn forward(ids: &[u32], positions: &[u32], tables: Tables, x: &mut [f32]) {
+    let Tables { wte, wpe, prompt } = tables;
+    let (n, c, tokens, wpe) = (ids.len(), wte.cols, wte.host(), wpe.host::<f16>());
+    let prompt = prompt.map_or(&[][..], |prompt| prompt.host::<f32>());
     assert!(positions.len() == n && x.len() == n * c, "embed shapes");
     let x = Shared::new(x);
     each(n.div_ceil(ROWS), |task| {
@@ -27,7 +26,10 @@ pub fn forward(ids: &[u32], positions: &[u32], wte: Matrix, wpe: &[f16], x: &mut
             let position = &wpe[positions[row] as usize * c..][..c];
             // SAFETY: this row belongs to this task.
             let x = unsafe { x.range(row * c, c) };
-            tokens.widen(c, (ids[row] as usize, 0), x);
+            match (ids[row] as usize).checked_sub(wte.rows) {
+                None => tokens.widen(c, (ids[row] as usize, 0), x),
+                Some(index) => x.copy_from_slice(&prompt[index * c..][..c]),
+            }
             x.iter_mut().zip(position).for_each(|(x, &position)| *x += wide(position));
         }
     });
@@ -177,24 +179,49 @@ fn b_gradient(delta: &EmbeddingDelta, dx: &[f32], xa: &[f32], c: usize, grads: &
     });
 }
 
-/// `dA (r, v)[:, id] += d_xa (n, r)[i]` for each token i of that id, in the order of `by_id`.
-fn a_gradient(factors: &Factors, ids: &[u32], by_id: &[u32], d_xa: &[f32], gradient: &mut [f32]) {
-    let (n, rank, vocab) = (ids.len(), factors.rank, factors.vocab);
-    let gradient = Shared::new(gradient);
-    let id_at = |place: usize| ids[by_id[place] as usize];
+pub fn prompt_backward(tokens: Tokens, by_id: &[u32], dx: &[f32], d_prompt: &mut [f32]) {
+    let ids = tokens.ids.host::<u32>();
+    let c = dx.len() / ids.len();
+    assert!(dx.len() == ids.len() * c && by_id.len() == ids.len(), "embed shapes");
+    let d_prompt = Shared::new(d_prompt);
+    each_id(ids, by_id, |id, places| {
+        let Some(index) = (id as usize).checked_sub(tokens.vocab) else { return };
+        // SAFETY: the row of an id belongs to the task that has its first token.
+        let to = unsafe { d_prompt.range(index * c, c) };
+        for &token in places {
+            let dx = &dx[token as usize * c..][..c];
+            to.iter_mut().zip(dx).for_each(|(to, dx)| *to += dx);
+        }
+    });
+}
+
+/// Hands out each id once, with the indices of its tokens in ascending order.
+fn each_id(ids: &[u32], by_id: &[u32], work: impl Fn(u32, &[u32]) + Sync + Send) {
+    let (n, id_at) = (ids.len(), |place: usize| ids[by_id[place] as usize]);
     each(n.div_ceil(ROWS), |task| {
         for first in task * ROWS..n.min((task + 1) * ROWS) {
             let id = id_at(first);
-            if id as usize >= vocab || (first > 0 && id_at(first - 1) == id) {
-                continue;
+            if first == 0 || id_at(first - 1) != id {
+                let end = (first..n).find(|&place| id_at(place) != id).unwrap_or(n);
+                work(id, &by_id[first..end]);
             }
-            let tokens = by_id[first..].iter().take_while(|&&token| ids[token as usize] == id);
-            for &token in tokens {
-                let d_xa = &d_xa[token as usize * rank..][..rank];
-                for (r, d) in d_xa.iter().enumerate() {
-                    // SAFETY: the column of an id belongs to the task that has its first token.
-                    unsafe { gradient.range(r * vocab + id as usize, 1)[0] += d };
-                }
+        }
+    });
+}
+
+/// `dA (r, v)[:, id] += d_xa (n, r)[i]` for each token i of that id, in the order of `by_id`.
+fn a_gradient(factors: &Factors, ids: &[u32], by_id: &[u32], d_xa: &[f32], gradient: &mut [f32]) {
+    let (rank, vocab) = (factors.rank, factors.vocab);
+    let gradient = Shared::new(gradient);
+    each_id(ids, by_id, |id, tokens| {
+        if id as usize >= vocab {
+            return;
+        }
+        for &token in tokens {
+            let d_xa = &d_xa[token as usize * rank..][..rank];
+            for (r, d) in d_xa.iter().enumerate() {
+                // SAFETY: the column of an id belongs to the task that has its first token.
+                unsafe { gradient.range(r * vocab + id as usize, 1)[0] += d };
             }
         }
     });

@@ -1,6 +1,6 @@
 //! CUDA side: a block for each token, or a few; sums over tokens in an order that follows from shapes and ids alone.
 
-use super::{DeltaGradients, EmbeddingDelta, Tokens};
+use super::{DeltaGradients, EmbeddingDelta, Tables, Tokens};
 use crate::device::{
     View, ViewMut,
     cuda::{Argument, Gpu, Grid, Image, arguments, image, named},
@@ -8,11 +8,22 @@ use crate::device::{
 
 static IMAGE: Image = image!("embed");
 
-pub fn forward(gpu: &'static Gpu, ids: View, positions: View, wte: View, wpe: View, x: ViewMut, c: usize) {
-    let n = ids.len();
+pub fn forward(gpu: &'static Gpu, ids: View, positions: View, tables: Tables, x: ViewMut) {
+    let Tables { wte, wpe, prompt } = tables;
+    let (n, c) = (ids.len(), wte.cols);
     assert!(positions.len() == n && x.len() == n * c, "embed shapes");
-    let arguments = arguments![ids, positions, wte, wpe, &x, Argument::int(c)];
+    let [vocab, c] = [wte.rows, c].map(Argument::int);
+    let arguments = arguments![ids, positions, wte.data, wpe, prompt, &x, vocab, c];
     gpu.launch(&IMAGE, &named("embed", x.dtype()), Grid::row(n, 128), arguments);
+}
+
+pub fn prompt_backward(gpu: &'static Gpu, tokens: Tokens, by_id: View, dx: View, d_prompt: ViewMut) {
+    let Tokens { ids, vocab } = tokens;
+    let (n, c) = (ids.len(), dx.len() / ids.len());
+    assert!(by_id.len() == n && dx.len() == n * c, "embed shapes");
+    let [n_, c, vocab] = [n, c, vocab].map(Argument::int);
+    let arguments = arguments![ids, by_id, dx, &d_prompt, n_, c, vocab];
+    gpu.launch(&IMAGE, &named("prompt_backward", dx.dtype()), Grid::row(n, 128), arguments);
 }
 
 /// A and B of a delta, for tokens of width c.

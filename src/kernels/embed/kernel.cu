@@ -1,15 +1,20 @@
-// Token plus position embedding, and low-rank deltas of the former.
+// Token plus position embedding, low-rank deltas of the former, and virtual tokens.
 #include "common.cuh"
 
-/// x (n, c) = wte[ids (n)] + wpe[positions (n)]. Grid: n blocks.
+/// x (n, c) = wte (vocab, c)[ids (n)] + wpe[positions (n)], with row ids[i] - vocab of `prompt` for ids from vocab on.
+/// Grid: n blocks.
 template <class T>
-__device__ void embed(const unsigned *ids, const unsigned *positions, const half_t *wte, const half_t *wpe, T *x,
-                      int c) {
+__device__ void embed(const unsigned *ids, const unsigned *positions, const half_t *wte, const half_t *wpe,
+                      const float *prompt, T *x, int vocab, int c) {
   i64 row = blockIdx.x;
-  const half_t *token = wte + i64(ids[row]) * c, *position = wpe + i64(positions[row]) * c;
+  unsigned id = ids[row];
+  bool is_virtual = id >= unsigned(vocab);
+  const half_t *token = wte + i64(is_virtual ? 0 : id) * c, *position = wpe + i64(positions[row]) * c;
+  if (is_virtual) prompt += i64(id - unsigned(vocab)) * c;
   for (int at = threadIdx.x * WIDE; at < c; at += blockDim.x * WIDE) {
     float sum[WIDE], other[WIDE];
-    load(token + at, c - at, sum);
+    if (is_virtual) load(prompt + at, c - at, sum);
+    else load(token + at, c - at, sum);
     load(position + at, c - at, other);
 #pragma unroll
     for (int i = 0; i < WIDE; i++) sum[i] += other[i];
@@ -17,8 +22,33 @@ __device__ void embed(const unsigned *ids, const unsigned *positions, const half
   }
 }
 EXPORT(embed,
-       (const unsigned *ids, const unsigned *positions, const half_t *wte, const half_t *wpe, T *x, int c),
-       (ids, positions, wte, wpe, x, c))
+       (const unsigned *ids, const unsigned *positions, const half_t *wte, const half_t *wpe, const float *prompt, T *x,
+        int vocab, int c),
+       (ids, positions, wte, wpe, prompt, x, vocab, c))
+
+/// d_prompt (p, c)[id - vocab] += the sum of dx (n, c) over the tokens of an id from vocab on. by_id (n) has the tokens of
+/// one id side by side; the block that has the first of them adds them all, in order. Grid: n blocks.
+template <class T>
+__device__ void prompt_backward(const unsigned *ids, const unsigned *by_id, const T *dx, float *d_prompt, int n, int c,
+                                int vocab) {
+  int first = blockIdx.x;
+  unsigned id = ids[by_id[first]];
+  if (id < unsigned(vocab) || (first > 0 && ids[by_id[first - 1]] == id)) return;
+  float *to = d_prompt + i64(id - unsigned(vocab)) * c;
+  for (int at = threadIdx.x * WIDE; at < c; at += blockDim.x * WIDE) {
+    float sum[WIDE], d[WIDE];
+    load(to + at, c - at, sum);
+    for (int place = first; place < n && ids[by_id[place]] == id; place++) {
+      load(dx + i64(by_id[place]) * c + at, c - at, d);
+#pragma unroll
+      for (int i = 0; i < WIDE; i++) sum[i] += d[i];
+    }
+    store(sum, c - at, to + at);
+  }
+}
+EXPORT(prompt_backward,
+       (const unsigned *ids, const unsigned *by_id, const T *dx, float *d_prompt, int n, int c, int vocab),
+       (ids, by_id, dx, d_prompt, n, c, vocab))
 
 constexpr int TOKENS = 8, RANKS = 32;
 

@@ -1,6 +1,7 @@
 //! Embedding of tokens: `x[i] = wte[ids[i]] + wpe[positions[i]] + sum of s B A[:, ids[i]]`.
 //!
-//! Both tables are frozen. A delta of low rank (LoRA, Hu et al. 2021, in the form that PEFT has for embeddings) adds to
+//! Ids from v on are those of virtual tokens (prompt tuning, Lester et al. 2021): `x[i] = prompt[ids[i] - v] +
+//! wpe[positions[i]]`, where the prompt `(p, c)` is FP32 and learned. Both other tables are frozen. A delta of low rank (LoRA, Hu et al. 2021, in the form that PEFT has for embeddings) adds to
 //! the rows of wte: `A (r, v)`, `B (c, r)`, scale s. Its factors and their gradients are ranges of two flat FP32 buffers.
 //! A head that is tied to wte does not see it.
 
@@ -34,6 +35,17 @@ impl EmbeddingDelta {
     }
 }
 
+/// The rows that an embedding is made of.
+#[derive(Clone, Copy)]
+pub struct Tables<'a> {
+    /// `wte (v, c)`: rows of ids below v.
+    pub wte: Matrix<'a>,
+    /// `wpe (positions, c)` in FP16.
+    pub wpe: View<'a>,
+    /// `(p, c)` in FP32: rows of the ids from v on, where there are any.
+    pub prompt: Option<View<'a>>,
+}
+
 /// The tokens of a pass by their ids.
 #[derive(Clone, Copy)]
 pub struct Tokens<'a> {
@@ -65,13 +77,25 @@ pub fn scratch(n: usize, c: usize, rank: usize) -> (usize, usize) {
     cpu::scratch(n, c, rank)
 }
 
-/// `x (n, c)` from `ids (n)` and `positions (n)`; every id and position must be inside its table, `wte (v, c)` and
-/// `wpe (positions, c)` in FP16.
-pub fn forward(ids: View, positions: View, wte: Matrix, wpe: View, x: ViewMut) {
+/// `x (n, c)` from `ids (n)` and `positions (n)`; every id and position must be inside its table.
+pub fn forward(ids: View, positions: View, tables: Tables, x: ViewMut) {
     match x.device() {
-        Device::Cpu => cpu::forward(ids.host(), positions.host(), wte, wpe.host(), x.host()),
+        Device::Cpu => cpu::forward(ids.host(), positions.host(), tables, x.host()),
         #[cfg(feature = "cuda")]
-        Device::Cuda(gpu) => cuda::forward(gpu, ids, positions, wte.data, wpe, x, wte.cols),
+        Device::Cuda(gpu) => cuda::forward(gpu, ids, positions, tables, x),
+    }
+}
+
+/// Backward of the rows of a prompt: `d_prompt (p, c)[id - v] += dx (n, c)[i]` for each token of such an id, in the order
+/// of [`by_id`].
+pub fn prompt_backward(tokens: Tokens, by_id: View, dx: View, d_prompt: ViewMut) {
+    if tokens.ids.is_empty() {
+        return;
+    }
+    match dx.device() {
+        Device::Cpu => cpu::prompt_backward(tokens, by_id.host(), dx.host(), d_prompt.host()),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => cuda::prompt_backward(gpu, tokens, by_id, dx, d_prompt),
     }
 }
 

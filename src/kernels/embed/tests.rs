@@ -13,8 +13,8 @@ fn adds_the_rows_of_both_tables() {
     let (wte, wpe) = (f16_numbers(1, 7 * 3), f16_numbers(2, 5 * 3));
     let (ids, positions) = ([6u32, 0, 2], [0u32, 4, 4]);
     let mut x = [0f32; 9];
-    let table = Matrix::f16(wte[..].into(), 7, 3);
-    forward(ids[..].into(), positions[..].into(), table, wpe[..].into(), x[..].as_mut().into());
+    let tables = Tables { wte: Matrix::f16(wte[..].into(), 7, 3), wpe: wpe[..].into(), prompt: None };
+    forward(ids[..].into(), positions[..].into(), tables, x[..].as_mut().into());
     for row in 0..3 {
         for i in 0..3 {
             let expected =
@@ -31,8 +31,9 @@ fn an_8_bit_table_gives_its_values() {
     let scales = [0.5, 3.0, 0.125, 1.0].map(f16::from_f32);
     let wpe = f16_numbers(2, c);
     let mut x = vec![0f32; c];
-    let table = Matrix::codes(codes[..].into(), scales[..].into(), 2, c);
-    forward([1u32][..].into(), [0u32][..].into(), table, wpe[..].into(), x[..].as_mut().into());
+    let wte = Matrix::codes(codes[..].into(), scales[..].into(), 2, c);
+    let tables = Tables { wte, wpe: wpe[..].into(), prompt: None };
+    forward([1u32][..].into(), [0u32][..].into(), tables, x[..].as_mut().into());
     for i in 0..c {
         let token = f32::from(codes[c + i]) * scales[2 + i / q8::BLOCK].to_f32();
         assert_eq!(x[i], token + wpe[i].to_f32());
@@ -45,30 +46,38 @@ fn tokens_of_one_id_stand_side_by_side() {
     assert!(by_id(&[]).is_empty());
 }
 
-/// 7 tokens of 5 ids, width 5, ranks 3 and 2; one delta is subtracted.
+/// 9 tokens of 6 ids, two of them virtual, width 5, ranks 3 and 2; one delta is subtracted.
 struct Case {
     tables: [Vec<f64>; 2],
-    factors: [Vec<f64>; 4],
+    /// Both deltas, and the prompt.
+    learned: [Vec<f64>; 5],
 }
 
 impl Case {
     fn new() -> Self {
         Self {
             tables: [doubles(1, 6 * 5), doubles(2, 4 * 5)],
-            factors: [doubles(3, 3 * 6), doubles(4, 5 * 3), doubles(5, 2 * 6), doubles(6, 5 * 2)],
+            learned: [
+                doubles(3, 3 * 6),
+                doubles(4, 5 * 3),
+                doubles(5, 2 * 6),
+                doubles(6, 5 * 2),
+                doubles(8, 2 * 5),
+            ],
         }
     }
 
     fn embedding(&self) -> Embedding<'_, f64> {
-        let [a, b, c, d] = &self.factors;
+        let [a, b, c, d, prompt] = &self.learned;
         let first = Twin { a, b, rank: 3, scale: 1.7 };
         let second = Twin { a: c, b: d, rank: 2, scale: -0.6 };
         Embedding {
-            ids: &[3, 0, 3, 5, 0, 3, 1],
-            positions: &[0, 1, 2, 3, 0, 1, 2],
+            ids: &[6, 7, 3, 0, 3, 5, 6, 3, 1],
+            positions: &[0, 1, 2, 3, 1, 0, 1, 2, 3],
             wte: &self.tables[0],
             wpe: &self.tables[1],
             width: 5,
+            prompt,
             deltas: vec![first, second],
         }
     }
@@ -76,13 +85,14 @@ impl Case {
 
 #[test]
 fn reference_backward_is_central_differences() {
-    let (dx, case) = (doubles(7, 7 * 5), Case::new());
+    let (dx, case) = (doubles(7, 9 * 5), Case::new());
     let found = reference::backward(&case.embedding(), &dx);
-    let gradients = [&found[0].a, &found[0].b, &found[1].a, &found[1].b];
+    let [first, second] = &found.deltas[..] else { panic!("two deltas") };
+    let gradients = [&first.a, &first.b, &second.a, &second.b, &found.prompt];
     for (index, gradient) in gradients.into_iter().enumerate() {
-        assert_gradient(&case.factors[index], gradient, &format!("factor {index}"), |point| {
+        assert_gradient(&case.learned[index], gradient, &format!("learned {index}"), |point| {
             let mut case = Case::new();
-            case.factors[index] = point.to_vec();
+            case.learned[index] = point.to_vec();
             weighted(&reference::forward(&case.embedding()), &dx)
         });
     }
@@ -133,10 +143,11 @@ fn cpu_matches_its_twin() {
                 wte: &vec![0.0; 31 * c],
                 wpe: &start,
                 width: c,
+                prompt: &[],
                 deltas: vec![Twin { a: &a, b, rank, scale: f64::from(1.7f32) }],
             };
             assert_close(&x, &reference::forward(&twin), 3e-6, "x");
-            let gradient = reference::backward(&twin, &dx).remove(0);
+            let gradient = reference::backward(&twin, &dx).deltas.remove(0);
             let mut expected = before;
             for r in 0..rank * usize::from(!frozen.0) {
                 let to = expected[5 + r * VOCAB..][..VOCAB].iter_mut();
@@ -151,8 +162,43 @@ fn cpu_matches_its_twin() {
     }
 }
 
+/// x and the gradient of a prompt of 8 rows; an id of the table stands between virtual ones.
+fn run_prompt(n: usize, c: usize) -> ([Vec<f32>; 2], Vec<u32>) {
+    let ids: Vec<u32> = (0..n as u32).map(|i| (i * i + 3 * i) % 31).collect();
+    let (wte, wpe, prompt) = (f16_numbers(1, VOCAB * c), f16_numbers(2, 9 * c), numbers(3, 8 * c));
+    let (mut x, dx, mut d_prompt) = (vec![f32::NAN; n * c], numbers(4, n * c), numbers(5, 8 * c));
+    let positions: Vec<u32> = (0..n as u32).map(|i| i % 9).collect();
+    let wte = Matrix::f16(wte[..].into(), VOCAB, c);
+    let tables = Tables { wte, wpe: wpe[..].into(), prompt: Some(prompt[..].into()) };
+    forward(ids[..].into(), positions[..].into(), tables, x[..].as_mut().into());
+    let tokens = Tokens { ids: ids[..].into(), vocab: VOCAB };
+    prompt_backward(tokens, by_id(&ids)[..].into(), dx[..].into(), d_prompt[..].as_mut().into());
+    ([x, d_prompt], ids)
+}
+
+#[test]
+fn rows_of_a_prompt_are_those_of_the_ids_after_the_table() {
+    for (n, c) in [(7, 5), (131, 37)] {
+        let ([x, d_prompt], ids) = run_prompt(n, c);
+        let wide = |halves: Vec<f16>| halves.into_iter().map(f16::to_f64).collect::<Vec<_>>();
+        let (wte, wpe) = (wide(f16_numbers(1, VOCAB * c)), wide(f16_numbers(2, 9 * c)));
+        let positions: Vec<u32> = (0..n as u32).map(|i| i % 9).collect();
+        let prompt = widened(&numbers(3, 8 * c));
+        let (ids, positions) = (&ids[..], &positions[..]);
+        let twin =
+            Embedding { ids, positions, wte: &wte, wpe: &wpe, width: c, prompt: &prompt, deltas: vec![] };
+        assert_close(&x, &reference::forward(&twin), 1e-7, "x");
+        let gradient = reference::backward(&twin, &widened(&numbers(4, n * c))).prompt;
+        let before = widened(&numbers(5, 8 * c));
+        let expected: Vec<f64> = before.iter().zip(gradient).map(|(before, d)| before + d).collect();
+        assert_close(&d_prompt, &expected, 1e-6, "d prompt");
+    }
+}
+
 #[test]
 fn threads_change_no_bit() {
+    let one = with_threads(1, || run_prompt(131, 37).0);
+    assert!([2, 3, 16].iter().all(|&threads| with_threads(threads, || run_prompt(131, 37).0) == one));
     for (n, c, rank) in [(7, 64, 3), (300, 320, 8)] {
         let (delta, len) = delta(c, rank, (false, false));
         let one = with_threads(1, || run(n, c, &delta, len));
