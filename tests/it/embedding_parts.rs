@@ -8,14 +8,14 @@ use engraft::{
         Buffer, DType,
         arena::{Arenas, Placement},
     },
-    engine::{Evaluator, Trainer, TrainerOptions},
+    engine::{Trainer, TrainerOptions},
     model::{
         AdapterBindings, Base, BaseDType, Decoder, Limits, Policy, PrefixState, Recompute, RowTokens, Stack,
         Trained,
     },
 };
 use engraft_adapters::{
-    AdapterSet, AdapterSpec, BaseWeights, EmbeddingDelta, Group, Layout, LoraSpec, Prompt, TensorSlot,
+    AdapterSet, AdapterSpec, EmbeddingDelta, Group, Layout, LoraSpec, Prompt, TensorSlot,
 };
 use engraft_util::rng;
 
@@ -23,17 +23,17 @@ use crate::{
     autograd,
     policies::{self, Outcome, options, same},
     setup::{
-        Case, Sizes, batch, bits, case, difference, golden, lora, pack, prefix, random_base, restore, row,
-        state, wide, with_prompt, within,
+        Case, Sizes, batch, case, difference, golden, lora, pack, prefix, random_base, restore, row, state,
+        wide, with_prompt, within,
     },
 };
 
 /// Bounds of docs/NUMERICS.md: generation against a full pass, and the same sums in another order.
-const LOGITS: f64 = 5e-6;
-const LOSS: f64 = 2e-6;
+pub const LOGITS: f64 = 5e-6;
+pub const LOSS: f64 = 2e-6;
 const GRADIENTS: f64 = 5e-6;
 
-const SIZES: Sizes = Sizes { layers: 3, heads: 7, width: 35, inner: 53, positions: 40, vocab: 61 };
+pub const SIZES: Sizes = Sizes { layers: 3, heads: 7, width: 35, inner: 53, positions: 40, vocab: 61 };
 
 const RECOMPUTE: [Recompute; 5] =
     [Recompute::None, Recompute::Mlp, Recompute::Linear, Recompute::Every(2), Recompute::All];
@@ -55,7 +55,7 @@ fn tensor(case: &mut Case, name: &str, shape: &[usize], trainable: bool, spread:
 }
 
 /// A set with nothing in it.
-fn empty(name: &'static str) -> Case {
+pub fn empty(name: &'static str) -> Case {
     let set = AdapterSet {
         spec: AdapterSpec { lora: Some(lora("all-linear", 0.0)), prefix: None },
         layout: Layout::default(),
@@ -70,7 +70,7 @@ fn empty(name: &'static str) -> Case {
 }
 
 /// The set with a delta on the embedding.
-fn with_delta(mut case: Case, base: &Base, rank: usize, trainable: (bool, bool)) -> Case {
+pub fn with_delta(mut case: Case, base: &Base, rank: usize, trainable: (bool, bool)) -> Case {
     let (vocab, c) = (base.config.vocab, base.config.width);
     let a = tensor(&mut case, "embedding lora_A", &[rank, vocab], trainable.0, 0.3);
     let b = tensor(&mut case, "embedding lora_B", &[c, rank], trainable.1, 0.2);
@@ -79,7 +79,7 @@ fn with_delta(mut case: Case, base: &Base, rank: usize, trainable: (bool, bool))
 }
 
 /// The set with virtual tokens.
-fn with_virtual(mut case: Case, base: &Base, length: usize, trainable: bool) -> Case {
+pub fn with_virtual(mut case: Case, base: &Base, length: usize, trainable: bool) -> Case {
     let embeddings = tensor(&mut case, "prompt", &[length, base.config.width], trainable, 0.4);
     case.set.prompt = Some(Prompt { length, embeddings });
     case
@@ -183,7 +183,7 @@ fn autograd_agrees_on_a_delta_of_an_8_bit_embedding() {
 }
 
 /// Rows of different lengths, one of them packed.
-fn rows(base: &Base, case: &Case) -> Vec<Row> {
+pub fn rows(base: &Base, case: &Case) -> Vec<Row> {
     let vocab = SIZES.vocab;
     let packed = pack(&[row(2, 4, 0, vocab), row(3, 6, 1, vocab)]);
     let rows = [row(1, 11, 2, vocab), packed, row(4, 5, 1, vocab)];
@@ -191,7 +191,7 @@ fn rows(base: &Base, case: &Case) -> Vec<Row> {
 }
 
 /// For rows of 11 tokens of text, with up to two prompts in them.
-fn sized(case: &Case, policy: Policy) -> TrainerOptions {
+pub fn sized(case: &Case, policy: Policy) -> TrainerOptions {
     TrainerOptions { seq_len: 11 + 2 * case.set.prompt_len(), ..options(policy) }
 }
 
@@ -300,11 +300,11 @@ fn a_resumed_run_goes_on_bit_for_bit() {
     }
 }
 
-fn bindings(base: &Base, case: &Case) -> AdapterBindings {
+pub fn bindings(base: &Base, case: &Case) -> AdapterBindings {
     AdapterBindings::new(&[(&case.set, 1.0)], base.config.layers).unwrap()
 }
 
-fn decoder(base: &Arc<Base>, case: &Case, rows: usize, capacity: usize) -> Decoder {
+pub fn decoder(base: &Arc<Base>, case: &Case, rows: usize, capacity: usize) -> Decoder {
     Decoder::new(Arc::clone(base), bindings(base, case), case.values.clone(), rows, capacity).unwrap()
 }
 
@@ -452,126 +452,5 @@ fn a_step_moves_the_columns_of_its_tokens() {
     for (at, &moved) in a.iter().enumerate() {
         let read = one.ids[..9].contains(&((at % SIZES.vocab) as u32));
         assert_eq!(moved, read, "A of id {}", at % SIZES.vocab);
-    }
-}
-
-/// Chunks of the pass, forks and cuts at every place, in a decoder of one adapter with virtual tokens.
-#[test]
-fn a_decoder_counts_its_virtual_tokens() {
-    let sizes = Sizes { layers: 2, positions: 640, ..SIZES };
-    let random = random_base(sizes, "gelu_new");
-    let base = &random.base;
-    let case = with_virtual(case("a prompt", base, None, Some(prefix(4, None))), base, 7, true);
-    let ids = row(3, 600, 0, sizes.vocab).ids;
-    let whole = wide(decoder(base, &case, 1, 600).feed(&ids).unwrap());
-    let mut worst = 0f64;
-    // A pass of 512 tokens ends inside the text, whatever is read first.
-    for first in [1, 2, 505, 506, 599] {
-        let mut decoder = decoder(base, &case, 3, 629);
-        assert_eq!((decoder.capacity(), decoder.position()), (629, 0));
-        decoder.feed(&ids[..first]).unwrap();
-        assert_eq!(decoder.position(), first);
-        decoder.fork(3);
-        worst = worst.max(difference(decoder.feed(&ids[first..]).unwrap(), &whole));
-        let other = [RowTokens { row: 2, ids: &ids[first..] }];
-        worst = worst.max(difference(decoder.feed_rows(&other).unwrap(), &whole));
-        decoder.rewind(first);
-        assert_eq!((decoder.position(), decoder.position_of(2)), (first, 0));
-        worst = worst.max(difference(decoder.feed(&ids[first..]).unwrap(), &whole));
-    }
-    within(worst, LOGITS, "a prompt in chunks");
-    let mut again = decoder(base, &case, 1, 629);
-    let first = bits(again.feed(&ids[..30]).unwrap());
-    again.rewind(0);
-    assert_eq!(bits(again.feed(&ids[..30]).unwrap()), first, "nothing is left of what it has read");
-    // 640 positions less 4 of the prefix and 7 of the prompt.
-    let error = again.feed(&vec![1; 600]).unwrap_err().to_string();
-    assert!(error.contains("600 tokens do not fit where 1 to 599 do"), "{error}");
-    let long = Decoder::new(Arc::clone(base), bindings(base, &case), case.values.clone(), 1, 630);
-    let error = long.err().map(|error| error.to_string()).unwrap_or_default();
-    assert!(error.contains("630 tokens after a prefix of 4 and a prompt of 7 virtual tokens"), "{error}");
-    assert!(error.contains("--seq-len 629 or less"), "{error}");
-    // A decoder that was made for fewer tokens than the prompt has.
-    let mut small = Decoder::new(Arc::clone(base), AdapterBindings::none(2), Vec::new(), 1, 7).unwrap();
-    let error = small.add_adapter(bindings(base, &case), case.values.clone()).unwrap_err().to_string();
-    assert!(
-        error.contains("a prompt of 7 virtual tokens leaves no room in a decoder for 7 tokens"),
-        "{error}"
-    );
-    let error = small.feed(&[61]).unwrap_err().to_string();
-    assert!(error.contains("token 61 is outside the vocabulary"), "{error}");
-}
-
-#[test]
-fn rows_without_the_prompt_are_refused() {
-    let random = random_base(SIZES, "gelu_new");
-    let case = with_virtual(empty("a prompt"), &random.base, 3, true);
-    let plain = case_without(&random.base);
-    let good = policies::cut(&rows(&random.base, &case), 2);
-    let mut trainer = policies::trainer(&random.base, &case, sized(&case, Policy::default()));
-    let before = state(&trainer);
-    let mut outside = good.clone();
-    outside[1].ids[4] = SIZES.vocab as u32 + 3;
-    // An id of the prompt inside a text.
-    let mut inside = good.clone();
-    inside[1].ids[4] = SIZES.vocab as u32 + 1;
-    for (batches, says) in [
-        (policies::cut(&rows(&random.base, &plain), 2), "instead of the 3 virtual tokens of the prompt"),
-        (inside, "token 62 is outside the vocabulary of 61"),
-        (outside, "token 64 is outside the vocabulary of 61"),
-    ] {
-        let error = trainer.step(&batches, 1e-2).unwrap_err().to_string();
-        assert!(error.contains(says), "{error}");
-        assert_eq!(state(&trainer), before);
-    }
-    trainer.step(&good, 1e-2).unwrap();
-    let mut without = policies::trainer(&random.base, &plain, sized(&plain, Policy::default()));
-    let error = without.step(&good, 1e-2).unwrap_err().to_string();
-    assert!(error.contains("is larger than") || error.contains("outside the vocabulary"), "{error}");
-    let long = TrainerOptions { seq_len: 44, ..sized(&case, Policy::default()) };
-    let long = Trainer::new(Arc::clone(&random.base), case.set, &case.values, long, Arenas::real(None));
-    let error = long.err().map(|error| error.to_string()).unwrap_or_default();
-    assert!(error.contains("41 tokens after a prompt of 3 virtual tokens"), "{error}");
-    assert!(error.contains("--seq-len 37 or less"), "{error}");
-}
-
-/// A set with a delta alone.
-fn case_without(base: &Base) -> Case {
-    with_delta(empty("no prompt"), base, 3, (true, true))
-}
-
-/// Training lowers the loss of rows by moving a prompt alone; an evaluator without memory for training says the same.
-#[test]
-fn a_prompt_learns() {
-    let random = random_base(SIZES, "gelu_new");
-    let base = &random.base;
-    let case = with_virtual(empty("a prompt"), base, 5, true);
-    let batches = policies::cut(&rows(base, &case), 3);
-    let options = TrainerOptions { label_smoothing: 0.0, ..sized(&case, Policy::default()) };
-    let mut trainer = policies::trainer(base, &case, options);
-    let losses: Vec<f64> = (0..30).map(|_| trainer.step(&batches, 3e-2).unwrap().loss).collect();
-    assert!(losses[29] < 0.8 * losses[0], "{losses:?}");
-    let found = trainer.evaluate(&mut batches.clone().into_iter()).unwrap();
-    let values = trainer.values().to_vec();
-    let limits = Limits { rows: 3, tokens: options.seq_len };
-    let mut evaluator = Evaluator::new(Arc::clone(base), Some((&case.set, &values)), limits, 5).unwrap();
-    let again = evaluator.evaluate(&mut batches.into_iter()).unwrap();
-    assert_eq!(again.tokens, found.tokens);
-    within((again.loss / found.loss - 1.0).abs(), LOSS, "an evaluator with a prompt");
-}
-
-/// Rows of the embedding, as an initial prompt reads them.
-#[test]
-fn rows_of_the_embedding_are_handed_out() {
-    let random = random_base(Sizes { width: 70, ..SIZES }, "gelu_new");
-    let cache = tempfile::tempdir().unwrap();
-    let coded = Base::load_as(&random.base.source, "coded", cache.path(), BaseDType::Q8).unwrap();
-    for base in [&*random.base, &coded] {
-        let whole = base.weights.wte.view().to_floats();
-        let found = base.token_embeddings(&[7, 60, 0, 7]).unwrap();
-        let expected: Vec<f32> =
-            [7, 60, 0, 7].iter().flat_map(|id| &whole[id * 70..][..70]).copied().collect();
-        assert_eq!(found, expected);
-        assert!(base.token_embeddings(&[3, 61]).is_none());
     }
 }

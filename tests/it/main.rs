@@ -29,6 +29,7 @@ mod skip;
 mod source;
 mod speed;
 mod tidy;
+mod virtual_tokens;
 
 #[global_allocator]
 static HEAP: engraft::observe::counting::Counting = engraft::observe::counting::Counting;
