@@ -45,6 +45,10 @@ fn a_decoder_counts_its_virtual_tokens() {
     again.rewind(0);
     assert_eq!(bits(again.feed(&ids[..30]).unwrap()), first, "nothing is left of what it has read");
     // 640 positions less 4 of the prefix and 7 of the prompt.
+    again.rewind(0);
+    let error = again.feed(&vec![1; 630]).unwrap_err().to_string();
+    assert!(error.contains("630 tokens do not fit where 1 to 629 do"), "{error}");
+    again.feed(&ids[..30]).unwrap();
     let error = again.feed(&vec![1; 600]).unwrap_err().to_string();
     assert!(error.contains("600 tokens do not fit where 1 to 599 do"), "{error}");
     let long = Decoder::new(Arc::clone(base), bindings(base, &case), case.values.clone(), 1, 630);
