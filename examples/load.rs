@@ -22,6 +22,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         train_on_prompt: false,
         end_of_text: tokenizer.end_of_text(None).ok_or("no end-of-text token")?,
         vocab: tokenizer.vocab_size(),
+        prompt: 0,
         spool: rest.first().map(PathBuf::from),
     };
     let before = peak()?;

@@ -60,6 +60,12 @@ pub trait BaseWeights {
     /// Layer norm `norm` of `layer`, in the order in which a token meets them, or without a layer the one before the
     /// head; `None` where the base has no such norm at hand.
     fn norm(&self, layer: Option<usize>, norm: usize) -> Option<NormWeights>;
+
+    /// Rows `[ids, width]` of the token embedding, row-major; `None` where the base has no such rows at hand.
+    fn token_embeddings(&self, ids: &[u32]) -> Option<Vec<f32>> {
+        let _ = ids;
+        None
+    }
 }
 
 /// The parameters of a layer norm.

@@ -35,6 +35,16 @@ impl<'a> Init<'a> {
         found.ok_or(Error::WeightsNeeded { method })
     }
 
+    /// Rows `[ids, width]` of the token embedding, for `method`.
+    ///
+    /// # Errors
+    /// As [`Init::matrix`].
+    #[cfg_attr(not(test), expect(dead_code, reason = "no method without tests looks at weights yet"))]
+    pub fn token_embeddings(&self, method: &'static str, ids: &[u32]) -> Result<Vec<f32>> {
+        let found = self.weights.and_then(|weights| weights.token_embeddings(ids));
+        found.ok_or(Error::WeightsNeeded { method })
+    }
+
     /// U(-1/sqrt(fan_in), 1/sqrt(fan_in)).
     pub fn uniform(&self, values: &mut [f32], slot: &TensorSlot, fan_in: usize) {
         let bound = 1.0 / (fan_in as f32).sqrt();

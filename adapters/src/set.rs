@@ -54,6 +54,16 @@ impl AdapterSet {
         self.layout.trainables()
     }
 
+    /// Positions that its prefix takes; 0 without one.
+    pub fn prefix_len(&self) -> usize {
+        self.prefix.as_ref().map_or(0, |prefix| prefix.length)
+    }
+
+    /// Virtual tokens of its prompt; 0 without one.
+    pub fn prompt_len(&self) -> usize {
+        self.prompt.as_ref().map_or(0, |prompt| prompt.length)
+    }
+
     /// What each method attaches to, a line for each thing: `attn.c_attn: layers 0-11`.
     pub fn matched(&self, base: &BaseDescription) -> Vec<String> {
         self.spec.methods().iter().flat_map(|method| method.matched(self, base)).collect()

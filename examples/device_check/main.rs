@@ -13,6 +13,7 @@
 //! A table of relative errors goes to stdout, the same as one JSON object into FILE, target/device_check.json where none
 //! is named; exit code 1 when a bound is broken.
 
+mod embedding;
 mod golden;
 mod linears;
 mod memory;

@@ -12,7 +12,6 @@ use engraft::{
         activation::{self, Activation},
         adamw, adamw8,
         attention::{self, CacheRows, Heads, Prefix, Seen, Shape},
-        embed,
         head_loss::{self, Supervised},
         layernorm,
         matmul::{self, Arithmetic, InitialValue, Matrix},
@@ -21,7 +20,7 @@ use engraft::{
 use engraft_util::rng;
 use half::{bf16, f16};
 
-use crate::{Line, linears, runs::largest_error};
+use crate::{Line, embedding, linears, runs::largest_error};
 
 /// Where an op runs and how its activations are stored; `rounded` is the type that inputs are rounded to.
 #[derive(Clone, Copy)]
@@ -84,8 +83,10 @@ impl On {
 pub type Outputs = Vec<(&'static str, Vec<f32>)>;
 type Check = (&'static str, fn(On) -> Result<Outputs>);
 
-const CHECKS: [Check; 17] = [
-    ("embed", embeddings),
+const CHECKS: [Check; 19] = [
+    ("embed", embedding::tables),
+    ("delta of the embedding", embedding::deltas),
+    ("virtual tokens", embedding::virtual_tokens),
     ("layernorm", layernorms),
     ("layernorm with trained gain and bias", trained_layernorms),
     ("activation", activations),
@@ -127,18 +128,6 @@ pub fn check(device: Device, types: &[DType]) -> Result<Vec<Line>> {
         }
     }
     Ok(lines)
-}
-
-fn embeddings(on: On) -> Result<Outputs> {
-    let (n, c, vocab, positions) = (29, 23, 61, 40);
-    let ids: Vec<u32> = (0..n).map(|i| i * 17 % vocab).collect();
-    let places: Vec<u32> = (0..n).map(|i| i * 7 % positions).collect();
-    let (ids, places) = (Buffer::on(on.device, &ids)?, Buffer::on(on.device, &places)?);
-    let (wte, wpe) = (on.frozen(1, vocab as usize * c)?, on.frozen(2, positions as usize * c)?);
-    let mut x = on.room(n as usize * c)?;
-    let table = Matrix::f16(wte.view(), vocab as usize, c);
-    embed::forward(ids.view(), places.view(), table, wpe.view(), x.view_mut());
-    Ok(vec![("x", x.view().to_floats())])
 }
 
 fn layernorms(on: On) -> Result<Outputs> {

@@ -16,6 +16,17 @@ pub struct Row {
 }
 
 impl Row {
+    /// Appends a document, after `prompt` virtual tokens of ids `vocab` and following. Those have no target; positions of
+    /// the document count them.
+    pub fn push(&mut self, ids: &[u32], targets: &[i32], vocab: usize, prompt: usize) {
+        let start = self.ids.len() as u32;
+        self.ids.extend((vocab..vocab + prompt).map(|id| id as u32));
+        self.ids.extend_from_slice(ids);
+        self.targets.extend(std::iter::repeat_n(NO_LOSS, prompt));
+        self.targets.extend_from_slice(targets);
+        self.starts.resize(self.ids.len(), start);
+    }
+
     /// The same row, borrowed.
     pub fn view(&self) -> RowRef<'_> {
         RowRef { ids: &self.ids, targets: &self.targets, starts: &self.starts }
@@ -31,6 +42,13 @@ pub struct RowRef<'a> {
     pub targets: &'a [i32],
     /// For every position the first position of its document, `(t)`, as in [`Row`].
     pub starts: &'a [u32],
+}
+
+impl<'a> RowRef<'a> {
+    /// Its ids but those of virtual tokens, which begin at `vocab`.
+    pub fn text(self, vocab: usize) -> impl Iterator<Item = u32> + 'a {
+        self.ids.iter().copied().filter(move |&id| (id as usize) < vocab)
+    }
 }
 
 impl<'a> From<&'a Row> for RowRef<'a> {

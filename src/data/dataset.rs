@@ -28,7 +28,7 @@ pub struct DataReport {
     pub documents: usize,
     /// Rows of the data set.
     pub rows: usize,
-    /// Input positions of all rows.
+    /// Input positions of all rows, less those of virtual tokens.
     pub tokens: usize,
     /// Positions with a target.
     pub supervised: usize,
@@ -72,22 +72,24 @@ pub struct Dataset {
     pub report: DataReport,
     /// BLAKE3 over all rows in order, in hex.
     pub fingerprint: String,
+    /// Ids from here on are those of virtual tokens.
+    vocab: usize,
 }
 
 impl Dataset {
-    /// Counts and fingerprints `rows` in one pass.
-    pub(super) fn new(rows: Rows, report: DataReport) -> Self {
+    /// Counts and fingerprints `rows` in one pass; ids from `vocab` on are no tokens of text.
+    pub(super) fn new(rows: Rows, report: DataReport, vocab: usize) -> Self {
         let mut report = DataReport { rows: rows.len(), tokens: 0, supervised: 0, ..report };
         let mut fingerprint = Fingerprint::new(rows.len());
         rows.for_each(|row| {
-            report.tokens += row.ids.len();
+            report.tokens += row.text(vocab).count();
             report.supervised += row.targets.iter().filter(|&&target| target != NO_LOSS).count();
             fingerprint.add(row);
         });
-        Self { rows, report, fingerprint: fingerprint.finish() }
+        Self { rows, report, fingerprint: fingerprint.finish(), vocab }
     }
 
-    /// Longest row, in positions; a memory plan depends on it.
+    /// Longest row, in positions, virtual tokens included; a memory plan depends on it.
     pub fn longest(&self) -> usize {
         self.rows.longest()
     }
@@ -143,7 +145,8 @@ impl Dataset {
         let mut is_held = vec![false; len];
         order.rows(0, held).into_iter().for_each(|row| is_held[row] = true);
         let part = |held| self.rows.part((0..len).filter(|&row| is_held[row] == held));
-        Ok((Self::new(part(false), self.report), Self::new(part(true), self.report)))
+        let new = |held| Self::new(part(held), self.report, self.vocab);
+        Ok((new(false), new(true)))
     }
 }
 

@@ -4,7 +4,7 @@ use std::fs;
 
 use super::*;
 use crate::data::Batch;
-use crate::data::testing::{END, ids, options, tokenizer};
+use crate::data::testing::{END, VOCAB, ids, options, tokenizer};
 
 fn text(name: &str, content: &str, options: &DataOptions) -> Result<Dataset> {
     let kind = if name.ends_with(".txt") { Kind::Text } else { Kind::Jsonl };
@@ -162,4 +162,31 @@ fn batches_hold_every_row_once() {
     assert_eq!(batches.iter().map(Batch::supervised).sum::<usize>(), dataset.report.supervised);
     let chosen = dataset.batch(&[4, 1, 99]);
     assert_eq!((chosen.rows, chosen.seq_len, &chosen.ids[..2]), (2, 2, &[ids("g")[0], 0][..]));
+}
+
+/// `seq_len` counts text: windows, counts and cuts are as without a prompt, and rows have its positions more.
+#[test]
+fn a_prompt_is_no_part_of_the_text() {
+    let content = "hello the end\nab\nc\nit's the hell of a line\nd\n";
+    for pack in [false, true] {
+        let with = |prompt: usize| {
+            let options = DataOptions { pack, prompt, line_by_line: true, ..options(6) };
+            text("a.txt", content, &options).unwrap()
+        };
+        let (plain, prompted) = (with(0), with(3));
+        let of = |data: &Dataset| data.rows.iter().flat_map(|row| row.text(VOCAB)).collect::<Vec<_>>();
+        assert_eq!(of(&prompted), of(&plain));
+        assert_eq!(targets(&prompted), targets(&plain));
+        let counts = |data: &Dataset| (data.report.tokens, data.report.supervised, data.report.documents);
+        assert_eq!(counts(&prompted), counts(&plain));
+        assert_eq!((plain.longest(), prompted.longest()), (6, 9));
+        assert_ne!(prompted.fingerprint, plain.fingerprint);
+        let first = [VOCAB as u32, VOCAB as u32 + 1, VOCAB as u32 + 2];
+        for row in prompted.rows.iter() {
+            let starts = (0..row.ids.len()).filter(|&at| row.starts[at] as usize == at);
+            starts.for_each(|at| assert_eq!(row.ids[at..at + 3], first));
+        }
+        let (kept, held) = prompted.split(0.3, 1).unwrap();
+        assert_eq!(kept.report.tokens + held.report.tokens, plain.report.tokens);
+    }
 }

@@ -53,6 +53,7 @@ pub(crate) mod testing {
             train_on_prompt: false,
             end_of_text: END,
             vocab: VOCAB,
+            prompt: 0,
             spool: None,
         }
     }

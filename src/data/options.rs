@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 /// How records become rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DataOptions {
-    /// Input positions of a row, at least 1. `seq_len` inputs have up to `seq_len` targets: the
+    /// Input positions of a row that text takes, at least 1. `seq_len` inputs have up to `seq_len` targets: the
     /// target of the last one is known although it is no input.
     pub seq_len: usize,
     /// Whether several documents share a row.
@@ -21,6 +21,9 @@ pub struct DataOptions {
     pub end_of_text: u32,
     /// Tokens the base has embeddings for.
     pub vocab: usize,
+    /// Virtual tokens in front of each document of a row, of ids `vocab` and following. They are no part of `seq_len`: a
+    /// row has that many positions more.
+    pub prompt: usize,
     /// Folder for the file that rows of more than 1 MiB go to; `None`: they stay in memory, whatever
     /// their size.
     pub spool: Option<PathBuf>,

@@ -50,7 +50,8 @@ impl<'a> Reader<'a> {
         chunk: usize,
         group: usize,
     ) -> Self {
-        let builder = RowBuilder::new(options.seq_len, options.pack, options.spool.as_deref());
+        let builder = RowBuilder::new(options.seq_len, options.pack, options.spool.as_deref())
+            .with_prompt(options.vocab, options.prompt);
         Self { tokenizer, options, builder, report: DataReport::default(), chunk, group }
     }
 
@@ -86,7 +87,8 @@ impl<'a> Reader<'a> {
                 self.report.records, self.options.seq_len
             )));
         }
-        Ok(Dataset::new(rows, DataReport { documents, dropped, ..self.report }))
+        let report = DataReport { documents, dropped, ..self.report };
+        Ok(Dataset::new(rows, report, self.options.vocab))
     }
 
     /// A text file as one document, in pieces: [`Document::new`] for a text that need not fit into

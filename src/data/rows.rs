@@ -7,7 +7,8 @@ use super::documents::Document;
 use super::store::{Rows, Writer};
 use crate::error::Result;
 
-/// Builds rows of at most `seq_len` input positions, in the order of the documents.
+/// Builds rows of at most `seq_len` input positions, in the order of the documents; with a prompt, virtual tokens stand
+/// in front of every window, and a row has the positions of one prompt more.
 ///
 /// A document longer than a row is cut into windows; the target of a window's last position is the
 /// first token of the next window, so that no target is lost at the border. Without packing every
@@ -20,6 +21,9 @@ use crate::error::Result;
 pub struct RowBuilder {
     seq_len: usize,
     pack: bool,
+    /// The first virtual id, and how many virtual tokens a window begins with.
+    vocab: usize,
+    prompt: usize,
     /// The open window of the open document.
     window: Pairs,
     /// Windows of the open document so far, and those of them that stay.
@@ -45,6 +49,8 @@ impl RowBuilder {
         Self {
             seq_len: seq_len.max(1),
             pack,
+            vocab: 0,
+            prompt: 0,
             window: Pairs::default(),
             windows: 0,
             kept: 0,
@@ -53,6 +59,11 @@ impl RowBuilder {
             documents: 0,
             dropped: 0,
         }
+    }
+
+    /// Puts `prompt` virtual tokens, of ids `vocab` and following, in front of each window.
+    pub fn with_prompt(self, vocab: usize, prompt: usize) -> Self {
+        Self { vocab, prompt, ..self }
     }
 
     /// Adds the windows of `document`; one without inputs counts as dropped.
@@ -109,14 +120,13 @@ impl RowBuilder {
         self.windows += 1;
         if self.window.targets.iter().any(|&target| target != NO_LOSS) {
             self.kept += 1;
-            let fits = self.row.ids.len() + self.window.ids.len() <= self.seq_len;
+            // A row has room for one prompt beside `seq_len` tokens.
+            let cells = self.prompt + self.window.ids.len();
+            let fits = self.row.ids.len() + cells <= self.seq_len + self.prompt;
             if !self.pack || !fits {
                 self.close_row()?;
             }
-            let start = self.row.ids.len() as u32;
-            self.row.ids.extend_from_slice(&self.window.ids);
-            self.row.targets.extend_from_slice(&self.window.targets);
-            self.row.starts.resize(self.row.ids.len(), start);
+            self.row.push(&self.window.ids, &self.window.targets, self.vocab, self.prompt);
         }
         self.window.ids.clear();
         self.window.targets.clear();
@@ -203,6 +213,34 @@ mod tests {
     fn the_rest_of_a_long_document_shares_its_row() {
         let (rows, ..) = build(&[document(0, 5), document(10, 2)], 4, true);
         assert_eq!(rows[1], row(&[4, 10, 11], &[5, 11, 12], &[0, 1, 1]));
+    }
+
+    /// Both windows of a long document have a prompt; packed, a prompt counts like the tokens of its document.
+    #[test]
+    fn every_window_begins_with_the_prompt() {
+        let documents = [document(10, 4), document(20, 1), document(30, 2)];
+        let build = |pack| {
+            let mut builder = RowBuilder::new(3, pack, None).with_prompt(90, 2);
+            documents.iter().for_each(|document| builder.push(document).unwrap());
+            let rows = builder.finish().unwrap().0;
+            rows.iter().map(|found| row(found.ids, found.targets, found.starts)).collect::<Vec<_>>()
+        };
+        let no = NO_LOSS;
+        let whole = row(&[90, 91, 10, 11, 12], &[no, no, 11, 12, 13], &[0; 5]);
+        let alone = [
+            whole.clone(),
+            row(&[90, 91, 13], &[no, no, 14], &[0; 3]),
+            row(&[90, 91, 20], &[no, no, 21], &[0; 3]),
+            row(&[90, 91, 30, 31], &[no, no, 31, 32], &[0; 4]),
+        ];
+        assert_eq!(build(false), alone);
+        // 3 + 2 cells a row: two windows of one token each take 6.
+        assert_eq!(build(true), alone);
+        let mut builder = RowBuilder::new(5, true, None).with_prompt(90, 2);
+        documents.iter().for_each(|document| builder.push(document).unwrap());
+        let rows = builder.finish().unwrap().0;
+        let both = row(&[90, 91, 20, 90, 91, 30, 31], &[no, no, 21, no, no, 31, 32], &[0, 0, 0, 3, 3, 3, 3]);
+        assert_eq!((rows.len(), rows.get(1)), (2, both.view()));
     }
 
     #[test]

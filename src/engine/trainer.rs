@@ -33,7 +33,7 @@ pub const VALUES: &str = "values";
 pub struct TrainerOptions {
     /// Most sequences of a micro-batch.
     pub rows: usize,
-    /// Tokens of the longest row.
+    /// Tokens of the longest row, those of a prompt included.
     pub seq_len: usize,
     /// Which activations are kept and which are computed again.
     pub policy: Policy,
@@ -62,6 +62,7 @@ impl TrainerOptions {
             keys: self.seq_len + set.prefix.as_ref().map_or(0, |prefix| prefix.length),
             // The gradient of a vector takes as much as that of rank 1.
             rank: set.loras.iter().map(|lora| lora.rank).max().unwrap_or(0).max(set.vectors.len().min(1)),
+            embedding_rank: set.embedding.as_ref().map_or(0, |delta| delta.rank),
             dropout: set.spec.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0),
             scaled_deltas: set.loras.iter().any(|lora| lora.d.is_some() || lora.e.is_some()),
             derived_ranks: derived_ranks(set),

@@ -75,7 +75,7 @@ impl<'a> Generator<'a> {
     /// Joins a base and any number of adapters; `tokenizer` turns ids into text.
     ///
     /// # Errors
-    /// When more than one adapter brings a prefix.
+    /// When more than one adapter brings a prefix or a prompt.
     pub fn new(base: Arc<Base>, adapters: &[Scaled], tokenizer: Option<&'a Tokenizer>) -> Result<Self> {
         let sets: Vec<(&AdapterSet, f32)> = adapters.iter().map(|(set, _, factor)| (*set, *factor)).collect();
         let bindings = AdapterBindings::new(&sets, base.config.layers)?;
@@ -87,9 +87,10 @@ impl<'a> Generator<'a> {
         Ok(Self { base, settled: OnceCell::new(), bindings, values, tokenizer, end_of_text })
     }
 
-    /// Tokens of prompt and continuation together that fit after the prefix.
+    /// Tokens of prompt and continuation together that fit after the virtual tokens of prefix and prompt.
     pub fn room(&self) -> usize {
-        self.base.config.positions.saturating_sub(self.bindings.prefix_len())
+        let taken = self.bindings.prefix_len() + self.bindings.prompt_len();
+        self.base.config.positions.saturating_sub(taken)
     }
 
     /// `options.num_samples` continuations of `prompt`; sample i draws with `options.seed + i`.

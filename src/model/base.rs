@@ -246,4 +246,10 @@ impl BaseWeights for Base {
         let norm = norms.get(norm)?;
         Some(NormWeights { gain: norm.gain.view().to_floats(), bias: norm.bias.view().to_floats() })
     }
+
+    fn token_embeddings(&self, ids: &[u32]) -> Option<Vec<f32>> {
+        let known = ids.iter().all(|&id| (id as usize) < self.config.vocab);
+        let rows = ids.iter().map(|&id| self.weights.wte.view().row(id as usize).to_floats());
+        known.then(|| rows.flatten().collect())
+    }
 }

@@ -12,7 +12,10 @@ use super::{
 };
 use crate::{
     error::{Error, Result},
-    kernels::adapted_linear::{BiasPlace, Delta, Scaling, SiteVectors, Vector},
+    kernels::{
+        adapted_linear::{BiasPlace, Delta, Scaling, SiteVectors, Vector},
+        embed::EmbeddingDelta,
+    },
 };
 
 /// The sites of one layer, by [`Site`].
@@ -73,6 +76,8 @@ pub struct AdapterBindings {
     pub layers: Vec<LayerSites>,
     /// Layer norms.
     pub norms: NormBindings,
+    /// The embedding of tokens.
+    pub embedding: EmbeddingBinding,
     /// The prefix, if any set has one.
     pub prefix: Option<PrefixBinding>,
     /// Values of the sets, which the flat store begins with.
@@ -97,6 +102,37 @@ pub struct DerivedScale {
     pub columns: usize,
     /// Values of the set that it belongs to.
     owner: Range<usize>,
+}
+
+/// The embedding of tokens with its adapters.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct EmbeddingBinding {
+    /// Low-rank deltas of wte.
+    pub deltas: Vec<EmbeddingDelta>,
+    /// Virtual tokens in front of every document, if any set has them.
+    pub prompt: Option<PromptBinding>,
+}
+
+/// Learned rows `(p, c)` of the embedding, those of ids v, v + 1, ..
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PromptBinding {
+    /// p.
+    pub length: usize,
+    /// The rows in the flat store.
+    pub rows: Vector,
+}
+
+impl EmbeddingBinding {
+    /// Whether anything of it gets a gradient.
+    pub fn trains(&self) -> bool {
+        self.deltas.iter().any(EmbeddingDelta::trains)
+            || self.prompt.is_some_and(|prompt| !prompt.rows.frozen)
+    }
+
+    /// Largest rank of a delta; 0 without one.
+    pub fn most_rank(&self) -> usize {
+        self.deltas.iter().map(|delta| delta.rank).max().unwrap_or(0)
+    }
 }
 
 /// A prefix: its length and where its values lie in the flat store.
@@ -140,17 +176,18 @@ impl AdapterBindings {
         Self {
             layers: vec![LayerSites::default(); layers],
             norms: NormBindings::none(layers),
+            embedding: EmbeddingBinding::default(),
             prefix: None,
             len: 0,
             derived: Vec::new(),
         }
     }
 
-    /// Binds `sets`, whose values lie one after another, each LoRA multiplied by its factor.
+    /// Binds `sets`, whose values are one after another, each low-rank delta multiplied by its factor.
     ///
     /// # Errors
-    /// When two sets bring what a model has room for once, an output scale follows from norms of which another set's
-    /// deltas are a part, or a set has a part that the blocks do not compute.
+    /// When two sets bring what a model has room for once, or an output scale follows from norms of which another set's
+    /// deltas are a part.
     pub fn new(sets: &[(&AdapterSet, f32)], layers: usize) -> Result<Self> {
         let mut bindings = Self::none(layers);
         for (set, factor) in sets {
@@ -186,11 +223,6 @@ impl AdapterBindings {
     fn add(&mut self, set: &AdapterSet, factor: f32) -> Result<()> {
         let first = self.len;
         let at = |tensor: usize| first + set.layout.tensors[tensor].offset;
-        if set.embedding.is_some() || set.prompt.is_some() {
-            return Err(Error::input(
-                "an adapter has a part that the blocks of this model do not compute; leave its method out",
-            ));
-        }
         for vectors in &set.vectors {
             self.add_vectors(set, vectors)?;
         }
@@ -205,6 +237,23 @@ impl AdapterBindings {
         for (number, lora) in set.loras.iter().enumerate() {
             let delta = self.delta(set, number, factor);
             self.layers[lora.layer][lora.site].deltas.push(delta);
+        }
+        if let Some(delta) = &set.embedding {
+            self.embedding.deltas.push(EmbeddingDelta {
+                a: self.vector(set, delta.a),
+                b: self.vector(set, delta.b),
+                rank: delta.rank,
+                scale: delta.scale * factor,
+            });
+        }
+        if let Some(prompt) = &set.prompt {
+            let rows = self.vector(set, prompt.embeddings);
+            let bound = PromptBinding { length: prompt.length, rows };
+            if self.embedding.prompt.replace(bound).is_some() {
+                return Err(Error::input(
+                    "two of the adapters bring a prompt, and a model has room for one; leave one --adapter out",
+                ));
+            }
         }
         if let Some(prefix) = &set.prefix {
             let source = match prefix.values {
@@ -313,21 +362,25 @@ impl AdapterBindings {
         sites.flat_map(|site| &mut site.deltas).for_each(|delta| delta.transposed = true);
     }
 
-    /// The lowest layer with anything trainable; below it no gradient is needed.
+    /// The lowest layer that a backward comes to: the first with anything trainable, and the first of all where
+    /// anything in front of the layers is.
     pub fn lowest(&self) -> usize {
         let mut layers = self.layers.iter().zip(&self.norms.layers);
         let first = layers.position(|(sites, norms)| {
             sites.iter().any(SiteBinding::trains) || norms.iter().any(NormBinding::trains)
         });
-        match (&self.prefix, first) {
-            (Some(_), _) => 0,
-            (None, first) => first.unwrap_or(self.layers.len()),
-        }
+        let in_front = self.prefix.is_some() || self.embedding.trains();
+        if in_front { 0 } else { first.unwrap_or(self.layers.len()) }
     }
 
     /// Prefix rows, 0 without a prefix.
     pub fn prefix_len(&self) -> usize {
         self.prefix.as_ref().map_or(0, |prefix| prefix.length)
+    }
+
+    /// Virtual tokens in front of every document, 0 without a prompt.
+    pub fn prompt_len(&self) -> usize {
+        self.embedding.prompt.map_or(0, |prompt| prompt.length)
     }
 
     /// Whether the backward of any layer reads the input of `site`.
@@ -542,9 +595,27 @@ mod tests {
     }
 
     #[test]
-    fn a_part_that_the_blocks_do_not_compute_is_refused() {
-        let refused = |set: &AdapterSet| AdapterBindings::new(&[(set, 1.0)], 3).is_err();
-        assert!(!refused(&set()));
-        assert!(refused(&AdapterSet { prompt: Some(Prompt { length: 1, embeddings: 5 }), ..set() }));
+    fn the_embedding_is_bound_to_its_places_in_the_store() {
+        let delta = engraft_adapters::EmbeddingDelta { rank: 2, scale: 1.5, a: 0, b: 1 };
+        let prompt = Some(Prompt { length: 3, embeddings: 2 });
+        let empty = AdapterSet { loras: vec![], ..set() };
+        let deltas = AdapterSet { embedding: Some(delta), ..empty.clone() };
+        let bindings = AdapterBindings::new(&[(&deltas, 1.0), (&deltas, 0.5)], 3).unwrap();
+        let expected = EmbeddingDelta { a: Vector::frozen(0), b: Vector::trained(6), rank: 2, scale: 1.5 };
+        let second =
+            EmbeddingDelta { a: Vector::frozen(28), b: Vector::trained(34), scale: 0.75, ..expected };
+        assert_eq!(bindings.embedding.deltas, [expected, second]);
+        assert_eq!((bindings.lowest(), bindings.prompt_len()), (0, 0));
+        let prompts = AdapterSet { prompt: prompt.clone(), ..empty.clone() };
+        let bindings = AdapterBindings::new(&[(&deltas, 1.0), (&prompts, 0.5)], 3).unwrap();
+        let rows = Vector::trained(28 + 14);
+        assert_eq!(bindings.embedding.prompt, Some(PromptBinding { length: 3, rows }));
+        assert_eq!((bindings.lowest(), bindings.prompt_len()), (0, 3));
+        let error = AdapterBindings::new(&[(&prompts, 1.0), (&prompts, 1.0)], 3).unwrap_err().to_string();
+        assert!(error.contains("bring a prompt"), "{error}");
+        // Nothing in front of the layers is trained.
+        let mut frozen = AdapterSet { prompt, ..empty };
+        frozen.layout.tensors[2].group = 1;
+        assert_eq!(AdapterBindings::new(&[(&frozen, 1.0)], 3).unwrap().lowest(), 3);
     }
 }

@@ -26,7 +26,7 @@ use super::{
 pub struct Limits {
     /// Rows b of a micro-batch.
     pub rows: usize,
-    /// Tokens t of the longest row.
+    /// Tokens t of the longest row, virtual ones included.
     pub tokens: usize,
 }
 
@@ -363,7 +363,7 @@ impl BackwardWork {
         Ok(Self {
             grad: arena.take("d residual", activations, &[n, c])?,
             narrow: arena.take("d narrow", activations, &[n, c])?,
-            d_xa: arena.take("d xa", F32, &[n, bindings.most_ranks()])?,
+            d_xa: arena.take("d xa", F32, &[n, bindings.most_ranks().max(bindings.embedding.most_rank())])?,
             d_prefix: arena.take("d prefix", F32, &[limits.rows, 2, bindings.prefix_len(), c])?,
         })
     }
@@ -407,14 +407,16 @@ pub struct Inputs {
     pub rows: Buffer,
     /// Their targets `(m)`.
     pub targets: Buffer,
+    /// Indices of the tokens in the order of their ids `(n)`, where a backward comes to the embedding.
+    pub by_id: Option<Buffer>,
 }
 
 impl Inputs {
-    /// Cuts the buffers of the largest micro-batch.
+    /// Cuts the buffers of the largest micro-batch, with those of a backward to the embedding if `by_id`.
     ///
     /// # Errors
     /// When the arena is exhausted.
-    pub fn cut(arena: &mut Arena, limits: Limits) -> Result<Self> {
+    pub fn cut(arena: &mut Arena, limits: Limits, by_id: bool) -> Result<Self> {
         let n = limits.cells();
         Ok(Self {
             ids: arena.take("ids", U32, &[n])?,
@@ -422,6 +424,7 @@ impl Inputs {
             starts: arena.take("starts", U32, &[n])?,
             rows: arena.take("supervised rows", U32, &[n])?,
             targets: arena.take("targets", I32, &[n])?,
+            by_id: if by_id { Some(arena.take("tokens by id", U32, &[n])?) } else { None },
         })
     }
 }

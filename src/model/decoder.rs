@@ -5,7 +5,7 @@
 
 mod pass;
 
-use std::sync::Arc;
+use std::{borrow::Cow, sync::Arc};
 
 use self::pass::{PassInputs, Shared, next_pieces};
 use super::scratch::{self, ScratchNeeds};
@@ -63,8 +63,8 @@ struct DecoderAdapter {
 struct RowState {
     /// Number of its adapters.
     adapter: usize,
-    /// How many tokens it has read.
-    tokens: usize,
+    /// How many tokens the cache has of it: what it has read, after the virtual tokens of its prompt.
+    cached: usize,
 }
 
 /// Tokens for one row of a [`Decoder`].
@@ -104,9 +104,10 @@ impl Decoder {
         let (device, activations) = (base.device, base.activations);
         let mut arenas = Arenas::real(None).on(device);
         let rows = rows.max(1);
-        let cache = Cache::new(config, rows, capacity, activations, &mut arenas)?;
+        let cached = capacity + bindings.prompt_len();
+        let cache = Cache::new(config, rows, cached, activations, &mut arenas)?;
         // A chunk of a prompt, or one token of each row.
-        let most = capacity.clamp(1, CHUNK).max(rows);
+        let most = cached.clamp(1, CHUNK).max(rows);
         let (logits, inputs, starts) = arenas.build("decoding", Placement::Memory, |arena| {
             let logits = arena.take("logits", F32, &[rows, config.vocab])?;
             let inputs = arena.take("inputs", U32, &[PassInputs::most(rows, most)])?;
@@ -114,7 +115,7 @@ impl Decoder {
         })?;
         let mut streamer = WeightStreamer::new(Policy::default(), &base)?;
         let adapter = DecoderAdapter::new(&base, &mut streamer, bindings, values)?;
-        let buffers = workspace(&base, std::slice::from_ref(&adapter), rows, most, capacity)?;
+        let buffers = workspace(&base, std::slice::from_ref(&adapter), rows, most, cached)?;
         let records = device.kind().records_graphs && !base.is_streamed();
         let recorded = if records { Recorded::Not(Vec::new()) } else { Recorded::Never };
         Ok(Self {
@@ -134,10 +135,16 @@ impl Decoder {
     /// Adds adapters that rows can be given; returns their number. Those of [`Decoder::new`] have number 0.
     ///
     /// # Errors
-    /// When the prefix leaves no position for a token, or memory cannot be reserved.
+    /// When prefix and prompt leave no position for a token, or memory cannot be reserved.
     pub fn add_adapter(&mut self, bindings: AdapterBindings, values: Vec<f32>) -> Result<usize> {
         let Layers { base, streamer, .. } = &mut self.layers;
         check_length(base, &bindings, 1)?;
+        let (prompt, cells) = (bindings.prompt_len(), self.cache.capacity());
+        if prompt >= cells {
+            return Err(Error::input(format!(
+                "a prompt of {prompt} virtual tokens leaves no room in a decoder for {cells} tokens; make it for more"
+            )));
+        }
         self.adapters.push(DecoderAdapter::new(base, streamer, bindings, values)?);
         let rows = self.rows.len();
         let buffers = workspace(base, &self.adapters, rows, self.most, self.cache.capacity());
@@ -164,7 +171,7 @@ impl Decoder {
             let count = self.adapters.len();
             return Err(Error::input(format!("adapter {adapter} is not one of the {count} of this decoder")));
         }
-        self.rows[row] = RowState { adapter, tokens: 0 };
+        self.rows[row] = RowState { adapter, cached: 0 };
         Ok(())
     }
 
@@ -190,37 +197,43 @@ impl Decoder {
 
     /// Tokens that row 0 has read.
     pub fn position(&self) -> usize {
-        self.rows[0].tokens
+        self.position_of(0)
     }
 
     /// Tokens that `row` has read; 0 where there is no such row.
     pub fn position_of(&self, row: usize) -> usize {
-        self.rows.get(row).map_or(0, |row| row.tokens)
+        self.rows.get(row).map_or(0, |row| row.cached.saturating_sub(self.prompt_len(row.adapter)))
     }
 
-    /// Tokens that a row can read in all; fewer where its prefix takes more positions than that of adapter 0.
+    /// Virtual tokens in front of what rows of an adapter read.
+    fn prompt_len(&self, adapter: usize) -> usize {
+        self.adapters[adapter].bindings.prompt_len()
+    }
+
+    /// Tokens that a row can read in all; fewer where its prefix or its prompt takes more positions than that of
+    /// adapter 0.
     pub fn capacity(&self) -> usize {
-        self.cache.capacity()
+        self.cache.capacity() - self.prompt_len(0)
     }
 
     /// Tokens that `row` can still read.
     fn room(&self, row: usize) -> usize {
-        let RowState { adapter, tokens } = self.rows[row];
+        let RowState { adapter, cached } = self.rows[row];
         let positions = self.layers.base.config.positions - self.adapters[adapter].bindings.prefix_len();
-        self.capacity().min(positions).saturating_sub(tokens)
+        self.cache.capacity().min(positions).saturating_sub(cached.max(self.prompt_len(adapter)))
     }
 
     /// Forgets all but the first `tokens` of row 0, and all other rows.
     pub fn rewind(&mut self, tokens: usize) {
-        self.rows.iter_mut().skip(1).for_each(|row| row.tokens = 0);
+        self.rows.iter_mut().skip(1).for_each(|row| row.cached = 0);
         self.truncate(0, tokens);
     }
 
-    /// Forgets all but the first `tokens` of `row`.
+    /// Forgets all but the first `tokens` of `row`; its prompt, too, where none are left.
     pub fn truncate(&mut self, row: usize, tokens: usize) {
-        if let Some(row) = self.rows.get_mut(row) {
-            row.tokens = row.tokens.min(tokens);
-        }
+        let Some(&RowState { adapter, cached }) = self.rows.get(row) else { return };
+        let left = if tokens == 0 { 0 } else { tokens.saturating_add(self.prompt_len(adapter)) };
+        self.rows[row].cached = cached.min(left);
     }
 
     /// Makes the first `rows` rows copies of row 0, at most as many as were prepared for.
@@ -241,7 +254,7 @@ impl Decoder {
     }
 
     fn copy(&mut self, from: usize, to: usize) {
-        self.cache.copy(from, to, self.rows[from].tokens);
+        self.cache.copy(from, to, self.rows[from].cached);
         self.rows[to] = self.rows[from];
     }
 
@@ -269,10 +282,13 @@ impl Decoder {
     /// As [`Decoder::feed`], and when a row is named twice or does not exist. Nothing is read then.
     pub fn feed_rows(&mut self, sequences: &[RowTokens]) -> Result<&[f32]> {
         self.check(sequences)?;
+        let whole: Vec<Cow<[u32]>> = sequences.iter().map(|sequence| self.after_prompt(sequence)).collect();
         on_pool(|| {
-            let single = sequences.iter().all(|sequence| sequence.ids.len() == 1);
+            let single = whole.iter().all(|ids| ids.len() == 1);
             let most = if single { self.most } else { self.most.min(CHUNK) };
-            let mut left = sequences.to_vec();
+            let rows = sequences.iter().map(|sequence| sequence.row);
+            let mut left: Vec<RowTokens> =
+                rows.zip(&whole).map(|(row, ids)| RowTokens { row, ids }).collect();
             let mut done = 0;
             while done < left.len() {
                 let (pieces, ended) = next_pieces(&mut left[done..], most);
@@ -281,6 +297,17 @@ impl Decoder {
             }
             self.read_logits(sequences.len())
         })
+    }
+
+    /// The tokens of a sequence, after those virtual ones of its prompt that its row has not read.
+    fn after_prompt<'a>(&self, sequence: &RowTokens<'a>) -> Cow<'a, [u32]> {
+        let RowState { adapter, cached } = self.rows[sequence.row];
+        let (vocab, prompt) = (self.layers.base.config.vocab, self.prompt_len(adapter));
+        if cached >= prompt {
+            return Cow::Borrowed(sequence.ids);
+        }
+        let ids = (vocab + cached..vocab + prompt).map(|id| id as u32);
+        Cow::Owned(ids.chain(sequence.ids.iter().copied()).collect())
     }
 
     fn check_row(&self, row: usize) -> Result<()> {
@@ -383,11 +410,13 @@ fn workspace(
     let config = &base.config;
     let rank = bindings.iter().map(|bindings| bindings.most_scaled_rank()).max().unwrap_or(0);
     let keys = prefix + capacity;
+    let embedding_rank = bindings.iter().map(|bindings| bindings.embedding.most_rank()).max().unwrap_or(0);
     let needs = ScratchNeeds {
         config,
         rows: most,
         keys,
         rank,
+        embedding_rank,
         dropout: false,
         scaled_deltas: rank > 0,
         // Scales were derived before.

@@ -6,13 +6,17 @@ use std::{ops::Range, sync::Arc};
 use crate::{
     device::{View, ViewMut},
     error::{Error, Result},
-    kernels::{adapted_linear::Dropout, embed, layernorm},
+    kernels::{
+        adapted_linear::Dropout,
+        embed::{self, DeltaGradients, Tables, Tokens},
+        layernorm,
+    },
 };
 
 use super::{
     Base,
     activations::{ANY, ActivationBuffers},
-    bindings::LayerSites,
+    bindings::{EmbeddingBinding, LayerSites, PromptBinding},
     block::{Block, Gradients, rows},
     cache::{CachedRows, LayerCache},
     norms::{NormBindings, normalise},
@@ -30,6 +34,8 @@ pub struct RowGroup<'a> {
     pub tokens: usize,
     /// Which of the wanted tokens are of these rows, where not all tokens are wanted.
     pub wanted: Range<usize>,
+    /// Adapters of the embedding.
+    pub embedding: &'a EmbeddingBinding,
     /// Adapters of the sites, by layer.
     pub sites: &'a [LayerSites],
     /// Vectors of the norms.
@@ -63,6 +69,9 @@ pub struct MicroBatch<'a> {
     pub positions: View<'a>,
     /// First visible token of each token `(n)`.
     pub starts: View<'a>,
+    /// Indices of the tokens `(n)`, those of one id side by side ([`embed::by_id`]), where a backward comes to the
+    /// embedding.
+    pub by_id: Option<View<'a>>,
     /// All rows, in the order of their tokens.
     pub groups: &'a [RowGroup<'a>],
     /// The tokens whose output of the last block anything reads `(m)`, ascending; `None` where that is all of them.
@@ -127,8 +136,7 @@ impl Layers {
         let (n, base) = (batch.len(), Arc::clone(&self.base));
         let (c, layers, weights) = (base.config.width, base.config.layers, &base.weights);
         self.streamer.enter(weights, Stage::Embed, Some(Stage::Block(0)), Input::default());
-        let x = rows!(mut self.buffers.input_mut(0), n, c);
-        embed::forward(batch.ids, batch.positions, weights.wte.view(), weights.wpe.view(), x);
+        embedding(&base, batch, rows!(mut self.buffers.input_mut(0), n, c));
         for layer in 0..layers {
             let after = if layer + 1 < layers { Some(Stage::Block(layer + 1)) } else { next };
             self.streamer.enter(weights, Stage::Block(layer), after, self.passed(layer));
@@ -152,7 +160,7 @@ impl Layers {
         Ok(())
     }
 
-    /// Backward through the blocks from the top to block `lowest`.
+    /// Backward through the blocks from the top to block `lowest`, and to the embedding where that is trained.
     ///
     /// # Errors
     /// As [`Layers::forward_keeping`], and when the buffers are not those of a training.
@@ -165,6 +173,7 @@ impl Layers {
     ) -> Result<()> {
         let (n, base) = (batch.len(), Arc::clone(&self.base));
         let c = base.config.width;
+        let embedding = batch.groups.iter().any(|group| group.embedding.trains());
         for layer in (lowest..base.config.layers).rev() {
             let below = layer.checked_sub(1).filter(|&below| below >= lowest);
             let input = Input {
@@ -182,10 +191,35 @@ impl Layers {
             let (x, workspace, back) = self.buffers.back(layer).ok_or_else(lost)?;
             let x = rows!(x, n, c);
             let saved = block.again(x, buffers, workspace, keep);
-            let buffers = block.backward(x, saved, workspace, back, to, layer > lowest);
+            let buffers = block.backward(x, saved, workspace, back, to, embedding || layer > lowest);
             self.buffers.give_back(layer, buffers, owned);
         }
+        if embedding {
+            self.embedding_backward(batch, to)?;
+        }
         self.streamer.leave(&base.weights, self.buffers.pages(lowest));
+        Ok(())
+    }
+
+    /// Backward of the embedding, from the gradient of the first block's input.
+    fn embedding_backward(&mut self, batch: MicroBatch, to: &mut Gradients) -> Result<()> {
+        let (n, config) = (batch.len(), &self.base.config);
+        let (_, _, back) = self.buffers.back(0).ok_or_else(lost)?;
+        let by_id = batch.by_id.ok_or_else(lost)?;
+        let tokens = Tokens { ids: batch.ids, vocab: config.vocab };
+        for group in batch.groups {
+            for delta in group.embedding.deltas.iter().filter(|delta| delta.trains()) {
+                let dx = rows!(back.grad, n, config.width);
+                let to = DeltaGradients { grads: to.store.reborrow(), d_xa: back.d_xa.view_mut() };
+                embed::delta_backward(delta, tokens, by_id, group.values, dx, to);
+            }
+            let prompt = group.embedding.prompt.filter(|prompt| !prompt.rows.frozen);
+            if let Some(PromptBinding { length, rows }) = prompt {
+                let dx = rows!(back.grad, n, config.width);
+                let to = to.store.reborrow().slice(rows.at, length * config.width);
+                embed::prompt_backward(tokens, by_id, dx, to);
+            }
+        }
         Ok(())
     }
 
@@ -200,6 +234,31 @@ impl Layers {
     /// The input that the forward no longer needs when it enters block `layer`, or the head after the last block.
     pub fn passed(&self, layer: usize) -> Input {
         Input { release: layer.checked_sub(1).and_then(|below| self.buffers.pages(below)), fetch: None }
+    }
+}
+
+/// `x (n, c)`: the rows of both tables, and what the adapters of each group add.
+fn embedding(base: &Base, batch: MicroBatch, x: ViewMut) {
+    let (c, vocab, weights) = (base.config.width, base.config.vocab, &base.weights);
+    let tables = Tables { wte: weights.wte.view(), wpe: weights.wpe.view(), prompt: None };
+    let mut x = x;
+    // One call for all rows, unless some have rows of the table of their own.
+    let apart = batch.groups.iter().any(|group| group.embedding.prompt.is_some());
+    if !apart {
+        embed::forward(batch.ids, batch.positions, tables, x.reborrow());
+    }
+    for group in batch.groups {
+        let (first, len) = (group.first, group.len());
+        let (ids, positions) = (batch.ids.slice(first, len), batch.positions.slice(first, len));
+        let mut x = x.reborrow().slice(first * c, len * c);
+        if apart {
+            let prompt = group.embedding.prompt;
+            let prompt = prompt.map(|prompt| group.values.slice(prompt.rows.at, prompt.length * c));
+            embed::forward(ids, positions, Tables { prompt, ..tables }, x.reborrow());
+        }
+        for delta in &group.embedding.deltas {
+            embed::add_delta(delta, Tokens { ids, vocab }, group.values, x.reborrow());
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use crate::{
     kernels::{
         adamw,
         adapted_linear::{self, DeltaScratch},
-        attention, column_norms, layernorm,
+        attention, column_norms, embed, layernorm,
         matmul::{
             self, Arithmetic,
             device_scratch::{SMALL_BATCH, product},
@@ -26,6 +26,8 @@ pub struct ScratchNeeds<'a> {
     pub keys: usize,
     /// Largest rank of a delta.
     pub rank: usize,
+    /// Largest rank of a delta of the embedding.
+    pub embedding_rank: usize,
     /// Whether deltas drop elements of their input.
     pub dropout: bool,
     /// Whether a delta has d or e.
@@ -50,6 +52,7 @@ pub fn bytes(needs: ScratchNeeds, threads: usize, arithmetic: Arithmetic) -> usi
             vectors: needs.scaled_deltas,
         }),
         needs.derived_ranks.map_or((0, 0), column_norms::scratch),
+        embed::scratch(needs.rows, needs.config.width, needs.embedding_rank),
     ];
     let tiles = ops.iter().map(|op| op.0).max().unwrap_or(0);
     let packed = ops.iter().map(|op| op.1).max().unwrap_or(0);
@@ -115,6 +118,7 @@ mod tests {
                 rows,
                 keys: 16,
                 rank: 1,
+                embedding_rank: 0,
                 dropout: false,
                 scaled_deltas: false,
                 derived_ranks: None,

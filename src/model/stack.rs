@@ -14,6 +14,7 @@ use crate::{
     error::{Error, Result},
     kernels::{
         adapted_linear::Dropout,
+        embed,
         head_loss::{self, Supervised, Tally},
         layernorm,
         matmul::Matrix,
@@ -93,7 +94,7 @@ impl Stack {
         training: bool,
         arenas: &mut Arenas,
     ) -> Result<Self> {
-        check_length(&base, &bindings, limits.tokens)?;
+        check_length(&base, &bindings, limits.tokens.saturating_sub(bindings.prompt_len()))?;
         let (inputs, buffers) = Self::cut(&base.config, &bindings, limits, policy, training, arenas)?;
         let streamer = WeightStreamer::new(policy, &base)?;
         Ok(Self { layers: Layers { base, buffers, streamer }, bindings, limits, inputs })
@@ -112,7 +113,8 @@ impl Stack {
         arenas: &mut Arenas,
     ) -> Result<(Inputs, ActivationBuffers)> {
         let sizes = Sizes { config, limits, activations: policy.activations };
-        let inputs = arenas.build("data", Placement::Memory, |arena| Inputs::cut(arena, limits))?;
+        let by_id = training && bindings.embedding.trains();
+        let inputs = arenas.build("data", Placement::Memory, |arena| Inputs::cut(arena, limits, by_id))?;
         Ok((inputs, ActivationBuffers::cut(arenas, sizes, &[bindings], policy, training)?))
     }
 
@@ -234,7 +236,14 @@ impl Stack {
         }
         let config = &self.layers.base.config;
         let vocab = config.vocab;
-        let outside = batch.ids.iter().copied().find(|&id| id as usize >= vocab);
+        let prompt = self.bindings.prompt_len();
+        // A virtual token has one place in its document.
+        let known = |id: u32, position: u32| match (id as usize).checked_sub(vocab) {
+            None => true,
+            Some(index) => index < prompt && index == position as usize,
+        };
+        let mut cells = batch.ids.iter().zip(&batch.positions);
+        let outside = cells.find(|(id, position)| !known(**id, **position)).map(|(id, _)| *id);
         let target = batch
             .targets
             .iter()
@@ -244,6 +253,14 @@ impl Stack {
             return Err(Error::input(format!(
                 "token {id} is outside the vocabulary of {vocab} of base {}; tokenise the data for this base",
                 self.layers.base.name
+            )));
+        }
+        let without = batch.ids.chunks(batch.seq_len.max(1)).find(|row| row[0] as usize != vocab);
+        if let (1.., Some(row)) = (prompt, without) {
+            return Err(Error::failed(format!(
+                "a row begins with token {} instead of the {prompt} virtual tokens of the prompt; prepare rows with a \
+                 prompt of {prompt}",
+                row[0]
             )));
         }
         // Positions of text start after the prefix.
@@ -260,6 +277,9 @@ impl Stack {
         self.inputs.starts.view_mut().upload(&batch.starts);
         self.inputs.rows.view_mut().upload(&supervised);
         self.inputs.targets.view_mut().upload(&targets);
+        if let Some(by_id) = &mut self.inputs.by_id {
+            by_id.view_mut().upload(&embed::by_id(&batch.ids));
+        }
         Ok(supervised.len())
     }
 }
@@ -269,17 +289,22 @@ pub(super) fn head_matrix(base: &Base) -> Matrix<'_> {
     base.weights.head().view()
 }
 
-/// Rows of `tokens` after the prefix must fit the position embedding.
+/// Rows of `tokens` after the prefix and the prompt must fit the position embedding.
 pub(super) fn check_length(base: &Base, bindings: &AdapterBindings, tokens: usize) -> Result<()> {
-    let (positions, prefix) = (base.config.positions, bindings.prefix_len());
-    if tokens + prefix <= positions {
+    let (positions, prefix, prompt) = (base.config.positions, bindings.prefix_len(), bindings.prompt_len());
+    if tokens + prefix + prompt <= positions {
         return Ok(());
     }
-    let after = if prefix == 0 { String::new() } else { format!(" after a prefix of {prefix}") };
+    let after = match (prefix, prompt) {
+        (0, 0) => String::new(),
+        (_, 0) => format!(" after a prefix of {prefix}"),
+        (0, _) => format!(" after a prompt of {prompt} virtual tokens"),
+        _ => format!(" after a prefix of {prefix} and a prompt of {prompt} virtual tokens"),
+    };
     Err(Error::input(format!(
         "a row of {tokens} tokens{after} is longer than the {positions} positions of base {}; use --seq-len {} or less",
         base.name,
-        positions.saturating_sub(prefix)
+        positions.saturating_sub(prefix + prompt)
     )))
 }
 
@@ -290,6 +315,7 @@ fn group<'a>(bindings: &'a AdapterBindings, trained: Trained<'a>, batch: &Batch)
         batch: batch.rows,
         tokens: batch.seq_len,
         wanted: 0..batch.supervised(),
+        embedding: &bindings.embedding,
         sites: &bindings.layers,
         norms: &bindings.norms,
         values: trained.values,
@@ -311,6 +337,7 @@ fn micro_batch<'a>(
         ids: rows!(inputs.ids, n, 1),
         positions: rows!(inputs.positions, n, 1),
         starts: rows!(inputs.starts, n, 1),
+        by_id: inputs.by_id.as_ref().map(|by_id| rows!(by_id, n, 1)),
         groups,
         wanted: wanted(bindings, inputs, batch, dropout),
         dropout,

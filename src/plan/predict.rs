@@ -60,7 +60,8 @@ impl MicroBatch<'_> {
     /// The lowest layer with anything trainable.
     fn lowest(&self) -> usize {
         let layers = self.base.config.layers;
-        if self.set.prefix.is_some() {
+        let AdapterSet { prefix, embedding, prompt, .. } = self.set;
+        if prefix.is_some() || embedding.is_some() || prompt.is_some() {
             return 0;
         }
         let deltas = self.set.loras.iter().map(|lora| lora.layer);
@@ -80,7 +81,8 @@ impl MicroBatch<'_> {
                 lora.rank * (arch.sites.get(lora.site).map_or(0, |site| site.inputs) + lora.columns.len())
             })
             .sum();
-        6.0 * (values * self.n()) as f64 / rates.thin
+        let embedding = self.set.embedding.as_ref().map_or(0, |delta| delta.rank * self.base.config.width);
+        6.0 * ((values + embedding) * self.n()) as f64 / rates.thin
     }
 
     /// Head and loss, forward and backward, in chunks: the head is widened twice for each.

@@ -115,7 +115,7 @@ pub struct TrainingJob<'a> {
     pub set: &'a AdapterSet,
     /// Sequences per optimizer step.
     pub batch: usize,
-    /// Tokens of the longest row.
+    /// Tokens of the longest row, those of a prompt included.
     pub seq_len: usize,
     /// The device that computes.
     pub device: PlannedDevice,
@@ -212,7 +212,9 @@ impl Job for TrainingJob<'_> {
         let micro = (config.micro_batch * self.seq_len) as u64;
         // Ids, targets, positions and starts of a batch, the tokenised rows they come from, and lists of a
         // micro-batch that are made on its way to the device.
-        let step = cells * (16 + 12) + micro * 16;
+        let in_front = self.set.embedding.is_some() || self.set.prompt.is_some();
+        let by_id = if in_front { 4 } else { 0 };
+        let step = cells * (16 + 12) + micro * (16 + by_id);
         // Strings and lists whose sizes are not planned one by one: names of tensors and headers of files
         // while saving, losses of a micro-batch, events. Seen: up to 0.1 MiB.
         let small = (256 << 10) + 512 * self.set.layout.tensors.len() as u64;

@@ -53,7 +53,7 @@ impl Prepared {
         if let Some(values) = self.loaded.take() {
             return Ok(values);
         }
-        let text = prefix_text(&options.prefix_start, tokenizer, &self.train)?;
+        let text = prefix_text(&options.prefix_start, base, tokenizer, &self.train)?;
         adapter::initial_values(&self.set, base, options.seed, &options.prefix_start, &text, stream)
     }
 }
@@ -71,9 +71,9 @@ pub(super) fn prepare(
     spool: &Path,
 ) -> Result<Prepared> {
     let mut chosen = choose(options, base, past)?;
-    let prefix = chosen.set.prefix.as_ref().map_or(0, |prefix| prefix.length);
-    let seq_len = row_limit(options.seq_len, prefix, base.config.positions)?;
-    let (train, eval) = load_rows(options, base, tokenizer, seq_len, spool)?;
+    let seq_len = row_limit(options.seq_len, Some(&chosen.set), base.config.positions)?;
+    let rows = RowOptions { seq_len, prompt: chosen.set.prompt_len(), spool };
+    let (train, eval) = load_rows(options, base, tokenizer, rows)?;
     let sampler = Sampler::new(train.rows.len(), options.seed, options.shuffle);
     let steps = match options.length {
         Length::Steps(steps) => steps,
@@ -118,21 +118,28 @@ fn choose(options: &RunOptions, base: &Base, past: Option<&Save>) -> Result<Chos
     }
 }
 
+/// What rows depend on beside the options of a run.
+struct RowOptions<'a> {
+    seq_len: usize,
+    prompt: usize,
+    spool: &'a Path,
+}
+
 fn load_rows(
     options: &RunOptions,
     base: &Base,
     tokenizer: Option<&Tokenizer>,
-    seq_len: usize,
-    spool: &Path,
+    rows: RowOptions,
 ) -> Result<(Dataset, Option<Dataset>)> {
     let data_options = DataOptions {
-        seq_len,
+        seq_len: rows.seq_len,
         pack: options.pack,
         line_by_line: options.line_by_line,
         train_on_prompt: options.train_on_prompt,
         end_of_text: end_of_text(&base.config, tokenizer)?,
         vocab: base.config.vocab,
-        spool: Some(spool.to_owned()),
+        prompt: rows.prompt,
+        spool: Some(rows.spool.to_owned()),
     };
     let load = |source: &DataSource, split| load_split(source, split, tokenizer, &data_options);
     let train = load(&options.data, Split::Train)?;
@@ -194,23 +201,36 @@ pub fn end_of_text(config: &Config, tokenizer: Option<&Tokenizer>) -> Result<u32
     })
 }
 
-/// The longest row on a base with `positions` positions, of which `prefix` are taken.
+/// The longest row of text on a base with `positions` positions, some of which prefix and prompt of an adapter take.
 ///
 /// # Errors
 /// When there is no room for the row, or for any.
-pub fn row_limit(asked: Option<usize>, prefix: usize, positions: usize) -> Result<usize> {
-    let room = positions.saturating_sub(prefix);
+pub fn row_limit(asked: Option<usize>, set: Option<&AdapterSet>, positions: usize) -> Result<usize> {
+    let (prefix, prompt) = set.map_or((0, 0), |set| (set.prefix_len(), set.prompt_len()));
+    let room = positions.saturating_sub(prefix + prompt);
     if room == 0 {
-        return Err(Error::input(format!(
-            "--prefix-len {prefix}: leaves no position for text, the base has {positions}; give less than {positions}"
-        )));
+        return Err(Error::input(if prompt == 0 {
+            format!(
+                "--prefix-len {prefix}: leaves no position for text, the base has {positions}; give less than {positions}"
+            )
+        } else {
+            format!(
+                "the adapter's {} virtual tokens leave no position for text, the base has {positions}; give fewer than \
+                 {positions}",
+                prefix + prompt
+            )
+        }));
     }
     match asked {
         None => Ok(SEQ_LEN.min(room)),
         Some(asked) if (1..=room).contains(&asked) => Ok(asked),
         Some(asked) => {
-            let taken =
-                if prefix > 0 { format!(", {prefix} of them taken by the prefix") } else { String::new() };
+            let taken = match (prefix, prompt) {
+                (0, 0) => String::new(),
+                (_, 0) => format!(", {prefix} of them taken by the prefix"),
+                (0, _) => format!(", {prompt} of them taken by the prompt"),
+                _ => format!(", {prefix} of them taken by the prefix and {prompt} by the prompt"),
+            };
             Err(Error::input(format!(
                 "--seq-len {asked}: the base has {positions} positions{taken}; give 1 to {room}"
             )))
@@ -219,14 +239,20 @@ pub fn row_limit(asked: Option<usize>, prefix: usize, positions: usize) -> Resul
 }
 
 /// Ids a prefix may start from.
-fn prefix_text(start: &PrefixStart, tokenizer: Option<&Tokenizer>, train: &Dataset) -> Result<Vec<u32>> {
+fn prefix_text(
+    start: &PrefixStart,
+    base: &Base,
+    tokenizer: Option<&Tokenizer>,
+    train: &Dataset,
+) -> Result<Vec<u32>> {
     match (start, tokenizer) {
         (PrefixStart::Text(Some(text)), Some(tokenizer)) => tokenizer.encode(text),
         (PrefixStart::Text(Some(_)), None) => Err(Error::input(
             "--prefix-text: the base has no tokenizer to read it with; leave the option out to start from the data",
         )),
         (PrefixStart::Text(None), _) => {
-            Ok(train.rows.iter().next().map(|row| row.ids.to_vec()).unwrap_or_default())
+            let vocab = base.config.vocab;
+            Ok(train.rows.iter().next().map(|row| row.text(vocab).collect()).unwrap_or_default())
         }
         (PrefixStart::Random | PrefixStart::Zero, _) => Ok(Vec::new()),
     }
@@ -261,10 +287,26 @@ pub(super) fn describe(
 
 #[cfg(test)]
 mod tests {
+    use engraft_adapters::{PrefixSpec, Prompt};
+
     use super::*;
 
+    /// A set with a prefix and a prompt of these lengths.
+    fn taking(prefix: usize, prompt: usize) -> AdapterSet {
+        let spec = AdapterSpec { prefix: Some(PrefixSpec { length: prefix, projection: None }), lora: None };
+        let base = crate::model::builtin::builtin("gpt2").unwrap().unwrap().describe("gpt2", None);
+        let mut set = AdapterSet::new(&spec, &base).unwrap();
+        set.prefix = set.prefix.filter(|_| prefix > 0);
+        set.prompt = (prompt > 0).then_some(Prompt { length: prompt, embeddings: 0 });
+        set
+    }
+
     #[test]
-    fn rows_share_the_positions_with_the_prefix() {
+    fn rows_share_the_positions_with_the_prefix_and_the_prompt() {
+        let row_limit = |asked, prefix, positions| {
+            let set = (prefix > 0).then(|| taking(prefix, 0));
+            row_limit(asked, set.as_ref(), positions)
+        };
         assert_eq!(row_limit(None, 0, 1024).unwrap(), 256);
         assert_eq!(row_limit(None, 20, 128).unwrap(), 108);
         assert_eq!(row_limit(Some(108), 20, 128).unwrap(), 108);
@@ -275,5 +317,14 @@ mod tests {
         );
         assert!(row_limit(Some(0), 0, 128).is_err());
         assert!(row_limit(None, 128, 128).unwrap_err().to_string().contains("--prefix-len 128"));
+        let both = taking(20, 3);
+        assert_eq!(super::row_limit(None, Some(&both), 128).unwrap(), 105);
+        let message = super::row_limit(Some(106), Some(&both), 128).unwrap_err().to_string();
+        assert!(
+            message.contains("20 of them taken by the prefix and 3 by the prompt; give 1 to 105"),
+            "{message}"
+        );
+        let message = super::row_limit(None, Some(&taking(1, 127)), 128).unwrap_err().to_string();
+        assert!(message.contains("128 virtual tokens leave no position"), "{message}");
     }
 }

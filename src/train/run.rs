@@ -43,11 +43,12 @@ pub struct Finished {
 /// Tokens of a text that make a prompt.
 const PROMPT: usize = 16;
 
-/// The tokens up to the first supervised one; of a text, its first tokens.
-fn beginning(row: RowRef) -> Vec<u32> {
-    let unsupervised = row.targets.iter().take_while(|&&target| target == NO_LOSS).count();
+/// The tokens up to the first supervised one; of a text, its first tokens. Ids from `vocab` on are no text.
+fn beginning(row: RowRef, vocab: usize) -> Vec<u32> {
+    let text = row.ids.iter().zip(row.targets).filter(|(id, _)| (**id as usize) < vocab);
+    let unsupervised = text.clone().take_while(|(_, target)| **target == NO_LOSS).count();
     let len = if unsupervised == 0 { PROMPT } else { unsupervised + 1 };
-    row.ids.iter().copied().take(len).collect()
+    text.map(|(id, _)| *id).take(len).collect()
 }
 
 /// Trains until the last step, or until `interrupt` is set.
@@ -373,7 +374,9 @@ impl Run<'_> {
         };
         reporter.event(&Event::Done(&done))?;
         let rows = self.prepared.eval.as_ref().unwrap_or(&self.prepared.train);
-        Ok(Finished { adapter, prompt: rows.rows.iter().next().map(beginning).unwrap_or_default() })
+        let vocab = self.base.config.vocab;
+        let prompt = rows.rows.iter().next().map(|row| beginning(row, vocab)).unwrap_or_default();
+        Ok(Finished { adapter, prompt })
     }
 
     fn counted(&self) -> Option<events::Counted> {

@@ -19,7 +19,7 @@ use engraft_util::rng;
 use half::f16;
 
 use crate::setup::{
-    Case, Sizes, batch, case, difference, golden, lora, pack, prefix, random_base, row, within,
+    Case, Sizes, batch, case, difference, golden, lora, pack, prefix, random_base, row, with_prompt, within,
 };
 
 /// Bounds of docs/NUMERICS.md: what FP32 costs against f64, relative to a tensor's largest element.
@@ -36,6 +36,8 @@ struct Twin<'a> {
     vars: Vec<Var>,
     smoothing: f64,
     seed: u64,
+    /// Length that elements are numbered with for dropout.
+    seq_len: usize,
 }
 
 fn constant(values: Vec<f64>, shape: &[usize]) -> Result<Tensor> {
@@ -64,7 +66,8 @@ impl<'a> Twin<'a> {
                 Var::from_tensor(&constant(values, &slot.shape)?)
             })
             .collect::<Result<_>>()?;
-        Ok(Self { base, case, vars, smoothing: options.label_smoothing, seed: options.seed })
+        let TrainerOptions { label_smoothing, seed, seq_len, .. } = options;
+        Ok(Self { base, case, vars, smoothing: label_smoothing, seed, seq_len })
     }
 
     /// Sum of the losses of all rows.
@@ -85,7 +88,15 @@ impl<'a> Twin<'a> {
             (0u32..).zip(&row.starts).map(|(index, start)| index - start + shift).collect();
         let pick = |table: Tensor, ids: &[u32]| table.index_select(&Tensor::new(ids, &Device::Cpu)?, 0);
         let wpe = frozen(&weights.wpe, &[config.positions, c])?;
-        let mut x = (pick(matrix(&weights.wte)?, &row.ids)? + pick(wpe, &positions)?)?;
+        let mut wte = matrix(&weights.wte)?;
+        if let Some(delta) = &self.case.set.embedding {
+            let added = self.vars[delta.a].t()?.matmul(&self.vars[delta.b].t()?)?;
+            wte = (wte + (added * f64::from(delta.scale))?)?;
+        }
+        if let Some(prompt) = &self.case.set.prompt {
+            wte = Tensor::cat(&[&wte, self.vars[prompt.embeddings].as_tensor()], 0)?;
+        }
+        let mut x = (pick(wte, &row.ids)? + pick(wpe, &positions)?)?;
         for layer in 0..config.layers {
             x = self.block(x, layer, index, row, prefix)?;
         }
@@ -200,7 +211,7 @@ impl<'a> Twin<'a> {
         };
         let key = rng::key(&[self.seed, rng::name("dropout"), 0])
             ^ (mask as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        let first = (index * SEQ_LEN * inputs) as u64;
+        let first = (index * self.seq_len * inputs) as u64;
         let kept = |element: u64| rng::uniform(key, first + element) >= p;
         let factor = |element| if kept(element) { f64::from(1.0 / (1.0 - p)) } else { 0.0 };
         x * constant((0..(t * inputs) as u64).map(factor).collect(), &[t, inputs])?
@@ -285,9 +296,10 @@ pub type Worst = BTreeMap<String, f64>;
 
 pub fn check(base: &Arc<Base>, case: &Case, smoothing: f64, recompute: Recompute, worst: &mut Worst) {
     let policy = Policy { recompute, head_rows: 5, ..Policy::default() };
+    let rows = rows(base.config.vocab).iter().map(|row| with_prompt(row, base, case)).collect::<Vec<_>>();
     let options = TrainerOptions {
         rows: 3,
-        seq_len: SEQ_LEN,
+        seq_len: rows.iter().map(|row| row.ids.len()).max().unwrap_or(SEQ_LEN),
         policy,
         optimizer: OptimizerKind::AdamW,
         adamw: AdamWOptions::default(),
@@ -295,7 +307,6 @@ pub fn check(base: &Arc<Base>, case: &Case, smoothing: f64, recompute: Recompute
         label_smoothing: smoothing,
         seed: 3,
     };
-    let rows = rows(base.config.vocab);
     let mut trainer =
         Trainer::new(Arc::clone(base), case.set.clone(), &case.values, options, Arenas::real(None)).unwrap();
     let losses = trainer.accumulate(&[batch(&rows)]).unwrap();

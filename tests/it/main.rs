@@ -13,6 +13,7 @@ mod cli_input;
 mod cli_support;
 mod decoder;
 mod decoder_rows;
+mod embedding_parts;
 mod golden;
 mod hub;
 mod hub_server;
@@ -31,6 +32,7 @@ mod source;
 mod speed;
 mod tidy;
 mod trained_norms;
+mod virtual_tokens;
 
 #[global_allocator]
 static HEAP: engraft::observe::counting::Counting = engraft::observe::counting::Counting;

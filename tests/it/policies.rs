@@ -68,7 +68,7 @@ pub fn cut(rows: &[Row], size: usize) -> Vec<Batch> {
 }
 
 /// Gradient of the first step, reports of three steps, and the state after them.
-type Outcome = (Vec<f32>, Vec<StepReport>, TrainerState);
+pub type Outcome = (Vec<f32>, Vec<StepReport>, TrainerState);
 
 fn run(base: &Arc<Base>, case: &Case, options: TrainerOptions) -> Outcome {
     let mut trainer = trainer(base, case, options);
@@ -99,7 +99,7 @@ fn recompute_changes_no_bit() {
     }
 }
 
-fn same(found: &Outcome, expected: &Outcome, what: &str) {
+pub fn same(found: &Outcome, expected: &Outcome, what: &str) {
     assert_eq!(bits(&found.0), bits(&expected.0), "gradients of {what}");
     assert_eq!(found.1, expected.1, "reports of {what}");
     assert_eq!(found.2, expected.2, "state of {what}");

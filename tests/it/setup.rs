@@ -204,6 +204,20 @@ pub fn pack(rows: &[Row]) -> Row {
     packed
 }
 
+/// The row with the virtual tokens of a set in front of each document.
+pub fn with_prompt(row: &Row, base: &Base, case: &Case) -> Row {
+    let (vocab, prompt) = (base.config.vocab, case.set.prompt_len());
+    let mut whole = Row::default();
+    let mut first = 0;
+    while first < row.ids.len() {
+        let document = row.starts[first..].iter().take_while(|&&start| start as usize == first).count();
+        let end = first + document;
+        whole.push(&row.ids[first..end], &row.targets[first..end], vocab, prompt);
+        first = end;
+    }
+    whole
+}
+
 pub fn batch(rows: &[Row]) -> Batch {
     Batch::new(&rows.iter().collect::<Vec<_>>())
 }

@@ -6,8 +6,8 @@ use serde_json::json;
 
 use super::{AdapterSpec, Kind, Method, Stored};
 use crate::{
-    AdapterSet, BaseDescription, BaseWeights, Contribution, Error, Group, Lora, NormVectors, NormWeights,
-    OutputScale, Problem, Result, SiteVectors,
+    AdapterSet, BaseDescription, BaseWeights, Contribution, EmbeddingDelta, Error, Group, Lora, NormVectors,
+    NormWeights, OutputScale, Problem, Prompt, Result, SiteVectors,
     init::Init,
     layout::Slots,
     peft::{self, Fields, Files, Findings, Outgoing, TensorFile},
@@ -15,7 +15,7 @@ use crate::{
 };
 
 /// Frozen factors of rank r that all layers share, learned d, e, u and g at one site; the second norm of every layer, and
-/// the gain of the last one.
+/// the gain of the last one; a delta on the embedding of tokens, and virtual tokens.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ToySpec {
@@ -24,6 +24,8 @@ pub struct ToySpec {
 
 /// The site in the tests' base: inputs 6, outputs 24.
 const SITE: usize = 2;
+/// Virtual tokens.
+const PROMPT: usize = 2;
 const SLOW: Group = Group { lr_factor: 0.25, weight_decay: Some(0.0), trainable: true };
 
 impl Default for ToySpec {
@@ -74,10 +76,19 @@ impl Method for ToySpec {
         }
         let gain = slots.push("last.gain", &[base.width])?;
         all.norms.push(NormVectors { layer: None, norm: 0, gain: Some(gain), bias: None });
+        all.embedding = Some(EmbeddingDelta {
+            rank,
+            scale: 0.5,
+            a: slots.push("embedding.A", &[rank, base.vocab])?,
+            b: slots.push("embedding.B", &[base.width, rank])?,
+        });
+        let embeddings = slots.push("prompt", &[PROMPT, base.width])?;
+        all.prompt = Some(Prompt { length: PROMPT, embeddings });
         Ok(all)
     }
 
-    /// Factors are drawn, d and u are 1, e is 0, g is the norm of each column of W; norms are those of the base.
+    /// Factors are drawn, d and u are 1, e and B of the embedding are 0, g is the norm of each column of W, virtual tokens
+    /// are those of ids 3 and 4; norms are those of the base.
     fn init(&self, set: &AdapterSet, values: &mut [f32], from: &Init) -> Result<()> {
         let slots = &set.layout.tensors;
         for lora in set.loras_of(&Self::KIND) {
@@ -100,6 +111,11 @@ impl Method for ToySpec {
             for (tensor, start) in [(norm.gain, gain), (norm.bias, bias)] {
                 tensor.iter().for_each(|&at| values[slots[at].range()].copy_from_slice(&start));
             }
+        }
+        if let (Some(delta), Some(prompt)) = (&set.embedding, &set.prompt) {
+            from.normal(values, &slots[delta.a]);
+            let rows = from.token_embeddings("toy", &[3, 4])?;
+            values[slots[prompt.embeddings].range()].copy_from_slice(&rows);
         }
         Ok(())
     }
@@ -202,6 +218,11 @@ impl BaseWeights for Counted {
         let gain = layer.map_or(9.0, |layer| 1.0 + layer as f32);
         Some(NormWeights { gain: vec![gain; testing::D], bias: vec![0.5; testing::D] })
     }
+
+    /// Every element of a row is its id.
+    fn token_embeddings(&self, ids: &[u32]) -> Option<Vec<f32>> {
+        Some(ids.iter().flat_map(|&id| vec![id as f32; testing::D]).collect())
+    }
 }
 
 #[test]
@@ -209,10 +230,13 @@ fn shared_and_frozen_tensors_are_in_the_layout_once_and_groups_are_told() {
     let set = AdapterSet::new(&spec(false), &testing::base()).unwrap();
     let names: Vec<&str> = set.layout.tensors.iter().map(|slot| slot.name.as_str()).collect();
     assert_eq!(names[..3], ["shared.A", "shared.B", "transformer.h.0.mlp.c_fc.d"]);
-    assert_eq!(names.len(), 2 + 3 * 6 + 1);
+    assert_eq!(names.len(), 2 + 3 * 6 + 1 + 3);
+    assert_eq!(names[21..], ["embedding.A", "embedding.B", "prompt"]);
+    assert_eq!((set.prefix_len(), set.prompt_len()), (0, 2));
     assert!(set.loras.iter().all(|lora| (lora.a, lora.b) == (0, 1)));
     let frozen = 3 * 6 + 24 * 3;
-    let learned = 3 * (3 + 24 + 24 + 6 + 2 * 6) + 6;
+    let in_front = 3 * 11 + 6 * 3 + 2 * 6;
+    let learned = 3 * (3 + 24 + 24 + 6 + 2 * 6) + 6 + in_front;
     assert_eq!((set.layout.len, set.trainables()), (frozen + learned, learned));
     let norms: Vec<_> = set.norms.iter().map(|norm| (norm.layer, norm.norm, norm.bias.is_some())).collect();
     assert_eq!(norms, [(Some(0), 1, true), (Some(1), 1, true), (Some(2), 1, true), (None, 0, false)]);
@@ -244,6 +268,8 @@ fn initial_values_may_follow_from_weights() {
     assert_eq!(of("transformer.h.1.mlp.c_fc.gain"), [2.0; 6]);
     assert_eq!((of("transformer.h.1.mlp.c_fc.bias"), of("last.gain")), (&[0.5; 6][..], &[9.0; 6][..]));
     assert!(of("shared.B").iter().all(|&x| x != 0.0));
+    assert_eq!(of("prompt"), [[3.0; 6], [4.0; 6]].concat());
+    assert!(of("embedding.A").iter().all(|&x| x != 0.0) && of("embedding.B").iter().all(|&x| x == 0.0));
     // The LoRA beside it starts as it does alone.
     let alone = AdapterSet::new(&crate::LoraSpec::default().into(), &testing::base()).unwrap();
     assert_eq!(values[..alone.layout.len], alone.init(1).unwrap());
@@ -263,10 +289,24 @@ fn it_is_saved_described_and_read_like_any_method_alone_and_beside_another() {
         assert_eq!((loaded.set.layout, loaded.values), (set.layout, values));
         assert_eq!((loaded.set.loras, loaded.set.vectors), (set.loras, set.vectors));
         assert_eq!(loaded.set.norms, set.norms);
+        assert_eq!((loaded.set.embedding, loaded.set.prompt), (set.embedding, set.prompt));
         let text = peft::describe(&dir).unwrap().to_string();
         assert!(text.contains("kind         toy, rank 3") && text.contains("shared.B F32 [24, 3]"), "{text}");
         let json = serde_json::to_string(&set.spec).unwrap();
         assert_eq!(serde_json::from_str::<AdapterSpec>(&json).unwrap(), set.spec);
+    }
+}
+
+#[test]
+fn two_methods_cannot_bring_one_prompt_or_one_delta_of_the_embedding() {
+    let set = AdapterSet::new(&spec(false), &testing::base()).unwrap();
+    let (embedding, prompt) = (set.embedding, set.prompt);
+    let delta = || Contribution { embedding: embedding.clone(), ..Contribution::default() };
+    let prompt = || Contribution { prompt: prompt.clone(), ..Contribution::default() };
+    let mut all = delta();
+    all.extend(prompt()).unwrap();
+    for twice in [delta(), prompt()] {
+        assert!(matches!(all.extend(twice), Err(Error::Conflict { .. })));
     }
 }
 

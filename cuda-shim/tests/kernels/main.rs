@@ -3,6 +3,7 @@
 
 mod attention;
 mod column_norms;
+mod embedding;
 mod harness;
 mod lora;
 mod lora_vectors;

@@ -47,7 +47,8 @@ fn embed<T: Activation>(kernel: Launcher) {
         let x = Device::<T>::poisoned(3 * c);
         let tables = (Device::<f16>::of(&wte), Device::<f16>::of(&wpe));
         let (i, p) = (Device::<u32>::of(&ids), Device::<u32>::of(&positions));
-        let args = args![i.head(), p.head(), tables.0.head(), tables.1.head(), x.head(), c as i32];
+        let (wte_in, wpe_in, none) = (tables.0.head(), tables.1.head(), std::ptr::null::<f32>());
+        let args = args![i.head(), p.head(), wte_in, wpe_in, none, x.head(), 7i32, c as i32];
         run(kernel, [3, 1, 1], 128, 0, 1, args);
         let rows = ids.into_iter().zip(positions).flat_map(|(id, position)| {
             let (token, place) = (&wte[id as usize * c..][..c], &wpe[position as usize * c..][..c]);

@@ -231,13 +231,21 @@ fn adapters(args: &GenerateArgs, opened: &Opened, environment: &Environment) -> 
     let mut adapters: Vec<Scaled> = Vec::new();
     for ScaledAdapter { name, scale } in args.adapter.iter().flatten() {
         let loaded = open::adapter(name, &args.base, environment, &description)?;
-        if loaded.set.loras.is_empty() && *scale != 1.0 {
+        let set = &loaded.set;
+        if set.loras.is_empty() && set.embedding.is_none() && *scale != 1.0 {
+            let what = if set.prompt.is_some() { "prompt" } else { "prefix" };
             return Err(Error::input(format!(
-                "--adapter {}={scale}: a prefix cannot be scaled; leave ={scale} out",
+                "--adapter {}={scale}: a {what} cannot be scaled; leave ={scale} out",
                 name.display()
             )));
         }
-        if loaded.set.prefix.is_some() && adapters.iter().any(|(other, _)| other.set.prefix.is_some()) {
+        if set.prompt.is_some() && adapters.iter().any(|(other, _)| other.set.prompt.is_some()) {
+            return Err(Error::input(format!(
+                "--adapter {}: is the second one with a prompt; give one with a prompt and any number of LoRAs",
+                name.display()
+            )));
+        }
+        if set.prefix.is_some() && adapters.iter().any(|(other, _)| other.set.prefix.is_some()) {
             return Err(Error::input(format!(
                 "--adapter {}: is the second one with a prefix; give one with a prefix and any number of LoRAs",
                 name.display()

@@ -92,6 +92,21 @@ impl<'a> Matrix<'a> {
         }
     }
 
+    /// One row of a matrix in rows.
+    ///
+    /// # Panics
+    /// When it has no such row, or is in strips.
+    pub fn row(self, row: usize) -> Self {
+        assert_eq!(self.layout, Layout::Rows, "a row of strips is not in one piece");
+        let blocks = q8::blocks(self.cols);
+        Self {
+            data: self.data.slice(row * self.cols, self.cols),
+            scales: self.scales.map(|scales| scales.slice(row * blocks, blocks)),
+            rows: 1,
+            ..self
+        }
+    }
+
     /// A copy on the host, as FP32 `(rows, cols)`. For tests and small tools.
     pub fn to_floats(self) -> Vec<f32> {
         let (values, codes, factors);

@@ -50,19 +50,19 @@ impl Decoder {
         } else {
             self.compute(&groups, pieces, inputs, to)?;
         }
-        pieces.iter().for_each(|piece| self.rows[piece.row].tokens += piece.ids.len());
+        pieces.iter().for_each(|piece| self.rows[piece.row].cached += piece.ids.len());
         Ok(())
     }
 
     /// Brings what a pass reads to the device.
     fn upload(&mut self, pieces: &[Piece]) -> PassInputs {
         let (mut ends, mut ids, mut positions) = (Vec::new(), Vec::new(), Vec::new());
-        let counts = pieces.iter().map(|piece| self.rows[piece.row].tokens as u32);
+        let counts = pieces.iter().map(|piece| self.rows[piece.row].cached as u32);
         let slots = pieces.iter().map(|piece| piece.row as u32);
         let mut numbers: Vec<u32> = counts.chain(slots).collect();
         for piece in pieces {
-            let RowState { adapter, tokens } = self.rows[piece.row];
-            let first = (tokens + self.adapters[adapter].bindings.prefix_len()) as u32;
+            let RowState { adapter, cached } = self.rows[piece.row];
+            let first = (cached + self.adapters[adapter].bindings.prefix_len()) as u32;
             ids.extend_from_slice(piece.ids);
             positions.extend((first..).take(piece.ids.len()));
             if piece.ends {
@@ -126,7 +126,7 @@ impl Decoder {
             ended += pieces.iter().filter(|piece| piece.ends).count();
             let cached = match pieces {
                 [piece] if group.tokens > 1 => {
-                    CachedRows::One { slot: piece.row, past: self.rows[piece.row].tokens }
+                    CachedRows::One { slot: piece.row, past: self.rows[piece.row].cached }
                 }
                 _ => CachedRows::Each(CacheRows {
                     counts: numbers.slice(group.first, group.count),
@@ -138,6 +138,7 @@ impl Decoder {
                 batch: group.count,
                 tokens: group.tokens,
                 wanted: before..ended,
+                embedding: &adapter.bindings.embedding,
                 sites: &adapter.bindings.layers,
                 norms: &adapter.bindings.norms,
                 values: adapter.values.view(),
@@ -150,6 +151,7 @@ impl Decoder {
             ids: numbers.slice(2 * count + ends, n),
             positions: numbers.slice(2 * count + ends + n, n),
             starts: rows!(self.starts, n, 1),
+            by_id: None,
             groups: &batches,
             wanted: (ends < n).then(|| numbers.slice(2 * count, ends)),
             dropout: Dropout::NONE,

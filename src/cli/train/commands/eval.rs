@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use engraft_adapters::AdapterSet;
 use serde_json::json;
 
 use crate::{
@@ -59,16 +60,16 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         .as_deref()
         .map(|name| open::adapter(name, &args.base, &environment, &opened.base.description()))
         .transpose()?;
-    let prefix =
-        adapter.as_ref().and_then(|loaded| loaded.set.prefix.as_ref()).map_or(0, |prefix| prefix.length);
+    let set = adapter.as_ref().map(|loaded| &loaded.set);
     let config = &opened.base.config;
     let options = DataOptions {
-        seq_len: train::row_limit(args.data.seq_len, prefix, config.positions)?,
+        seq_len: train::row_limit(args.data.seq_len, set, config.positions)?,
         pack: args.data.packs(),
         line_by_line: args.data.line_by_line == Some(true),
         train_on_prompt: args.data.train_on_prompt == Some(true),
         end_of_text: train::end_of_text(config, opened.tokenizer.as_ref())?,
         vocab: config.vocab,
+        prompt: set.map_or(0, AdapterSet::prompt_len),
         spool: environment.cache().ok().map(Path::to_owned),
     };
     let source = args.data.data.clone().map_or(DataSource::Embedded, DataSource::Files);

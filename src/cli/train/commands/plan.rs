@@ -52,13 +52,12 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     }
     let base = open_sizes(&args, &environment)?;
     let set = adapter(&options, &base)?;
-    let prefix = set.prefix.as_ref().map_or(0, |prefix| prefix.length);
-    let limit = run::row_limit(options.seq_len, prefix, base.config.positions)?;
-    let seq_len = match rows(&options, &base, limit, &environment)? {
+    let limit = run::row_limit(options.seq_len, Some(&set), base.config.positions)?;
+    let seq_len = match rows(&options, &base, (limit, set.prompt_len()), &environment)? {
         Some(longest) => longest,
         None => {
             write_note(&format!("hint: planned for rows of {limit} tokens; the data were not read"));
-            limit
+            limit + set.prompt_len()
         }
     };
     let plan_request = PlanRequest {
@@ -117,11 +116,11 @@ fn adapter(options: &RunOptions, base: &BaseSizes) -> Result<AdapterSet> {
     }
 }
 
-/// Tokens of the longest row of the data; `None` where they cannot be read without a tokenizer.
+/// Tokens of the longest row of the data, of up to `limit` of text after those of a prompt; `None` where they cannot be read without a tokenizer.
 fn rows(
     options: &RunOptions,
     base: &BaseSizes,
-    limit: usize,
+    (limit, prompt): (usize, usize),
     environment: &Environment,
 ) -> Result<Option<usize>> {
     if base.tokenizer.is_none() || (options.data == DataSource::Embedded && base.name != open::EMBEDDED) {
@@ -135,6 +134,7 @@ fn rows(
         train_on_prompt: options.train_on_prompt,
         end_of_text: run::end_of_text(&base.config, tokenizer)?,
         vocab: base.config.vocab,
+        prompt,
         spool: environment.cache().ok().filter(|cache| cache.is_dir()).map(Path::to_owned),
     };
     let longest = |source: &DataSource, split| {
