@@ -18,6 +18,7 @@ pub mod gemm_layout;
 pub mod graph;
 mod kinds;
 pub mod page_cache;
+pub mod rates;
 pub mod staging;
 mod view;
 
