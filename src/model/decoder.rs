@@ -372,9 +372,10 @@ fn workspace(
     let bindings: Vec<&AdapterBindings> = adapters.iter().map(|adapter| &adapter.bindings).collect();
     let prefix = bindings.iter().map(|bindings| bindings.prefix_len()).max().unwrap_or(0);
     let config = &base.config;
-    let rank = bindings.iter().map(|bindings| bindings.most_scaled_rank()).max().unwrap_or(0);
+    let rank = bindings.iter().map(|bindings| bindings.most_rank()).max().unwrap_or(0);
     let keys = prefix + capacity;
-    let needs = ScratchNeeds { config, rows: most, keys, rank, dropout: false, scaled_deltas: rank > 0 };
+    let scaled_deltas = bindings.iter().any(|bindings| bindings.scales_deltas());
+    let needs = ScratchNeeds { config, rows: most, batch: rows, keys, rank, dropout: false, scaled_deltas };
     base.device.reserve(scratch::decoding(needs, base.activations, rows))?;
     let sizes = Sizes { config, limits: Limits { rows: 1, tokens: most }, activations: base.activations };
     let policy = Policy { head_rows: 0, activations: base.activations, ..Policy::default() };
