@@ -7,6 +7,7 @@
 
 pub mod arena;
 pub mod async_copy;
+mod best;
 mod buffer;
 pub mod cpu;
 #[cfg(feature = "cuda")]
@@ -29,6 +30,7 @@ use crate::error::Error;
 use crate::error::Result;
 
 pub use self::{
+    best::Best,
     buffer::Buffer,
     dtype::{DType, Element},
     frozen::{Bytes, Frozen},
@@ -69,17 +71,6 @@ impl Device {
         Err(Error::input(format!(
             "--device cuda:{ordinal}: this program was built without CUDA; build it with `--features cuda`, or give --device cpu"
         )))
-    }
-
-    /// The first CUDA device that can be opened, or else the CPU.
-    pub fn best() -> Self {
-        #[cfg(feature = "cuda")]
-        if Gpu::count() > 0
-            && let Ok(device) = Self::cuda(0)
-        {
-            return device;
-        }
-        Self::Cpu
     }
 
     /// Whether the host reads and writes its buffers by address, without a copy.
@@ -139,6 +130,16 @@ impl Device {
             Self::Cpu => Ok(()),
             #[cfg(feature = "cuda")]
             Self::Cuda(gpu) => gpu.check(),
+        }
+    }
+
+    /// Has every launch waited for from now on, so that a fault names what made it; does nothing on a CPU. Slow; for
+    /// finding faults.
+    pub fn wait_after_each_launch(self) {
+        match self {
+            Self::Cpu => {}
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpu) => gpu.wait_after_each_launch(),
         }
     }
 

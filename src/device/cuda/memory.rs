@@ -37,6 +37,10 @@ impl Memory {
             return Ok(Self { gpu, address: 0, len: 0 });
         }
         let refused = |cause: DriverError| {
+            // After a fault every call fails: what made it counts.
+            if let Err(fault) = gpu.check() {
+                return fault;
+            }
             let free = gpu.free().map_or_else(String::new, |free| format!(" (free: {free})"));
             let cause = cause
                 .error_string()
