@@ -25,7 +25,7 @@ use engraft::{
 use engraft_util::rng;
 use half::{bf16, f16};
 
-use crate::{Line, runs::largest_error};
+use crate::{Line, Report, runs::largest_error};
 
 /// Where an op runs and how its activations are stored; `rounded` is the type that inputs are rounded to.
 #[derive(Clone, Copy)]
@@ -88,7 +88,7 @@ impl On {
 type Outputs = Vec<(&'static str, Vec<f32>)>;
 type Check = (&'static str, fn(On) -> Result<Outputs>);
 
-const CHECKS: [Check; 15] = [
+const CHECKS: [Check; 17] = [
     ("embed", embeddings),
     ("layernorm", layernorms),
     ("activation", activations),
@@ -96,11 +96,14 @@ const CHECKS: [Check; 15] = [
     ("frozen product, few rows", |on| products(on, 3)),
     ("dense product", dense),
     ("adapted linear, many rows", |on| linears(on, 301)),
+    ("adapted linear, a batch of rows", |on| linears(on, 33)),
     ("adapted linear, few rows", |on| linears(on, 5)),
     ("adapted linear with vectors, many rows", |on| scaled_linears(on, 300)),
     ("adapted linear with vectors, few rows", |on| scaled_linears(on, 6)),
-    ("attention, heads of 64", |on| attentions(on, 64)),
-    ("attention, heads of 20", |on| attentions(on, 20)),
+    ("attention, heads of 64", |on| attentions(on, 64, 71)),
+    ("attention, heads of 20", |on| attentions(on, 20, 71)),
+    // More than 48 KiB of shared memory in a block.
+    ("attention, heads of 1056", |on| attentions(on, 1056, 9)),
     ("attention of one query", decoding),
     ("head and loss", heads),
     ("adamw, both kinds of moments", updates),
@@ -115,20 +118,25 @@ fn bound(activations: DType) -> f64 {
     }
 }
 
-pub fn check(device: Device, types: &[DType]) -> Result<Vec<Line>> {
-    let mut lines = Vec::new();
+pub fn check(device: Device, types: &[DType], report: &mut Report) -> Result<()> {
     for &dtype in types {
         for (what, run) in CHECKS {
-            let expected = run(On { device: Device::Cpu, stored: F32, rounded: dtype })?;
-            let found = run(On { device, stored: dtype, rounded: dtype })?;
-            device.check()?;
-            for ((part, expected), (_, found)) in expected.iter().zip(&found) {
-                let error = largest_error(expected, found);
-                lines.push(Line::new(format!("{what}: {part}"), dtype, error, bound(dtype)));
-            }
+            report.add(what, of_op(device, dtype, what, run));
         }
     }
-    Ok(lines)
+    Ok(())
+}
+
+/// The largest error of each output of an op.
+fn of_op(device: Device, dtype: DType, what: &str, run: fn(On) -> Result<Outputs>) -> Result<Vec<Line>> {
+    let expected = run(On { device: Device::Cpu, stored: F32, rounded: dtype })?;
+    let found = run(On { device, stored: dtype, rounded: dtype })?;
+    device.check()?;
+    let both = expected.iter().zip(&found);
+    let line = |((part, expected), (_, found)): (&(_, Vec<f32>), &(_, Vec<f32>))| {
+        Line::new(format!("{what}: {part}"), dtype, largest_error(expected, found), bound(dtype))
+    };
+    Ok(both.map(line).collect())
 }
 
 fn embeddings(on: On) -> Result<Outputs> {
@@ -315,9 +323,9 @@ fn scaled_linears(on: On, n: usize) -> Result<Outputs> {
     Ok(results)
 }
 
-/// Two rows of 71 tokens in three documents after a prefix of 5, and without one.
-fn attentions(on: On, width: usize) -> Result<Outputs> {
-    let (batch, t, heads) = (2, 71, 3);
+/// Two rows of t tokens, of 71 in three documents, after a prefix of 5, and without one.
+fn attentions(on: On, width: usize, t: usize) -> Result<Outputs> {
+    let (batch, heads) = (2, 3);
     let c = heads * width;
     let starts: Vec<u32> = (0..(batch * t) as u32).map(|i| [0, 0, 20, 50][(i as usize % t) / 20]).collect();
     let starts = Buffer::on(on.device, &starts)?;
