@@ -154,7 +154,10 @@ static Result wrong(bool in_capture) {
 }
 constexpr bool IN_CAPTURE = true, NEVER_IN_CAPTURE = false;
 static bool is_pinned(const void *place, size_t size) { return pinned.has(place, size); }
-static bool is_held(Address place, size_t size) { return held.has(reinterpret_cast<void *>(place), size); }
+/// A device reaches its own memory, and pinned pages at the host's addresses.
+static bool is_reached(Address place, size_t size) {
+  return held.has(reinterpret_cast<void *>(place), size) || is_pinned(reinterpret_cast<void *>(place), size);
+}
 static Result no_memory_there() { return refuse(INVALID, "a copy that leaves the memory of the device"); }
 /// A copy beside the kernels' stream from pages that are not pinned would wait for it.
 static bool is_beside(Handle stream) { return stream != streams.front() && !static_cast<Stream *>(stream)->recording; }
@@ -282,14 +285,14 @@ Result cuMemFreeHost(void *place) {
 }
 Result cuMemsetD8Async(Address to, unsigned char value, size_t size, Handle stream) {
   if (Result no = wrong(IN_CAPTURE)) return no;
-  if (!is_held(to, size)) return no_memory_there();
+  if (!is_reached(to, size)) return no_memory_there();
   return give(stream, [=] { doing = "a memset", memset(reinterpret_cast<void *>(to), value, size); });
 }
 /// From pages that are not pinned the driver takes a copy, and to such pages it waits.
 Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t size, Handle stream) {
   bool straight = is_pinned(from, size);
   if (Result no = wrong(straight)) return no;
-  if (!is_held(to, size)) return no_memory_there();
+  if (!is_reached(to, size)) return no_memory_there();
   if (straight) return give(stream, [=] { doing = "a copy", memcpy(reinterpret_cast<void *>(to), from, size); });
   if (is_beside(stream)) return refuse(INVALID, "a copy beside the kernels from pages that are not pinned");
   std::vector<char> copy(static_cast<const char *>(from), static_cast<const char *>(from) + size);
@@ -298,7 +301,7 @@ Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t size, Handle st
 Result cuMemcpyDtoHAsync_v2(void *to, Address from, size_t size, Handle stream) {
   bool straight = is_pinned(to, size);
   if (Result no = wrong(straight)) return no;
-  if (!is_held(from, size)) return no_memory_there();
+  if (!is_reached(from, size)) return no_memory_there();
   if (!straight && is_beside(stream)) return refuse(INVALID, "a copy beside the kernels to pages that are not pinned");
   give(stream, [=] { doing = "a copy", memcpy(to, reinterpret_cast<void *>(from), size); });
   return straight ? broken : cuStreamSynchronize(stream);
@@ -306,7 +309,7 @@ Result cuMemcpyDtoHAsync_v2(void *to, Address from, size_t size, Handle stream) 
 Result cuMemcpyAsync(Address to, Address from, size_t size, Handle stream) {
   if (Result no = wrong(IN_CAPTURE)) return no;
   for (Address place : {to, from})
-    if (!is_held(place, size) && !is_pinned(reinterpret_cast<void *>(place), size)) return no_memory_there();
+    if (!is_reached(place, size)) return no_memory_there();
   return give(stream, [=] { doing = "a copy", memcpy(reinterpret_cast<void *>(to), reinterpret_cast<void *>(from), size); });
 }
 
