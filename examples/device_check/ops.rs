@@ -66,6 +66,15 @@ impl On {
         Buffer::on(self.device, &numbers(seed, len).into_iter().map(f16::from_f32).collect::<Vec<_>>())
     }
 
+    /// A random frozen matrix, in the type that a base has on the device.
+    fn matrix(self, seed: u64, len: usize) -> Result<Buffer> {
+        let values = numbers(seed, len).into_iter().map(|value| f16::from_f32(value).to_f32());
+        match self.stored {
+            BF16 => Buffer::on(self.device, &values.map(bf16::from_f32).collect::<Vec<_>>()),
+            _ => Buffer::on(self.device, &values.map(f16::from_f32).collect::<Vec<_>>()),
+        }
+    }
+
     /// Random FP32 values.
     fn wide(self, seed: u64, len: usize) -> Result<Buffer> {
         Buffer::on(self.device, &numbers(seed, len))
@@ -144,7 +153,7 @@ fn embeddings(on: On) -> Result<Outputs> {
     let ids: Vec<u32> = (0..n).map(|i| i * 17 % vocab).collect();
     let places: Vec<u32> = (0..n).map(|i| i * 7 % positions).collect();
     let (ids, places) = (Buffer::on(on.device, &ids)?, Buffer::on(on.device, &places)?);
-    let (wte, wpe) = (on.frozen(1, vocab as usize * c)?, on.frozen(2, positions as usize * c)?);
+    let (wte, wpe) = (on.matrix(1, vocab as usize * c)?, on.frozen(2, positions as usize * c)?);
     let mut x = on.room(n as usize * c)?;
     let table = Matrix::f16(wte.view(), vocab as usize, c);
     embed::forward(ids.view(), places.view(), table, wpe.view(), x.view_mut());
@@ -184,7 +193,7 @@ fn activations(on: On) -> Result<Outputs> {
 
 fn products(on: On, n: usize) -> Result<Outputs> {
     let (rows, cols) = (200, 136);
-    let (w, bias) = (on.frozen(1, rows * cols)?, on.frozen(2, cols)?);
+    let (w, bias) = (on.matrix(1, rows * cols)?, on.frozen(2, cols)?);
     let w = Matrix::f16(w.view(), rows, cols);
     let (x, dy, residual) =
         (on.activations(3, n * rows)?, on.activations(4, n * cols)?, on.activations(5, n * cols)?);
@@ -223,7 +232,7 @@ fn dense(on: On) -> Result<Outputs> {
 
 fn linears(on: On, n: usize) -> Result<Outputs> {
     let (inputs, outputs) = (96, 120);
-    let (w, bias) = (on.frozen(1, inputs * outputs)?, on.frozen(2, outputs)?);
+    let (w, bias) = (on.matrix(1, inputs * outputs)?, on.frozen(2, outputs)?);
     let layer = Layer { weight: Matrix::f16(w.view(), inputs, outputs), bias: bias.view() };
     // A at 1, B after it; then a second delta on some columns.
     let first =
@@ -256,7 +265,7 @@ fn linears(on: On, n: usize) -> Result<Outputs> {
 /// With every optional part: u, g, d, e, a trained bias, frozen factors, ranges of tokens.
 fn scaled_linears(on: On, n: usize) -> Result<Outputs> {
     let (inputs, outputs, rank) = (96, 120, 5);
-    let (w, bias) = (on.frozen(1, inputs * outputs)?, on.frozen(2, outputs)?);
+    let (w, bias) = (on.matrix(1, inputs * outputs)?, on.frozen(2, outputs)?);
     let layer = Layer { weight: Matrix::f16(w.view(), inputs, outputs), bias: bias.view() };
     let mut len = 1;
     let mut next = |size: usize| {
@@ -421,7 +430,7 @@ fn heads(on: On) -> Result<Outputs> {
     let targets: Vec<i32> = rows.iter().map(|row| (row * 37 % v as u32) as i32).collect();
     let m = rows.len();
     let (rows, targets) = (Buffer::on(on.device, &rows)?, Buffer::on(on.device, &targets)?);
-    let (hidden, table) = (on.activations(1, n * c)?, on.frozen(2, v * c)?);
+    let (hidden, table) = (on.activations(1, n * c)?, on.matrix(2, v * c)?);
     let (mut gathered, mut losses) = (on.room(chunk * c)?, on.zeros(F32, m)?);
     let mut logits = on.zeros(F32, chunk * head_loss::stride(v, on.stored))?;
     let mut d_hidden = on.room(n * c)?;

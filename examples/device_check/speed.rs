@@ -113,7 +113,9 @@ fn zeros(device: Device, dtype: DType, len: usize) -> Result<Buffer> {
 
 fn products(device: Device, dtype: DType, scale: &Scale) -> Result<Vec<Speed>> {
     let (n, (rows, cols)) = (scale.rows, scale.matrix);
-    let (x, weights) = (numbers(device, dtype, n * rows)?, numbers(device, F16, rows * cols)?);
+    // As a base is brought to a device.
+    let kept = if dtype == BF16 { BF16 } else { F16 };
+    let (x, weights) = (numbers(device, dtype, n * rows)?, numbers(device, kept, rows * cols)?);
     let mut y = zeros(device, dtype, n * cols)?;
     let matrix = Matrix::f16(weights.view(), rows, cols);
     let time = seconds(device, scale.repeats, || {

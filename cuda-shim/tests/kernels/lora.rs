@@ -129,10 +129,13 @@ fn check<T: Activation>(s: Shape, p: f32, splits: usize, seed: u64) {
         run(kernels.small_batch, [rank.div_ceil(4), n, 1], 128, 0, seed, args);
         assert_close(&small.wide(), &xa.wide(), 1e-6, "xa of few rows");
         // With the frozen product, whose shares are added with B.
-        let (w, bias, residual) =
-            (rounded::<f16>(9, inputs * outputs), rounded::<f16>(10, outputs), rounded::<T>(11, n * outputs));
+        let (w, bias, residual) = (
+            rounded::<T::Weight>(9, inputs * outputs),
+            rounded::<f16>(10, outputs),
+            rounded::<T>(11, n * outputs),
+        );
         let (w_in, bias_in, res_in) =
-            (Device::<f16>::of(&w), Device::<f16>::of(&bias), Device::<T>::of(&residual));
+            (Device::<T::Weight>::of(&w), Device::<f16>::of(&bias), Device::<T>::of(&residual));
         let (parts, both) =
             (Device::<f32>::poisoned(splits * n * outputs), Device::<f32>::poisoned(n * rank));
         let args = args![

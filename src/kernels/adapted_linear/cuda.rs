@@ -161,6 +161,7 @@ fn small_batch(part: Part, to: Summands, x: View, xa: ViewMut, y: ViewMut) {
     let Part { gpu, delta, n, inputs, outputs, .. } = part;
     let (rank, weight) = (delta.rank, to.linear.layer.weight);
     assert!(x.len() >= n * inputs && y.len() >= n * outputs && xa.len() >= n * rank, "shapes of a delta");
+    matmul::cuda::check_type(weight, y.dtype());
     let (residual, bias) = operands(to.start, &y);
     let splits = product_shares(inputs, outputs);
     gpu.scratch(4 * splits * n * outputs, |parts| {

@@ -277,7 +277,7 @@ EXPORT(lora_xa_small_batch, (const T *x, const float *a, Dropout dropout, float 
 /// The same beside the frozen product of these rows, in one launch: xa (n, r) as above, and parts (splits, n, cols) of
 /// x (n, rows) w (rows, cols), n <= 8. Grid: (ceil(cols / 32) + ceil(n r / 8), splits) blocks of 256.
 template <class T>
-__device__ void lora_small_batch(const T *x, const half_t *w, float *parts, int n, int rows, int cols, const float *a,
+__device__ void lora_small_batch(const T *x, const Weight<T> *w, float *parts, int n, int rows, int cols, const float *a,
                          Dropout dropout, float *xa, int rank) {
   int blocks = (cols + small_batch::COLUMNS - 1) / small_batch::COLUMNS;
   int at = (int(blockIdx.x) - blocks) * small_batch::WARPS + warp();
@@ -285,7 +285,7 @@ __device__ void lora_small_batch(const T *x, const half_t *w, float *parts, int 
   if (blockIdx.y == 0 && at < n * rank) xa_element(x, a, dropout, xa, at / rank, at % rank, rows, rank);
 }
 EXPORT(lora_small_batch,
-       (const T *x, const half_t *w, float *parts, int n, int rows, int cols, const float *a, Dropout dropout, float *xa,
+       (const T *x, const Weight<T> *w, float *parts, int n, int rows, int cols, const float *a, Dropout dropout, float *xa,
         int rank),
        (x, w, parts, n, rows, cols, a, dropout, xa, rank))
 

@@ -3,10 +3,11 @@
 
 /// x (n, c) = wte[ids (n)] + wpe[positions (n)].
 template <class T>
-__device__ void embed(const unsigned *ids, const unsigned *positions, const half_t *wte, const half_t *wpe, T *x,
+__device__ void embed(const unsigned *ids, const unsigned *positions, const Weight<T> *wte, const half_t *wpe, T *x,
                       int c) {
   i64 row = blockIdx.x;
-  const half_t *token = wte + i64(ids[row]) * c, *position = wpe + i64(positions[row]) * c;
+  const Weight<T> *token = wte + i64(ids[row]) * c;
+  const half_t *position = wpe + i64(positions[row]) * c;
   for (int at = threadIdx.x * WIDE; at < c; at += blockDim.x * WIDE) {
     float sum[WIDE], other[WIDE];
     load(token + at, c - at, sum);
@@ -17,5 +18,5 @@ __device__ void embed(const unsigned *ids, const unsigned *positions, const half
   }
 }
 EXPORT(embed,
-       (const unsigned *ids, const unsigned *positions, const half_t *wte, const half_t *wpe, T *x, int c),
+       (const unsigned *ids, const unsigned *positions, const Weight<T> *wte, const half_t *wpe, T *x, int c),
        (ids, positions, wte, wpe, x, c))
