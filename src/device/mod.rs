@@ -12,6 +12,8 @@ mod buffer;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+#[cfg(any(feature = "cuda", test))]
+mod cuda_requirements;
 mod dtype;
 pub mod frozen;
 #[cfg(any(feature = "cuda", test))]

@@ -14,38 +14,13 @@ use cudarc::{
 };
 
 use super::{Gpu, Image, blas, image};
-use crate::error::{Error, Result};
-
-/// Oldest devices that the kernels are compiled for, as major and minor capability.
-const OLDEST: (i32, i32) = (8, 0);
-
-/// Oldest driver, as it tells its version: that of the compiler and of cuBLASLt, whose code an older one does not load.
-const OLDEST_DRIVER: i32 = 13_000;
+use crate::{
+    device::cuda_requirements::{refused_capability, refused_driver},
+    error::{Error, Result},
+};
 
 /// Code that is loaded to see whether the device takes it.
 static PROBE: Image = image!("elementwise");
-
-/// The sentence for a driver that is too old, as [`OLDEST_DRIVER`].
-fn refused_driver(version: i32) -> Option<String> {
-    let name = |version: i32| format!("{}.{}", version / 1000, version % 1000 / 10);
-    (version < OLDEST_DRIVER).then(|| {
-        format!(
-            "its driver is for CUDA {} and the kernels need one for CUDA {}, 580 or later; update the driver, or give --device cpu",
-            name(version),
-            name(OLDEST_DRIVER)
-        )
-    })
-}
-
-/// The sentence for a device that is too old, as [`OLDEST`].
-fn refused_capability(capability: (i32, i32)) -> Option<String> {
-    (capability < OLDEST).then(|| {
-        format!(
-            "its compute capability is {}.{} and the kernels need {}.{}; take a newer device, or give --device cpu",
-            capability.0, capability.1, OLDEST.0, OLDEST.1
-        )
-    })
-}
 
 fn driver_version() -> Result<i32, DriverError> {
     let mut version = 0;
@@ -149,19 +124,4 @@ fn open(ordinal: usize) -> Result<Parts, String> {
         format!("cublasLt answers {cause}; install one for CUDA 13, or give --device cpu")
     })?;
     Ok(Parts { context, stream, products, probe, most_shared: most_shared.max(0) as usize })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_old_driver_and_an_old_device_are_refused_with_a_remedy() {
-        assert_eq!(refused_driver(13_000), None);
-        assert_eq!(refused_driver(13_010), None);
-        let why = refused_driver(12_040).unwrap();
-        assert!(why.contains("CUDA 12.4") && why.contains("CUDA 13.0, 580 or later; update"), "{why}");
-        assert_eq!(refused_capability((8, 0)), None);
-        assert!(refused_capability((7, 5)).unwrap().contains("7.5 and the kernels need 8.0; take a newer"));
-    }
 }
