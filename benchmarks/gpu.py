@@ -1,26 +1,34 @@
-"""Everything that a GPU has to show, in one command: right first, then fast, beside PEFT on the same device.
+"""What a GPU has to show, in parts that each end on their own: right, fast, why.
 
     . target/cuda/env.sh && cargo build --release --features cuda --bins --example device_check
     pip install -r benchmarks/requirements.txt
-    python benchmarks/gpu.py [--programs FOLDER] [--minutes 9] [--sizes small,medium,large,xl] [--output FOLDER]
+    python benchmarks/gpu.py [right|fast|why|all ..] [--programs FOLDER] [--minutes 9] [--sizes small,medium] [--output FOLDER]
 
-The machine with the GPU needs the programs, python with torch, transformers and peft, and this folder, no Rust. One after the other:
-`device_check` (every op against the CPU, golden files, trainings, planned against held memory), its ops once more under
-compute-sanitizer where that is installed (`pip install nvidia-cuda-sanitizer-api` will do), a default training, products,
-attention and updates beside PyTorch, tokens with their launches recorded and one by one, then for each size a LoRA r 8 on
-c_attn and a prefix of 20 beside PEFT, eager and compiled, f16 and bf16, with inputs offloaded and the base streamed too,
-and generation with a LoRA of rank 16 beside Transformers with PEFT. What
-does not fit into --minutes is named and left out, the largest sizes first. Memory is the most that the device says is
-used, less what was used before, for both sides alike. Results go to FOLDER/gpu.json after each part; a table ends the
-output. Exit code 1 when a check fails. `--device cpu --sizes tiny --batch 1 --seq 64` tries the script itself.
+right  `device_check` part by part (every op against the CPU, planned against held memory, golden files, trainings), ops that
+       fail once more with a wait after each launch, the ops under compute-sanitizer where that is installed
+       (`pip install nvidia-cuda-sanitizer-api` will do), and the default training
+fast   for each size a LoRA r 8 on c_attn beside PEFT, eager and compiled, and generation with a LoRA of rank 16 beside
+       Transformers with PEFT
+why    products, attention and updates beside PyTorch, kernels of a step of the first size by their time (ncu, where that is
+       installed), 20 steps of xl
+all    right, why, and of fast the prefix of 20, bf16, inputs offloaded and the base streamed too
+
+The machine with the GPU needs the programs, python with torch, transformers and peft, and this folder with tests/golden, no
+Rust. Every part is a process of its own with a time limit; its whole output goes to FOLDER/logs, what it gave to
+FOLDER/gpu.json at once, and a table ends the output. What does not fit into --minutes is named and left out. Memory is the
+most that the device says is used, less what was used before, for both sides alike. Libraries of CUDA are also looked for
+where python has them (site-packages/nvidia). Exit code 1 when a check fails. `--device cpu --sizes tiny --batch 1 --seq 64`
+tries the script itself.
 """
 
 import argparse
 import contextlib
+import csv
 import json
 import os
 import pathlib
 import shutil
+import site
 import subprocess
 import sys
 import tempfile
@@ -30,6 +38,29 @@ import time
 from common import HERE, RELEASE, ROOT, base, events, job, last_line, train_command, words, write_rows
 
 BATCH = {"small": 8, "medium": 8, "large": 4, "xl": 2}
+PARTS = ["right", "fast", "why", "all"]
+# Steps of ours: the clock of a device takes some to settle. PEFT's are slower and as many as its median needs.
+STEPS, PEFT_STEPS = 40, 16
+
+
+def python_libraries():
+    """Folders of CUDA's libraries among the packages of this Python."""
+    roots = [pathlib.Path(folder) for folder in [*sys.path, *site.getsitepackages(), site.getusersitepackages()]]
+    found = [folder for root in roots for folder in sorted((root / "nvidia").glob("*/lib"))]
+    return list(dict.fromkeys(str(folder) for folder in found))
+
+
+def environment():
+    """The environment of the programs, which find these libraries after those of the system's own paths."""
+    folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    return {**os.environ, "LD_LIBRARY_PATH": ":".join([*folders, *python_libraries()])}
+
+
+def installed(name, *patterns):
+    """A program in PATH, among this Python's packages or where one of the patterns says."""
+    packages = [path for folder in sys.path for path in pathlib.Path(folder).glob(f"nvidia/*/*/{name}")]
+    elsewhere = [path for pattern in patterns for path in sorted(pathlib.Path("/").glob(pattern), reverse=True)]
+    return shutil.which(name) or next((str(path) for path in [*packages, *elsewhere] if os.access(path, os.X_OK)), None)
 
 
 class Device:
@@ -69,27 +100,45 @@ class Session:
     """Runs parts one after another within the time there is, and keeps what they gave."""
 
     def __init__(self, a):
-        self.a, self.device, self.results, self.failures = a, Device(), {}, []
+        self.a, self.device, self.failures = a, Device(), []
+        before = a.output / "gpu.json"
+        self.results = json.loads(before.read_text(encoding="utf-8")) if before.exists() else {}
         self.end = time.monotonic() + 60 * a.minutes
 
-    def run(self, name, command, needs, read=None, may_fail=False):
-        """Runs a command if `needs` seconds are left; `read` makes a result of its standard output."""
+    def run(self, name, command, needs, read=None, may_fail=False, limit=None):
+        """Runs a command if `needs` seconds are left, `limit` seconds at most; `read` makes a result of its standard output."""
         left = self.end - time.monotonic()
         if left < needs:
             self.keep(name, {"left_out": f"needs {needs} s, {left:.0f} were left"})
             return None
+        limit = min(left, limit or max(120, 4 * needs))
         result, start = {}, time.monotonic()
+        log = self.a.output / "logs" / (name.replace(" ", "-").replace(":", "") + ".log")
+        log.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with self.device.peak(result):
-                done = subprocess.run(words(command), capture_output=True, text=True, timeout=left, cwd=ROOT)
+            with self.device.peak(result), open(log, "w", encoding="utf-8") as errors:
+                done = subprocess.run(words(command), stdout=subprocess.PIPE, stderr=errors, text=True, timeout=limit,
+                                      cwd=ROOT, env=environment())
+            output = done.stdout
             if done.returncode == 0:
-                result |= read(done.stdout) if read else {}
+                try:
+                    result |= read(output) if read else {}
+                except (KeyError, IndexError, ValueError) as cause:
+                    result["failed"] = f"its output cannot be read: {cause!r}"
             else:
-                result["failed"] = f"exit code {done.returncode}: {last_line(done.stderr) or last_line(done.stdout)}"
-        except subprocess.TimeoutExpired:
-            result["left_out"] = f"took longer than the {left:.0f} s that were left"
-        if "failed" in result and not may_fail:
-            self.failures.append(f"{name}: {result['failed']}")
+                result["failed"] = f"exit code {done.returncode}"
+        except subprocess.TimeoutExpired as late:
+            output = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
+            result["failed"] = f"took longer than {limit:.0f} s"
+        with open(log, "a", encoding="utf-8") as file:
+            file.write(output)
+        if "failed" in result:
+            said = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
+            wrong = [line for line in said if "BROKEN" in line or "FAILED" in line or line.startswith("error")]
+            result["failed"] += ": " + " | ".join((wrong or said)[-3:])
+            result["log"] = str(log)
+            if not may_fail:
+                self.failures.append(f"{name}: {result['failed']}")
         result["seconds"] = round(time.monotonic() - start, 3)
         self.keep(name, result)
         return result
@@ -97,9 +146,14 @@ class Session:
     def keep(self, name, result):
         """Writes all results so far, and a line."""
         self.results[name] = result
-        (self.a.output / "gpu.json").write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
+        self.write()
         shown = {key: value for key, value in result.items() if not isinstance(value, (list, dict))}
         print(f"{name}: {shown}", flush=True)
+
+
+    def write(self):
+        """Writes all results."""
+        (self.a.output / "gpu.json").write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
 
 
 def steps_of(output):
@@ -120,74 +174,126 @@ def learned(output):
 
 
 def check(s, programs, device):
-    """Right first."""
-    file = s.a.output / "device_check.json"
-    number = "cpu" if device == "cpu" else 0
-    s.run("device_check", [programs / "examples" / "device_check", number, "--json", file], 60)
-    wheels = [pathlib.Path(folder) / "nvidia/cu13/compute-sanitizer/compute-sanitizer" for folder in sys.path]
-    sanitizer = shutil.which("compute-sanitizer") or next((file for file in wheels if os.access(file, os.X_OK)), None)
-    if sanitizer and device != "cpu":
-        s.run("compute-sanitizer", [sanitizer, "--error-exitcode", 9, programs / "examples" / "device_check", number,
-                                    "ops", "--small", "--json", s.a.output / "sanitized.json"], 120)
+    """Right first: a process a part, so that a fault ends no other."""
+    number, program = "cpu" if device == "cpu" else 0, programs / "examples" / "device_check"
+    golden = ["--golden", ROOT / "tests" / "golden"]
+    if not program.exists():
+        s.keep("device_check", {"left_out": "not built; it needs --features cuda"})
+    for part in ["ops", "memory", "golden", "runs"] if program.exists() else []:
+        file = s.a.output / f"device_check_{part}.json"
+        done = s.run(f"check {part}", [program, number, part, *golden, "--json", file], 20, limit=180)
+        if part == "ops" and done and "failed" in done:
+            s.run("check ops, waiting", [program, number, part, "--wait", "--json", s.a.output / "waiting.json"], 20,
+                  may_fail=True)
+    sanitizer = installed("compute-sanitizer", "usr/local/cuda*/bin/compute-sanitizer")
+    if sanitizer and program.exists() and device != "cpu":
+        s.run("compute-sanitizer", [sanitizer, "--error-exitcode", 9, program, number, "ops", "--small", "--json",
+                                    s.a.output / "sanitized.json"], 60, limit=240)
     else:
         s.keep("compute-sanitizer", {"left_out": "not installed"})
     with tempfile.TemporaryDirectory() as folder:
         s.run("default training", [programs / "engraft", "train", "--device", device, "--json", "--output", folder], 30,
-              learned)
+              learned, limit=300)
 
 
 def ops(s, programs, device):
     """What no training shows by itself, beside PyTorch."""
-    sizes = s.a.sizes.split(",")
-    source = base(s.a.bases, "medium" if "medium" in sizes else sizes[0])
-    file, number = s.a.output / "speed.json", "cpu" if device == "cpu" else 0
-    s.run("speed: engraft", [programs / "examples" / "device_check", number, "speed", "--base", source, "--json", file], 40,
-          lambda _: {"speeds": json.loads(file.read_text())["speeds"]})
+    program = programs / "examples" / "device_check"
+    if program.exists():
+        sizes = s.a.sizes.split(",")
+        source = base(s.a.bases, "medium" if "medium" in sizes else sizes[0])
+        file, number = s.a.output / "speed.json", "cpu" if device == "cpu" else 0
+        s.run("speed: engraft", [program, number, "speed", "--base", source, "--json", file], 40,
+              lambda _: {"speeds": json.loads(file.read_text())["speeds"]})
     small = ["--small"] if device == "cpu" else []
     s.run("speed: PyTorch", [sys.executable, HERE / "torch_ops.py", "--device", device, *small], 30,
           lambda text: {"figures": json.loads(last_line(text))}, may_fail=True)
 
 
-def training(s, programs, device, size, source, folder):
-    """LoRA and prefix beside PEFT."""
+def lora_run(s, programs, device, size, source, folder, steps):
+    """A training of ours with a LoRA of rank 8, as a command."""
     batch = s.a.batch or BATCH.get(size, 4)
-    steps = 8
     rows = write_rows(folder / "rows.jsonl", batch * steps, s.a.seq)
-    types = ["f32"] if device == "cpu" else ["f16", "bf16"]
-    for method in ["lora", "prefix"]:
+    options = [*job(source, rows, batch, s.a.seq, steps), "--method", "lora", "--device", device, "--precision",
+               "f32" if device == "cpu" else "f16", "--memory", "auto", "--rank", 8, "--alpha", 16]
+    return train_command(programs / "engraft", options, folder / "run")
+
+
+def seconds_of(text):
+    """Milliseconds of each kernel, summed by name, from the CSV that ncu prints."""
+    lines = text.splitlines()
+    begin = next(at for at, line in enumerate(lines) if line.startswith('"ID"'))
+    sums = {}
+    for row in csv.DictReader(lines[begin:]):
+        if row.get("Metric Name") == "gpu__time_duration.sum":
+            scale = {"ns": 1e-6, "nsecond": 1e-6, "us": 1e-3, "usecond": 1e-3, "ms": 1.0, "msecond": 1.0}
+            time_ms = float(row["Metric Value"].replace(",", "")) * scale[row["Metric Unit"]]
+            count, all_ms = sums.get(row["Kernel Name"], (0, 0.0))
+            sums[row["Kernel Name"]] = (count + 1, all_ms + time_ms)
+    largest = sorted(sums.items(), key=lambda item: -item[1][1])
+    return {"kernels": {name: {"launches": count, "ms": round(ms, 3)} for name, (count, ms) in largest}}
+
+
+def why(s, programs, device):
+    """Kernels by their time, and a large training."""
+    ops(s, programs, device)
+    sizes = s.a.sizes.split(",")
+    ncu = installed("ncu", "usr/local/cuda*/bin/ncu", "opt/nvidia/nsight-compute/*/ncu")
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        if ncu and device != "cpu":
+            command = lora_run(s, programs, device, sizes[0], base(s.a.bases, sizes[0]), folder, 2)
+            s.run(f"{sizes[0]} kernels", [ncu, "--csv", "--metrics", "gpu__time_duration.sum", *command], 60, seconds_of,
+                  may_fail=True, limit=180)
+        else:
+            s.keep(f"{sizes[0]} kernels", {"left_out": "ncu is not installed"})
+    large = "xl" if device != "cpu" else sizes[0]
+    with tempfile.TemporaryDirectory() as name:
+        command = lora_run(s, programs, device, large, base(s.a.bases, large), pathlib.Path(name), 20)
+        s.run(f"{large} lora {'f32' if device == 'cpu' else 'f16'}: engraft, 20 steps", command, 60, steps_of)
+
+
+def training(s, programs, device, size, source, folder, everything):
+    """LoRA beside PEFT; where everything is asked for, the prefix, bf16 and what moves too."""
+    batch = s.a.batch or BATCH.get(size, 4)
+    rows = write_rows(folder / "rows.jsonl", batch * STEPS, s.a.seq)
+    types = ["f32"] if device == "cpu" else ["f16", "bf16"] if everything else ["f16"]
+    for method in ["lora", "prefix"] if everything else ["lora"]:
         for kind in types:
             name = f"{size} {method} {kind}"
-            options = [*job(source, rows, batch, s.a.seq, steps), "--method", method, "--device", device, "--precision",
+            options = [*job(source, rows, batch, s.a.seq, STEPS), "--method", method, "--device", device, "--precision",
                        kind, "--memory", "auto"]
             options += ["--rank", 8, "--alpha", 16] if method == "lora" else []
             output = folder / name.replace(" ", "-")
             s.run(f"{name}: engraft", train_command(programs / "engraft", options, output), 20, steps_of)
             moving = {"offloading": ["--offload-inputs", "--offload-optimizer"], "streaming": ["--stream-base", "on"]}
-            for how, more in moving.items() if method == "lora" and kind == types[0] else []:
+            for how, more in moving.items() if everything and method == "lora" and kind == types[0] else []:
                 command = train_command(programs / "engraft", [*options, *more], folder / how)
                 s.run(f"{name}: engraft, {how}", command, 20, steps_of)
             for how in [[], ["--compile"]]:
-                command = [sys.executable, HERE / "peft_step.py", source, rows, "--batch", batch, "--steps", steps,
+                command = [sys.executable, HERE / "peft_step.py", source, rows, "--batch", batch, "--steps", PEFT_STEPS,
                            "--method", method, "--dtype", kind, "--device", device, *how]
-                s.run(f"{name}: PEFT{' compiled' if how else ''}", command, 90 if how else 30,
-                      lambda text: json.loads(last_line(text)), may_fail=True)
+                s.run(f"{name}: PEFT{' compiled' if how else ''}", command, 60 if how else 30,
+                      lambda text: json.loads(last_line(text)), may_fail=True, limit=240)
+
+
+def sample_of(output):
+    """Speed of a sample after its first token, as the program that made it tells."""
+    samples = [event for event in map(json.loads, output.splitlines()) if "tokens_per_s" in event]
+    return {"tokens_per_s": samples[-1]["tokens_per_s"]}
 
 
 def decoding(s, programs, device, size, source, folder):
-    """One sample with a LoRA of rank 16 on all sites: a run of 257 tokens less one of 1 token."""
+    """One sample of 256 tokens with a LoRA of rank 16 on all sites."""
     rows = write_rows(folder / "short.jsonl", 1, 64)
     options = [*job(source, rows, 1, 64, 1), "--targets", "all-linear", "--rank", 16, "--device", device]
     made = s.run(f"{size} adapter", train_command(programs / "engraft", options, folder / "rank16"), 20)
     if made is None or "failed" in made:
         return
-    adapter, seconds = folder / "rank16" / "adapter", {}
-    for new in [1, 257]:
-        command = [programs / "engraft-infer", "generate", "--base", source, "--adapter", adapter, "--device", device,
-                   "--input-ids", "15496,612", "--max-new-tokens", new, "--min-new-tokens", new, "--temperature", 0]
-        result = s.run(f"{size} decoding {new}: engraft", command, 20)
-        seconds[new] = (result or {}).get("seconds")
-    if None not in seconds.values():
-        s.keep(f"{size} decoding: engraft", {"tokens_per_s": 256 / max(seconds[257] - seconds[1], 1e-3)})
+    adapter = folder / "rank16" / "adapter"
+    command = [programs / "engraft-infer", "generate", "--base", source, "--adapter", adapter, "--device", device, "--json",
+               "--input-ids", "15496,612", "--max-new-tokens", 256, "--min-new-tokens", 256, "--temperature", 0]
+    s.run(f"{size} decoding: engraft", command, 20, sample_of)
     command = [sys.executable, HERE / "generate_peer.py", source, "--adapter", adapter, "--device", device, "--dtype",
                "f32" if device == "cpu" else "f16", "--prompt", 32, "--rows", 1, "--new", 128]
     s.run(f"{size} decoding: PEFT", command, 40,
@@ -208,7 +314,7 @@ def utilisation(s, device):
     ceilings = {speed["what"].rsplit(", ", 1)[1].lower(): 1e12 * speed["value"]
                 for speed in speeds if speed["what"].startswith("frozen product")}
     for name, result in s.results.items():
-        if device == "cpu" or not name.endswith(": engraft") or "losses" not in result:
+        if device == "cpu" or ": engraft" not in name or "losses" not in result:
             continue
         size, _, kind = name.split(": ")[0].split(" ")
         config = json.loads((s.a.bases / size / "config.json").read_text(encoding="utf-8"))
@@ -222,6 +328,9 @@ def table(results):
         print(f"{speed['what']:72} {speed['value']:10.3f} {speed['unit']}")
     for what, (value, unit) in results.get("speed: PyTorch", {}).get("figures", {}).items():
         print(f"{'PyTorch: ' + what:72} {value:10.3f} {unit}")
+    for name, result in results.items():
+        for kernel, times in list(result.get("kernels", {}).items())[:20]:
+            print(f"{name}: {kernel[:60]:60} {times['launches']:6} launches {times['ms']:10.3f} ms")
     print(f"\n{'':24} {'tokens/s':>10} {'MiB':>8}   engraft over it: speed, memory")
     for name, result in results.items():
         if "tokens_per_s" not in result:
@@ -240,32 +349,41 @@ def table(results):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("parts", nargs="*", metavar="PART", help="right, fast, why or all; all where none is named")
     p.add_argument("--programs", type=pathlib.Path, default=RELEASE, metavar="FOLDER")
     p.add_argument("--bases", type=pathlib.Path, default=ROOT / "target" / "bases", metavar="FOLDER")
     p.add_argument("--output", type=pathlib.Path, default=ROOT / "target" / "gpu", metavar="FOLDER")
     p.add_argument("--device", default="cuda")
-    p.add_argument("--sizes", default="small,medium,large,xl")
+    p.add_argument("--sizes", help="by default small,medium, of all the parts small,medium,large,xl")
     p.add_argument("--minutes", type=float, default=9)
     p.add_argument("--batch", type=int, help="rows of a step; by default 8 of small and medium, 4 of large, 2 of xl")
     p.add_argument("--seq", type=int, default=1024)
     a = p.parse_args()
+    parts = a.parts or ["all"]
+    for part in parts:
+        if part not in PARTS:
+            p.error(f"{part}: is no part; give some of {', '.join(PARTS)}")
+    everything = "all" in parts
+    a.sizes = a.sizes or ("small,medium,large,xl" if everything else "small,medium")
+    wants = lambda part: everything or part in parts
 
+    # What an earlier call found stays.
+    a.output = a.output.resolve()
     a.output.mkdir(parents=True, exist_ok=True)
     programs, s = a.programs.resolve(), Session(a)
     s.keep("device", {"name": s.device.ask("name") or a.device, "driver": s.device.ask("driver_version"),
                       "date": time.strftime("%Y-%m-%d")})
-    if (programs / "examples" / "device_check").exists():
+    if wants("right"):
         check(s, programs, a.device)
-        ops(s, programs, a.device)
-    else:
-        s.keep("device_check", {"left_out": "not built; it needs --features cuda"})
-    for size in a.sizes.split(","):
+    if wants("why"):
+        why(s, programs, a.device)
+    for size in a.sizes.split(",") if wants("fast") else []:
         source = base(a.bases, size)
         with tempfile.TemporaryDirectory() as folder:
-            training(s, programs, a.device, size, source, pathlib.Path(folder))
+            training(s, programs, a.device, size, source, pathlib.Path(folder), everything)
             decoding(s, programs, a.device, size, source, pathlib.Path(folder))
     utilisation(s, a.device)
-    (a.output / "gpu.json").write_text(json.dumps(s.results, indent=1) + "\n", encoding="utf-8")
+    s.write()
     table(s.results)
     for failure in s.failures:
         print(f"FAILED {failure}")

@@ -34,7 +34,7 @@ if [ "${2:-}" = --stand-in ]; then
     cat >"$home/bin/nvcc" <<'END'
 #!/bin/sh
 while [ $# -gt 0 ]; do
-    if [ "$1" = -o ]; then : >"$2"; fi
+    if [ "$1" = -o ]; then printf "stand-in\000" >"$2"; fi
     shift
 done
 END

@@ -1,4 +1,8 @@
 // A cuBLASLt for machines without a GPU: one product by plain loops, exactly as its descriptors say.
+//
+// It refuses operands outside of the device's memory or less aligned than the algorithm was chosen for, an algorithm of
+// another product, and too little workspace. Algorithms for more than 16 bytes of alignment add in another order, so that
+// a program whose buffers decide the algorithm shows other bits.
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -13,6 +17,8 @@ constexpr Result INVALID = 7;
 enum Type { F32 = 0, F16 = 2, BF16 = 14 };
 enum Attribute { TRANSPOSE_A = 3, TRANSPOSE_B = 4, EPILOGUE = 7, BIAS = 8 };
 constexpr int SUMS_IN_F32 = 68, WITH_BIAS = 4;
+/// Attributes of a preference: most bytes of workspace, then the alignment of A, B, C and D.
+enum Preferred { WORKSPACE = 1, ALIGNMENT = 5 };
 
 struct Layout {
   int type;
@@ -22,6 +28,16 @@ struct Layout {
 struct Product {
   int transpose_a, transpose_b, epilogue;
   const void *bias;
+};
+struct Preference {
+  uint64_t workspace;
+  uint32_t aligned[4];
+};
+/// What an algorithm was chosen for: sizes of D and of the sums, types, alignments, workspace.
+struct Algorithm {
+  uint32_t m, n, k;
+  uint8_t factors, result, aligned[4];
+  uint64_t workspace;
 };
 struct Choice {
   uint64_t algorithm[8];
@@ -78,27 +94,73 @@ Result cublasLtMatmulDescSetAttribute(Handle handle, int attribute, const void *
   if (attribute == EPILOGUE) return product.epilogue = number, 0;
   return refuse("an attribute that the shim does not know");
 }
-Result cublasLtMatmulPreferenceCreate(Handle *preference) { return *preference = malloc(1), 0; }
-Result cublasLtMatmulPreferenceDestroy(Handle preference) { return free(preference), 0; }
-Result cublasLtMatmulPreferenceSetAttribute(Handle, int, const void *, size_t) { return 0; }
-Result cublasLtMatmulAlgoGetHeuristic(Handle, Handle, Handle, Handle, Handle, Handle, Handle, int, Choice *choice,
-                                      int *count) {
-  return *choice = Choice{}, *count = 1, 0;
+Result cublasLtMatmulPreferenceCreate(Handle *preference) {
+  return *preference = new Preference{0, {256, 256, 256, 256}}, 0;
+}
+Result cublasLtMatmulPreferenceDestroy(Handle preference) { return delete static_cast<Preference *>(preference), 0; }
+Result cublasLtMatmulPreferenceSetAttribute(Handle handle, int attribute, const void *value, size_t size) {
+  Preference &own = *static_cast<Preference *>(handle);
+  if (attribute == WORKSPACE && size == 8) return memcpy(&own.workspace, value, size), 0;
+  int operand = attribute - ALIGNMENT;
+  if (operand >= 0 && operand < 4 && size == 4) memcpy(&own.aligned[operand], value, size);
+  return 0;
+}
+
+/// The sizes that an algorithm is for; false where the matrices do not fit.
+static bool describe(const Product &product, const Layout &a, const Layout &b, const Layout &d, Algorithm *of) {
+  bool ta = product.transpose_a, tb = product.transpose_b;
+  of->m = d.rows, of->n = d.columns, of->k = ta ? a.rows : a.columns;
+  of->factors = a.type, of->result = d.type;
+  return (ta ? a.columns : a.rows) == of->m && (tb ? b.rows : b.columns) == of->n &&
+         (tb ? b.columns : b.rows) == of->k && a.type == b.type;
+}
+
+Result cublasLtMatmulAlgoGetHeuristic(Handle, Handle product, Handle a, Handle b, Handle, Handle d, Handle preference, int,
+                                      Choice *choice, int *count) {
+  const Preference &own = *static_cast<Preference *>(preference);
+  Algorithm of = {};
+  if (!describe(*static_cast<Product *>(product), *static_cast<Layout *>(a), *static_cast<Layout *>(b),
+                *static_cast<Layout *>(d), &of))
+    return refuse("the matrices do not fit");
+  for (int i = 0; i < 4; i++) of.aligned[i] = own.aligned[i] > 128 ? 128 : own.aligned[i];
+  of.workspace = own.workspace;
+  *choice = Choice{};
+  static_assert(sizeof of <= sizeof choice->algorithm, "an algorithm is opaque bytes");
+  memcpy(choice->algorithm, &of, sizeof of);
+  choice->workspace = of.workspace;
+  return *count = 1, 0;
 }
 
 /// Of the libcuda beside it.
 Result shim_give(Handle stream, const std::function<void()> *work);
+int shim_has(const void *place, size_t size);
+
+static size_t width(int type) { return type == F32 ? 4 : 2; }
+/// Bytes of a matrix from its first element to its last.
+static size_t bytes(const Layout &own) { return ((own.columns - 1) * own.stride + own.rows) * width(own.type); }
 
 Result cublasLtMatmul(Handle, Handle product_, const float *alpha, const void *A, Handle a_, const void *B, Handle b_,
-                      const float *beta, const void *C, Handle c_, void *D, Handle d_, const void *, void *, size_t,
-                      Handle stream) {
+                      const float *beta, const void *C, Handle c_, void *D, Handle d_, const void *algorithm, void *workspace,
+                      size_t workspace_bytes, Handle stream) {
   const Product product = *static_cast<Product *>(product_);
   const Layout a = *static_cast<Layout *>(a_), b = *static_cast<Layout *>(b_);
   const Layout c = *static_cast<Layout *>(c_), d = *static_cast<Layout *>(d_);
   bool ta = product.transpose_a, tb = product.transpose_b;
   size_t m = d.rows, n = d.columns, k = ta ? a.rows : a.columns;
-  bool fit = (ta ? a.columns : a.rows) == m && (tb ? b.rows : b.columns) == n && (tb ? b.columns : b.rows) == k;
-  if (!fit || a.type != b.type) return refuse("the matrices do not fit");
+  Algorithm own = {}, chosen;
+  if (!describe(product, a, b, d, &own)) return refuse("the matrices do not fit");
+  memcpy(&chosen, algorithm, sizeof chosen);
+  if (chosen.m != own.m || chosen.n != own.n || chosen.k != own.k || chosen.factors != own.factors || chosen.result != own.result)
+    return refuse("an algorithm of another product");
+  const void *places[4] = {A, B, C, D};
+  for (int i = 0; i < 4; i++)
+    if (reinterpret_cast<uintptr_t>(places[i]) % chosen.aligned[i])
+      return refuse("an operand that is less aligned than its algorithm needs");
+  bool held = shim_has(A, bytes(a)) && shim_has(B, bytes(b)) && shim_has(D, bytes(d)) && (*beta == 0 || shim_has(C, bytes(c)));
+  if (!held || (product.epilogue == WITH_BIAS && !shim_has(product.bias, m * width(d.type))))
+    return refuse("an operand outside of the device's memory");
+  if (workspace_bytes < chosen.workspace || !shim_has(workspace, workspace_bytes)) return refuse("too little workspace");
+  bool backwards = chosen.aligned[0] > 16 || chosen.aligned[1] > 16 || chosen.aligned[2] > 16 || chosen.aligned[3] > 16;
   std::function<void()> work = [=, alpha = *alpha, beta = *beta] {
     std::vector<float> left(m * k), right(n * k);
     for (size_t i = 0; i < m; i++)
@@ -109,6 +171,11 @@ Result cublasLtMatmul(Handle, Handle product_, const float *alpha, const void *A
       for (size_t i = 0; i < m; i++) {
         float sum = 0;
         for (size_t q = 0; q < k; q++) sum += left[i * k + q] * right[j * k + q];
+        if (backwards && k > 1) { // the first half after the second
+          float halves[2] = {};
+          for (size_t q = 0; q < k; q++) halves[q < k / 2] += left[i * k + q] * right[j * k + q];
+          sum = halves[0] + halves[1];
+        }
         sum *= alpha;
         if (beta != 0) sum += beta * get(c.type, C, i + j * c.stride);
         if (product.epilogue == WITH_BIAS) sum += get(d.type, product.bias, i);

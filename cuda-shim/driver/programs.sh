@@ -67,3 +67,18 @@ done
 precision=f16
 if SHIM_MEMORY=20000 cuda "${eval[@]}" 2>refused; then echo "a base fits that cannot" >&2; exit 1; fi
 grep 'bytes for the base cannot be allocated on CUDA device 0 (free: .*): out of memory; .*--stream-base on' refused
+
+# What cannot be used is told when the device is opened, with a remedy, and --device auto goes on without it.
+refuses() { # VARIABLE SENTENCE
+    if env "$1" LD_LIBRARY_PATH="$shim" "${eval[@]}" --device cuda >/dev/null 2>refused; then
+        echo "$1 is not refused" >&2
+        exit 1
+    fi
+    grep "$2" refused
+    env "$1" LD_LIBRARY_PATH="$shim" "${eval[@]}" --device auto >eval-auto.log 2>hint
+    grep "hint: --device auto takes a CPU: .*$2" hint
+    cmp eval-auto.log <(cpu "${eval[@]}")
+}
+refuses SHIM_DRIVER=12040 'for CUDA 12.4 and the kernels need one for CUDA 13.0, 580 or later; update the driver'
+refuses SHIM_CAPABILITY=75 'capability is 7.5 and the kernels need 8.0'
+refuses SHIM_NO_IMAGE=1 'does not load the kernels: .*; build the program with nvcc 13.0'

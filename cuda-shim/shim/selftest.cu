@@ -24,3 +24,10 @@ LAUNCHER(divergent_barrier)
 /// Writes one element behind the end of a list of 128.
 extern "C" __global__ void beyond_the_end(int *numbers) { numbers[threadIdx.x + 1] = 7; }
 LAUNCHER(beyond_the_end)
+
+/// Reads 16 bytes by one instruction from wherever it is told.
+extern "C" __global__ void wide_load(const unsigned char *from, int *to) {
+  Vector<float> x = *reinterpret_cast<const Vector<float> *>(from);
+  to[threadIdx.x] = int(__float_as_uint(x.at[0]));
+}
+LAUNCHER(wide_load)

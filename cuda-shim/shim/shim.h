@@ -3,7 +3,7 @@
 // Blocks run one after another, in shuffled order. A fibre runs until it waits at a barrier, a shuffle or a
 // tensor-core instruction; then another, chosen at random, goes on, so that a missing barrier shows as a wrong
 // result under some seed. Shared memory is filled with NaN before each block. Not modelled: the memory
-// model, races between blocks, alignment of global loads, registers, speed.
+// model, races between blocks, registers, speed; alignment of global loads by the driver of cuda-shim/driver alone.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -40,8 +40,14 @@ namespace sim {
 
 constexpr int MOST_THREADS = 1024;
 constexpr size_t STACK = 64 << 10;
-/// Shared memory of a block on every architecture without opting in.
-constexpr size_t SHARED_BYTES = 48 << 10;
+/// Most shared memory that declarations take on every architecture, and that a block can have at all (sm_90).
+constexpr size_t DECLARED_BYTES = 48 << 10, SHARED_BYTES = 227 << 10;
+
+/// What shared memory is filled with before each block: NaN, or the byte in SHIM_FILL.
+inline int fill() {
+  static const int byte = getenv("SHIM_FILL") ? atoi(getenv("SHIM_FILL")) : 0xff;
+  return byte;
+}
 
 /// Sixteen bytes on their way to shared memory; zeros where there is no source.
 struct Copy {
@@ -119,7 +125,7 @@ inline void *shared(const void *key, size_t bytes) {
   if (found != block.places.end()) return block.shared + found->second;
   size_t at = block.used;
   block.used = at + (bytes + 15) / 16 * 16;
-  if (block.used > SHARED_BYTES) std::abort();
+  if (block.used > SHARED_BYTES || block.used - block.dynamic > DECLARED_BYTES) std::abort();
   block.places[key] = at;
   return block.shared + at;
 }
@@ -153,7 +159,7 @@ inline void start_fibres() {
 
 /// Runs one block; false when its threads wait for each other for ever.
 inline bool run_block() {
-  memset(block.shared, 0xff, SHARED_BYTES);
+  memset(block.shared, fill(), std::min(SHARED_BYTES, block.dynamic + DECLARED_BYTES));
   block.places.clear();
   block.used = block.dynamic;
   block.whole = {};

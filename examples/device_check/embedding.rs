@@ -17,7 +17,7 @@ pub fn tables(on: On) -> Result<Outputs> {
     let ids: Vec<u32> = (0..n).map(|i| i * 17 % vocab).collect();
     let places: Vec<u32> = (0..n).map(|i| i * 7 % positions).collect();
     let (ids, places) = (Buffer::on(on.device, &ids)?, Buffer::on(on.device, &places)?);
-    let (wte, wpe) = (on.frozen(1, vocab as usize * c)?, on.frozen(2, positions as usize * c)?);
+    let (wte, wpe) = (on.matrix(1, vocab as usize * c)?, on.frozen(2, positions as usize * c)?);
     let mut x = on.room(n as usize * c)?;
     let wte = Matrix::f16(wte.view(), vocab as usize, c);
     let tables = Tables { wte, wpe: wpe.view(), prompt: None };
@@ -32,7 +32,7 @@ pub fn virtual_tokens(on: On) -> Result<Outputs> {
     let places: Vec<u32> = (0..n as u32).map(|i| i % 50).collect();
     let order = Buffer::on(on.device, &embed::by_id(&ids))?;
     let (ids, places) = (Buffer::on(on.device, &ids)?, Buffer::on(on.device, &places)?);
-    let (wte, wpe) = (on.frozen(1, vocab * c)?, on.frozen(2, 50 * c)?);
+    let (wte, wpe) = (on.matrix(1, vocab * c)?, on.frozen(2, 50 * c)?);
     let (prompt, mut d_prompt) = (on.wide(3, length * c)?, on.wide(4, length * c)?);
     let (mut x, dx) = (on.room(n * c)?, on.activations(5, n * c)?);
     let wte = Matrix::f16(wte.view(), vocab, c);

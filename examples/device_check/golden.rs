@@ -15,7 +15,7 @@ use engraft::{
 use engraft_adapters::{AdapterSet, peft};
 
 use crate::{
-    Line,
+    Line, Report,
     runs::{element_bound, largest_error, loss_bound},
     setup::{Size, golden, load},
 };
@@ -30,29 +30,28 @@ fn gradient_bound(activations: DType) -> f64 {
     if activations == DType::BF16 { 1.6e-1 } else { element_bound(activations) }
 }
 
-pub fn check(device: Device, types: &[DType], size: Size) -> Result<Vec<Line>> {
-    let mut lines = Vec::new();
+pub fn check(device: Device, types: &[DType], size: Size, report: &mut Report) -> Result<()> {
     for &activations in types {
         // Logits and losses are those of one precision after the other, the many bases of the widest alone.
         if activations == DType::F32 {
             for name in bases()? {
-                lines.push(of_base(device, activations, &name)?);
+                report.add(&name, of_base(device, activations, &name).map(|line| vec![line]));
             }
         }
-        let base = load(&folder("tiny"), "tiny", device, activations)?;
+        let base = load(&folder("tiny")?, "tiny", device, activations)?;
         for case in CASES {
-            lines.extend(of_case(&base, case, if size.is_large() { 10 } else { 2 })?);
+            report.add(case, of_case(&base, case, if size.is_large() { 10 } else { 2 }));
         }
     }
-    Ok(lines)
+    Ok(())
 }
 
-fn folder(name: &str) -> BaseSource {
-    BaseSource::Folder(golden(&format!("bases/{name}")))
+fn folder(name: &str) -> Result<BaseSource> {
+    golden(&format!("bases/{name}")).map(BaseSource::Folder)
 }
 
 fn bases() -> Result<Vec<String>> {
-    let path = golden("bases");
+    let path = golden("bases")?;
     let entries = std::fs::read_dir(&path)
         .map_err(|cause| Error::input(format!("{}: cannot be read: {cause}", path.display())))?;
     let mut names: Vec<String> =
@@ -91,8 +90,8 @@ impl Expected {
 
 /// Loss of the batch and last logits of each of its rows.
 fn of_base(device: Device, activations: DType, name: &str) -> Result<Line> {
-    let expected = Expected::read(&golden(&format!("bases/{name}/expected.safetensors")))?;
-    let base = load(&folder(name), name, device, activations)?;
+    let expected = Expected::read(&golden(&format!("bases/{name}/expected.safetensors"))?)?;
+    let base = load(&folder(name)?, name, device, activations)?;
     let (batch, vocab) = (expected.batch(), base.config.vocab);
     let bindings = AdapterBindings::none(base.config.layers);
     let limits = Limits { rows: batch.rows, tokens: batch.seq_len };
@@ -119,8 +118,8 @@ fn of_base(device: Device, activations: DType, name: &str) -> Result<Line> {
 /// Loss, gradients and some steps of a case.
 fn of_case(base: &Arc<Base>, case: &'static str, steps: usize) -> Result<Vec<Line>> {
     let activations = base.activations;
-    let expected = Expected::read(&golden(&format!("cases/{case}/expected.safetensors")))?;
-    let loaded = peft::load(&golden(&format!("cases/{case}/adapter")), &base.description(), false)?;
+    let expected = Expected::read(&golden(&format!("cases/{case}/expected.safetensors"))?)?;
+    let loaded = peft::load(&golden(&format!("cases/{case}/adapter"))?, &base.description(), false)?;
     let batch = [expected.batch()];
     let set: AdapterSet = loaded.set;
     let options = TrainerOptions {

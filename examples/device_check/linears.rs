@@ -17,7 +17,7 @@ use crate::ops::{On, Outputs};
 
 pub fn linears(on: On, n: usize) -> Result<Outputs> {
     let (inputs, outputs) = (96, 120);
-    let (w, bias) = (on.frozen(1, inputs * outputs)?, on.frozen(2, outputs)?);
+    let (w, bias) = (on.matrix(1, inputs * outputs)?, on.frozen(2, outputs)?);
     let layer = Layer { weight: Matrix::f16(w.view(), inputs, outputs), bias: bias.view() };
     // A at 1, B after it; then a second delta on some columns.
     let first =
@@ -50,7 +50,7 @@ pub fn linears(on: On, n: usize) -> Result<Outputs> {
 /// With every optional part: u, g, d, e, a trained bias, frozen factors, ranges of tokens.
 pub fn scaled_linears(on: On, n: usize) -> Result<Outputs> {
     let (inputs, outputs, rank) = (96, 120, 5);
-    let (w, bias) = (on.frozen(1, inputs * outputs)?, on.frozen(2, outputs)?);
+    let (w, bias) = (on.matrix(1, inputs * outputs)?, on.frozen(2, outputs)?);
     let layer = Layer { weight: Matrix::f16(w.view(), inputs, outputs), bias: bias.view() };
     let mut len = 1;
     let mut next = |size: usize| {
@@ -134,7 +134,7 @@ pub fn column_norms(on: On) -> Result<Outputs> {
         ..Delta::default()
     };
     let deltas = [whole, some];
-    let (w, values) = (on.frozen(1, inputs * outputs)?, on.wide(2, e + 60)?);
+    let (w, values) = (on.matrix(1, inputs * outputs)?, on.wide(2, e + 60)?);
     let (m, mut g, mut dm) = (on.wide(3, outputs)?, on.zeros(F32, outputs)?, on.wide(4, outputs)?);
     let mut results = Vec::new();
     for deltas in [&deltas[..0], &deltas[..1], &deltas[..]] {

@@ -1,23 +1,28 @@
 //! Holds a CUDA device against the CPU side of every op, trains on it, and compares its memory with the plans.
 //!
 //!     cargo run --release --features cuda --example device_check -- [DEVICE] [PART..] [--large|--small] [--json FILE]
-//!         [--base FOLDER]
+//!         [--base FOLDER] [--golden FOLDER] [--wait]
 //!
 //! DEVICE is a number or `cpu`, which holds the CPU side against itself: a check of this program, without a device.
-//! A PART is `ops` (every op at odd shapes, in every type of activations), `runs` (trainings: losses and gradients
-//! of every kind of adapter, recompute, micro-batches, 8-bit moments, resume, generation), `golden` (what PEFT
-//! computed, tests/golden) or `memory` (held against planned bytes, and a training that does not fit); none stands for
-//! all of these. `speed` times products, attention, updates and the tokens of the base in FOLDER, and checks nothing. On the driver of `cuda-shim/driver` trainings are tiny, on a real device larger: `--large` and `--small`
-//! choose.
+//! A PART is `ops` (every op at odd shapes, in every type of activations), `memory` (held against planned bytes, and a
+//! training that does not fit), `golden` (what PEFT computed) or `runs` (trainings: losses and gradients of every kind of
+//! adapter, recompute, micro-batches, 8-bit moments, resume, generation); none stands for all of these, in this order.
+//! `speed` times products, attention, updates and the tokens of the base in FOLDER, and checks nothing. On the driver of
+//! `cuda-shim/driver` trainings are tiny, on a real device larger: `--large` and `--small` choose.
 //!
-//! A table of relative errors goes to stdout, the same as one JSON object into FILE, target/device_check.json where none
-//! is named; exit code 1 when a bound is broken.
+//! The golden files are those of --golden, or else of `tests/golden` in the working folder, or where the program was
+//! built. `--wait` waits after each launch: a fault then names the kernel or product that made it.
+//!
+//! Every line of the table of relative errors goes to stdout as soon as it is known, the same as one JSON object into FILE
+//! after each part, target/device_check.json where none is named. An error ends its part, not the others; exit code 1
+//! when a bound is broken or a part failed.
 
 mod embedding;
 mod golden;
 mod linears;
 mod memory;
 mod ops;
+mod report;
 mod runs;
 mod setup;
 mod speed;
@@ -29,48 +34,8 @@ use engraft::{
     device::{DType, Device},
     error::{Error, Result},
 };
-use serde_json::{Value, json};
+use report::{Line, Report};
 use setup::Size;
-use speed::Speed;
-
-/// One comparison.
-pub struct Line {
-    what: String,
-    activations: DType,
-    /// Largest error relative to the largest expected element, or whatever `bound` is of.
-    error: f64,
-    bound: f64,
-}
-
-impl Line {
-    /// A comparison with its outcome.
-    pub fn new(what: impl Into<String>, activations: DType, error: f64, bound: f64) -> Self {
-        Self { what: what.into(), activations, error, bound }
-    }
-
-    fn holds(&self) -> bool {
-        self.error <= self.bound
-    }
-
-    fn shown(&self) -> String {
-        let verdict = if self.holds() { "ok" } else { "BROKEN" };
-        format!(
-            "{:<64} {:<5} {:>10.2e} {:>10.2e}  {verdict}",
-            self.what,
-            format!("{:?}", self.activations),
-            self.error,
-            self.bound
-        )
-    }
-
-    fn json(&self) -> Value {
-        json!({
-            "check": self.what, "activations": format!("{:?}", self.activations),
-            "error": if self.error.is_finite() { json!(self.error) } else { json!(self.error.to_string()) },
-            "bound": self.bound, "ok": self.holds(),
-        })
-    }
-}
 
 /// What the command line asks for.
 struct Options {
@@ -79,15 +44,17 @@ struct Options {
     size: Option<Size>,
     json: PathBuf,
     base: Option<PathBuf>,
+    waits: bool,
 }
 
-const PARTS: [&str; 5] = ["ops", "runs", "golden", "memory", SPEED];
+const PARTS: [&str; 5] = ["ops", "memory", "golden", "runs", SPEED];
 const SPEED: &str = "speed";
 
 impl Options {
     fn read(mut arguments: impl Iterator<Item = String>) -> Result<Self> {
         let json = PathBuf::from("target/device_check.json");
-        let mut options = Self { device: "0".to_owned(), parts: Vec::new(), size: None, json, base: None };
+        let mut options =
+            Self { device: "0".to_owned(), parts: Vec::new(), size: None, json, base: None, waits: false };
         while let Some(argument) = arguments.next() {
             match argument.as_str() {
                 "--large" => options.size = Some(Size::LARGE),
@@ -102,6 +69,13 @@ impl Options {
                     let folder = folder.ok_or_else(|| Error::input("--base: names no folder; give one"))?;
                     options.base = Some(folder.into());
                 }
+                "--golden" => {
+                    let folder = arguments.next();
+                    setup::golden_is_in(
+                        folder.ok_or_else(|| Error::input("--golden: names no folder; give one"))?.into(),
+                    );
+                }
+                "--wait" => options.waits = true,
                 part if PARTS.contains(&part) => options.parts.push(argument),
                 device if device == "cpu" || device.parse::<usize>().is_ok() => options.device = argument,
                 other => {
@@ -140,57 +114,39 @@ fn open(name: &str) -> Result<(Device, String, &'static [DType], Size)> {
     ))
 }
 
-fn check(options: &Options) -> Result<(String, Vec<Line>, Vec<Speed>)> {
+fn check(options: &Options) -> Result<usize> {
     let (device, name, types, size) = open(&options.device)?;
-    let size = options.size.unwrap_or(size);
-    let mut lines = Vec::new();
-    // Memory first: what is held is compared with the plan before anything else was there.
-    for part in ["memory", "golden", "runs", "ops"].into_iter().filter(|part| options.wants(part)) {
-        let start = Instant::now();
-        lines.extend(match part {
-            "memory" => memory::check(device, types, size)?,
-            "golden" => golden::check(device, types, size)?,
-            "runs" => runs::check(device, types, size)?,
-            _ => ops::check(device, types)?,
-        });
-        eprintln!("{part}: {:.1} s", start.elapsed().as_secs_f64());
+    if options.waits {
+        device.wait_after_each_launch();
     }
-    let wanted = options.wants(SPEED);
-    let speeds =
-        if wanted { speed::measure(device, types, size, options.base.as_deref())? } else { Vec::new() };
+    let size = options.size.unwrap_or(size);
+    let mut report = Report::new(name, options.json.clone());
+    for part in PARTS.into_iter().filter(|part| options.wants(part)) {
+        let start = Instant::now();
+        let done = match part {
+            "ops" => ops::check(device, types, &mut report),
+            "memory" => memory::check(device, types, size, &mut report),
+            "golden" => golden::check(device, types, size, &mut report),
+            "runs" => runs::check(device, types, size, &mut report),
+            _ => speed::measure(device, types, size, options.base.as_deref(), &mut report),
+        };
+        report.add(part, done.map(|()| Vec::new()));
+        eprintln!("{part}: {:.1} s", start.elapsed().as_secs_f64());
+        report.write()?;
+    }
     setup::clean();
-    Ok((name, lines, speeds))
+    report.close();
+    Ok(report.broken())
 }
 
 fn main() -> ExitCode {
-    let refused = |error: Error| {
-        eprintln!("error: {error}");
-        ExitCode::from(error.exit_code().max(1))
-    };
-    let options = match Options::read(std::env::args().skip(1)) {
-        Ok(options) => options,
-        Err(error) => return refused(error),
-    };
-    let (name, lines, speeds) = match check(&options) {
-        Ok(found) => found,
-        Err(error) => return refused(error),
-    };
-    println!("{:<64} {:<5} {:>10} {:>10}", name, "type", "error", "bound");
-    lines.iter().for_each(|line| println!("{}", line.shown()));
-    let broken = lines.iter().filter(|line| !line.holds()).count();
-    println!("{} checks, {broken} broken", lines.len());
-    speeds.iter().for_each(|Speed { what, value, unit }| println!("{what:<72} {value:>10.3} {unit}"));
-    let checks: Vec<Value> = lines.iter().map(Line::json).collect();
-    let speeds: Vec<Value> = speeds
-        .iter()
-        .map(|speed| json!({ "what": speed.what, "value": speed.value, "unit": speed.unit }))
-        .collect();
-    let json = json!({ "device": name, "broken": broken, "checks": checks, "speeds": speeds });
-    if let Err(cause) = std::fs::write(&options.json, format!("{json:#}\n")) {
-        return refused(Error::failed(format!(
-            "{}: cannot be written: {cause}; name another file with --json",
-            options.json.display()
-        )));
+    let options = Options::read(std::env::args().skip(1));
+    match options.and_then(|options| check(&options)) {
+        Ok(0) => ExitCode::SUCCESS,
+        Ok(_) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::from(error.exit_code().max(1))
+        }
     }
-    if broken == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

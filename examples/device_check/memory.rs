@@ -13,38 +13,42 @@ use engraft::{
 };
 
 use crate::{
-    Line,
+    Line, Report,
     runs::different,
     setup::{Kind, Recipe, Size, base, held, scratch, streamed},
 };
 
-pub fn check(device: Device, types: &[DType], size: Size) -> Result<Vec<Line>> {
-    let mut lines = Vec::new();
+pub fn check(device: Device, types: &[DType], size: Size, report: &mut Report) -> Result<()> {
     if device.kind().shares_host_memory() {
-        return Ok(lines);
+        return Ok(());
     }
-    lines.push(kept_for_good(device, types[0], size)?);
+    report.add("memory", kept_for_good(device, types[0], size).map(|line| vec![line]));
     for &activations in types {
-        let before = held(device) - scratch(device);
-        let base = base(size, device, activations)?;
-        let taken = held(device) - scratch(device) - before;
-        let planned = BaseBytes::on_device(&base.config, memory()).total() as usize;
-        lines.push(beyond("memory: base", activations, taken, planned));
-        for (kind, optimizer) in
-            [(Kind::Both, OptimizerKind::AdamW), (Kind::Prefix, OptimizerKind::AdamW8bit)]
-        {
-            lines.extend(training(&base, before, Recipe { optimizer, ..Recipe::of(kind, size) })?);
-        }
-        drop(base);
-        let before = held(device) - scratch(device);
-        let base = streamed(size, device, activations)?;
-        let recipe = Recipe::of(Kind::Both, size);
-        let policy = Policy { stream: true, ..recipe.policy };
-        lines.extend(training(&base, before, Recipe { policy, ..recipe })?);
-        let policy = Policy { inputs: Placement::Host, moments: Placement::Host, ..policy };
-        lines.extend(training(&base, before, Recipe { policy, ..recipe })?);
+        report.add("memory", of_type(device, activations, size));
     }
-    lines.extend(too_little(device, types, size)?);
+    report.add("out of memory", too_little(device, types, size));
+    Ok(())
+}
+
+/// A base and trainings on it, then trainings on a streamed one.
+fn of_type(device: Device, activations: DType, size: Size) -> Result<Vec<Line>> {
+    let mut lines = Vec::new();
+    let before = held(device) - scratch(device);
+    let base = base(size, device, activations)?;
+    let taken = held(device) - scratch(device) - before;
+    let planned = BaseBytes::on_device(&base.config, memory()).total() as usize;
+    lines.push(beyond("memory: base", activations, taken, planned));
+    for (kind, optimizer) in [(Kind::Both, OptimizerKind::AdamW), (Kind::Prefix, OptimizerKind::AdamW8bit)] {
+        lines.extend(training(&base, before, Recipe { optimizer, ..Recipe::of(kind, size) })?);
+    }
+    drop(base);
+    let before = held(device) - scratch(device);
+    let base = streamed(size, device, activations)?;
+    let recipe = Recipe::of(Kind::Both, size);
+    let policy = Policy { stream: true, ..recipe.policy };
+    lines.extend(training(&base, before, Recipe { policy, ..recipe })?);
+    let policy = Policy { inputs: Placement::Host, moments: Placement::Host, ..policy };
+    lines.extend(training(&base, before, Recipe { policy, ..recipe })?);
     Ok(lines)
 }
 

@@ -20,7 +20,7 @@ use engraft::{
 use engraft_util::rng;
 use half::{bf16, f16};
 
-use crate::{Line, embedding, linears, runs::largest_error};
+use crate::{Line, Report, embedding, linears, runs::largest_error};
 
 /// Where an op runs and how its activations are stored; `rounded` is the type that inputs are rounded to.
 #[derive(Clone, Copy)]
@@ -61,6 +61,15 @@ impl On {
         Buffer::on(self.device, &numbers(seed, len).into_iter().map(f16::from_f32).collect::<Vec<_>>())
     }
 
+    /// A random frozen matrix, in the type that a base has on the device.
+    pub fn matrix(self, seed: u64, len: usize) -> Result<Buffer> {
+        let values = numbers(seed, len).into_iter().map(|value| f16::from_f32(value).to_f32());
+        match self.stored {
+            BF16 => Buffer::on(self.device, &values.map(bf16::from_f32).collect::<Vec<_>>()),
+            _ => Buffer::on(self.device, &values.map(f16::from_f32).collect::<Vec<_>>()),
+        }
+    }
+
     /// Random FP32 values.
     pub fn wide(self, seed: u64, len: usize) -> Result<Buffer> {
         Buffer::on(self.device, &numbers(seed, len))
@@ -83,7 +92,7 @@ impl On {
 pub type Outputs = Vec<(&'static str, Vec<f32>)>;
 type Check = (&'static str, fn(On) -> Result<Outputs>);
 
-const CHECKS: [Check; 19] = [
+const CHECKS: [Check; 21] = [
     ("embed", embedding::tables),
     ("delta of the embedding", embedding::deltas),
     ("virtual tokens", embedding::virtual_tokens),
@@ -94,12 +103,15 @@ const CHECKS: [Check; 19] = [
     ("frozen product, few rows", |on| products(on, 3)),
     ("dense product", dense),
     ("adapted linear, many rows", |on| linears::linears(on, 301)),
+    ("adapted linear, a batch of rows", |on| linears::linears(on, 33)),
     ("adapted linear, few rows", |on| linears::linears(on, 5)),
     ("adapted linear with vectors, many rows", |on| linears::scaled_linears(on, 300)),
     ("adapted linear with vectors, few rows", |on| linears::scaled_linears(on, 6)),
     ("norms of columns", linears::column_norms),
-    ("attention, heads of 64", |on| attentions(on, 64)),
-    ("attention, heads of 20", |on| attentions(on, 20)),
+    ("attention, heads of 64", |on| attentions(on, 64, 71)),
+    ("attention, heads of 20", |on| attentions(on, 20, 71)),
+    // More than 48 KiB of shared memory in a block.
+    ("attention, heads of 1056", |on| attentions(on, 1056, 9)),
     ("attention of one query", decoding),
     ("head and loss", heads),
     ("adamw, both kinds of moments", updates),
@@ -114,20 +126,25 @@ fn bound(activations: DType) -> f64 {
     }
 }
 
-pub fn check(device: Device, types: &[DType]) -> Result<Vec<Line>> {
-    let mut lines = Vec::new();
+pub fn check(device: Device, types: &[DType], report: &mut Report) -> Result<()> {
     for &dtype in types {
         for (what, run) in CHECKS {
-            let expected = run(On { device: Device::Cpu, stored: F32, rounded: dtype })?;
-            let found = run(On { device, stored: dtype, rounded: dtype })?;
-            device.check()?;
-            for ((part, expected), (_, found)) in expected.iter().zip(&found) {
-                let error = largest_error(expected, found);
-                lines.push(Line::new(format!("{what}: {part}"), dtype, error, bound(dtype)));
-            }
+            report.add(what, of_op(device, dtype, what, run));
         }
     }
-    Ok(lines)
+    Ok(())
+}
+
+/// The largest error of each output of an op.
+fn of_op(device: Device, dtype: DType, what: &str, run: fn(On) -> Result<Outputs>) -> Result<Vec<Line>> {
+    let expected = run(On { device: Device::Cpu, stored: F32, rounded: dtype })?;
+    let found = run(On { device, stored: dtype, rounded: dtype })?;
+    device.check()?;
+    let both = expected.iter().zip(&found);
+    let line = |((part, expected), (_, found)): (&(_, Vec<f32>), &(_, Vec<f32>))| {
+        Line::new(format!("{what}: {part}"), dtype, largest_error(expected, found), bound(dtype))
+    };
+    Ok(both.map(line).collect())
 }
 
 fn layernorms(on: On) -> Result<Outputs> {
@@ -188,7 +205,7 @@ fn activations(on: On) -> Result<Outputs> {
 
 fn products(on: On, n: usize) -> Result<Outputs> {
     let (rows, cols) = (200, 136);
-    let (w, bias) = (on.frozen(1, rows * cols)?, on.frozen(2, cols)?);
+    let (w, bias) = (on.matrix(1, rows * cols)?, on.frozen(2, cols)?);
     let w = Matrix::f16(w.view(), rows, cols);
     let (x, dy, residual) =
         (on.activations(3, n * rows)?, on.activations(4, n * cols)?, on.activations(5, n * cols)?);
@@ -225,9 +242,9 @@ fn dense(on: On) -> Result<Outputs> {
     Ok([("y", y), ("dW", dw), ("db", db), ("dx", dx)].map(|(name, out)| (name, out.view().to_vec())).into())
 }
 
-/// Two rows of 71 tokens in three documents after a prefix of 5, and without one.
-fn attentions(on: On, width: usize) -> Result<Outputs> {
-    let (batch, t, heads) = (2, 71, 3);
+/// Two rows of t tokens, of 71 in three documents, after a prefix of 5, and without one.
+fn attentions(on: On, width: usize, t: usize) -> Result<Outputs> {
+    let (batch, heads) = (2, 3);
     let c = heads * width;
     let starts: Vec<u32> = (0..(batch * t) as u32).map(|i| [0, 0, 20, 50][(i as usize % t) / 20]).collect();
     let starts = Buffer::on(on.device, &starts)?;
@@ -323,7 +340,7 @@ fn heads(on: On) -> Result<Outputs> {
     let targets: Vec<i32> = rows.iter().map(|row| (row * 37 % v as u32) as i32).collect();
     let m = rows.len();
     let (rows, targets) = (Buffer::on(on.device, &rows)?, Buffer::on(on.device, &targets)?);
-    let (hidden, table) = (on.activations(1, n * c)?, on.frozen(2, v * c)?);
+    let (hidden, table) = (on.activations(1, n * c)?, on.matrix(2, v * c)?);
     let (mut gathered, mut losses) = (on.room(chunk * c)?, on.zeros(F32, m)?);
     let mut logits = on.zeros(F32, chunk * head_loss::stride(v, on.stored))?;
     let mut d_hidden = on.room(n * c)?;

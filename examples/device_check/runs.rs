@@ -14,7 +14,7 @@ use engraft::{
 use engraft_util::rng;
 
 use crate::{
-    Line,
+    Line, Report,
     setup::{Kind, Outcome, Prepared, Recipe, Size, base, start, streamed},
 };
 
@@ -36,23 +36,22 @@ pub fn element_bound(activations: DType) -> f64 {
     }
 }
 
-pub fn check(device: Device, types: &[DType], size: Size) -> Result<Vec<Line>> {
-    let mut lines = Vec::new();
+pub fn check(device: Device, types: &[DType], size: Size, report: &mut Report) -> Result<()> {
     let cpu = base(size, Device::Cpu, DType::F32)?;
     for &activations in types {
         let base = base(size, device, activations)?;
         for kind in Kind::ALL {
-            lines.extend(against_cpu(&cpu, &base, Recipe::of(kind, size))?);
+            report.add(kind.name(), against_cpu(&cpu, &base, Recipe::of(kind, size)));
         }
-        lines.extend(same_bits(&base, size)?);
+        report.add("policies", same_bits(&base, size));
         if activations != DType::F32 {
-            lines.extend(wide_heads(device, activations, size.with_wide_heads())?);
+            report.add("heads of 64", wide_heads(device, activations, size.with_wide_heads()));
         }
-        lines.push(micro_batches(&base, size)?);
-        lines.extend(resumed(&base, size)?);
-        lines.extend(generation(&cpu, &base, size)?);
+        report.add("micro-batches", micro_batches(&base, size).map(|line| vec![line]));
+        report.add("resume", resumed(&base, size));
+        report.add("generation", generation(&cpu, &base, size));
     }
-    Ok(lines)
+    Ok(())
 }
 
 /// The largest difference over the largest expected element; infinite where something is not finite.

@@ -3,7 +3,7 @@
 
 use std::{
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, OnceLock},
 };
 
 use engraft::{
@@ -13,7 +13,7 @@ use engraft::{
         arena::{Arenas, TableRow},
     },
     engine::{Trainer, TrainerOptions},
-    error::Result,
+    error::{Error, Result},
     model::{Base, BaseSource, Policy},
     optim::{AdamWOptions, OptimizerKind},
 };
@@ -65,7 +65,7 @@ impl Size {
     fn source(self) -> Result<(BaseSource, &'static str)> {
         Ok(match self.model {
             Model::Embedded => (BaseSource::Embedded, "embedded"),
-            Model::Tiny => (BaseSource::Folder(golden("bases/tiny")), "tiny"),
+            Model::Tiny => (BaseSource::Folder(golden("bases/tiny")?), "tiny"),
             Model::Wide => {
                 let folder = cache().join("wide");
                 if !folder.exists() {
@@ -77,9 +77,34 @@ impl Size {
     }
 }
 
-/// A file or folder of tests/golden.
-pub fn golden(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
+static GOLDEN: OnceLock<PathBuf> = OnceLock::new();
+
+/// Has golden files looked for in `folder`.
+pub fn golden_is_in(folder: PathBuf) {
+    let _ = GOLDEN.set(folder);
+}
+
+/// A file or folder among the golden files: of the folder that was named, of the working folder, or of the sources that
+/// this program was built from, which need not be on this machine.
+///
+/// # Errors
+/// When none of these has it.
+pub fn golden(path: &str) -> Result<PathBuf> {
+    let here = Path::new("tests/golden");
+    let built = Path::new(env!("CARGO_MANIFEST_DIR")).join(here);
+    let folder = match GOLDEN.get() {
+        Some(named) => named.as_path(),
+        None if here.exists() => here,
+        None => &built,
+    };
+    let found = folder.join(path);
+    match found.exists() {
+        true => Ok(found),
+        false => Err(Error::input(format!(
+            "{}: there is no such golden file; name the folder tests/golden of the sources with --golden",
+            found.display()
+        ))),
+    }
 }
 
 /// Bytes of a device's memory that this process holds now.

@@ -25,7 +25,10 @@ use engraft_adapters::{AdapterSet, LoraSpec, Segment, Targets};
 use engraft_util::rng;
 use half::{bf16, f16};
 
-use crate::setup::{Size, load, start};
+use crate::{
+    Report,
+    setup::{Size, load, start},
+};
 
 /// One figure.
 pub struct Speed {
@@ -59,18 +62,23 @@ const SMALL: Scale =
     Scale { repeats: 1, rows: 9, matrix: (32, 64), attention: (1, 2, 70), trainables: 5000, tokens: 4 };
 
 /// All figures; those of tokens are of the base in `folder`, or of the one that checks train on.
-pub fn measure(device: Device, types: &[DType], size: Size, folder: Option<&Path>) -> Result<Vec<Speed>> {
+pub fn measure(
+    device: Device,
+    types: &[DType],
+    size: Size,
+    folder: Option<&Path>,
+    report: &mut Report,
+) -> Result<()> {
     let scale = if size.is_large() { LARGE } else { SMALL };
-    let mut speeds = Vec::new();
     for &dtype in types {
-        speeds.extend(products(device, dtype, &scale)?);
+        report.time("products", products(device, dtype, &scale));
     }
     for &dtype in types.iter().filter(|dtype| **dtype != F32) {
-        speeds.extend(attentions(device, dtype, &scale)?);
+        report.time("attention", attentions(device, dtype, &scale));
     }
-    speeds.extend(updates(device, &scale)?);
-    speeds.extend(tokens(device, types[0], size, folder, &scale)?);
-    Ok(speeds)
+    report.time("updates", updates(device, &scale));
+    report.time("tokens", tokens(device, types[0], size, folder, &scale));
+    Ok(())
 }
 
 /// Seconds of `work`, done once before.
@@ -105,7 +113,9 @@ fn zeros(device: Device, dtype: DType, len: usize) -> Result<Buffer> {
 
 fn products(device: Device, dtype: DType, scale: &Scale) -> Result<Vec<Speed>> {
     let (n, (rows, cols)) = (scale.rows, scale.matrix);
-    let (x, weights) = (numbers(device, dtype, n * rows)?, numbers(device, F16, rows * cols)?);
+    // As a base is brought to a device.
+    let kept = if dtype == BF16 { BF16 } else { F16 };
+    let (x, weights) = (numbers(device, dtype, n * rows)?, numbers(device, kept, rows * cols)?);
     let mut y = zeros(device, dtype, n * cols)?;
     let matrix = Matrix::f16(weights.view(), rows, cols);
     let time = seconds(device, scale.repeats, || {

@@ -18,6 +18,15 @@
 //! | `y (n, rows) = x W^T` | x as it is | the buffer holds the transpose |
 //! | `dW (out, in) = dy^T x` | the buffer holds the transpose | x as it is |
 
+/// Largest alignment in bytes that an algorithm is chosen for: no one asks for more than its 16-byte loads need. Buffers
+/// of one run may begin at multiples of 64 or of 256 bytes, by policy, and policies change no bit.
+const MOST_ALIGNED: u64 = 16;
+
+/// The alignment of an address in bytes that decides the algorithm of a product, 16 at most.
+pub fn alignment(address: u64) -> u32 {
+    1 << (address | MOST_ALIGNED).trailing_zeros()
+}
+
 /// A row-major factor in its buffer, as it is or transposed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct FactorLayout {
@@ -178,6 +187,14 @@ mod tests {
             }
         }
         close(&interpret(GemmLayout::tn(n, inputs, outputs), &x, &dy, &before, 1.0, None), &expected);
+    }
+
+    #[test]
+    fn buffers_of_an_arena_have_the_algorithms_of_any_other() {
+        // Arenas align to 64 bytes, allocations to 256; rows of FP16 matrices of odd widths to less.
+        assert_eq!([0x100, 0x40, 0x50, 0x1000].map(alignment), [16; 4]);
+        assert_eq!([0x108, 0x44, 0x42, 0x41].map(alignment), [8, 4, 2, 1]);
+        assert_eq!(alignment(0), 16);
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! does the host see its memory, where do offloaded buffers go, which types does it compute in. A further kind of
 //! device is one more constant here.
 
-use super::{DType, arena::Placement, cpu};
+use super::{DType, arena::Placement, cpu, rates::Rates};
 
 /// Bytes that the tensors of a base on a CUDA device are aligned to: with 256 cuBLASLt has all of its algorithms.
 pub(crate) const CUDA_ALIGNMENT: usize = 256;
@@ -20,8 +20,8 @@ const CUDA_CODEBOOKS: usize = 4 * 2 * 256;
 pub struct OwnMemory {
     /// Every tensor of the base starts at a multiple of this many bytes.
     pub alignment: usize,
-    /// Bytes of the context, the libraries and their workspace: an estimate, about 300 MiB of context and modules on
-    /// recent CUDA devices and 32 MiB of cuBLAS workspace.
+    /// Bytes of the context, of loaded kernels, of the libraries and of `fixed`: an estimate, not measured. Context and
+    /// cuBLASLt take 500 to 600 MiB of recent data-centre devices.
     pub runtime: u64,
     /// The line of a memory plan that counts `runtime`.
     pub runtime_name: &'static str,
@@ -50,6 +50,9 @@ pub struct DeviceKind {
     fast_bf16: fn() -> bool,
     /// Whether its speeds are measured before a plan is chosen. Without, a plan shows ratios of nominal speeds.
     pub is_calibrated: bool,
+    /// Speeds of a usual device of this kind. Sizes that rounding depends on are chosen by these, so that the same
+    /// command makes the same choice on every machine with room for it.
+    pub nominal_rates: Rates,
     /// Whether copies run beside kernels instead of taking time from them.
     pub copies_beside_kernels: bool,
     /// Whether kernels read matrices faster from a copy in large pages than from the mapped file.
@@ -72,6 +75,7 @@ impl DeviceKind {
         weights: &[DType::F16, DType::I8],
         fast_bf16: cpu::bf16,
         is_calibrated: true,
+        nominal_rates: Rates::NOMINAL_CPU,
         copies_beside_kernels: false,
         wants_settled_weights: true,
         wants_transposed_factors: true,
@@ -84,7 +88,7 @@ impl DeviceKind {
         label: "a CUDA device",
         own_memory: Some(OwnMemory {
             alignment: CUDA_ALIGNMENT,
-            runtime: 352 << 20,
+            runtime: 600 << 20,
             runtime_name: "CUDA context, libraries",
             fixed: CUDA_WORKSPACE + CUDA_CONTROL + CUDA_CODEBOOKS,
         }),
@@ -94,6 +98,7 @@ impl DeviceKind {
         weights: &[DType::F16],
         fast_bf16: || true,
         is_calibrated: false,
+        nominal_rates: Rates::NOMINAL_GPU,
         copies_beside_kernels: true,
         wants_settled_weights: false,
         wants_transposed_factors: false,
@@ -164,6 +169,12 @@ mod tests {
             assert_eq!(kind.shares_host_memory(), kind.offload_placement() == Placement::Disk);
         }
         assert_ne!(DeviceKind::CPU, DeviceKind::CUDA);
+    }
+
+    #[test]
+    fn a_device_counts_its_context_and_libraries() {
+        let own = DeviceKind::CUDA.own_memory.as_ref().unwrap();
+        assert!(own.runtime >= (500 << 20) + own.fixed as u64);
     }
 
     #[test]

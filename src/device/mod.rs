@@ -7,10 +7,13 @@
 
 pub mod arena;
 pub mod async_copy;
+mod best;
 mod buffer;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+#[cfg(any(feature = "cuda", test))]
+mod cuda_requirements;
 mod dtype;
 pub mod frozen;
 #[cfg(any(feature = "cuda", test))]
@@ -18,6 +21,7 @@ pub mod gemm_layout;
 pub mod graph;
 mod kinds;
 pub mod page_cache;
+pub mod rates;
 pub mod staging;
 mod view;
 
@@ -28,6 +32,7 @@ use crate::error::Error;
 use crate::error::Result;
 
 pub use self::{
+    best::Best,
     buffer::Buffer,
     dtype::{DType, Element},
     frozen::{Bytes, Frozen},
@@ -68,17 +73,6 @@ impl Device {
         Err(Error::input(format!(
             "--device cuda:{ordinal}: this program was built without CUDA; build it with `--features cuda`, or give --device cpu"
         )))
-    }
-
-    /// The first CUDA device that can be opened, or else the CPU.
-    pub fn best() -> Self {
-        #[cfg(feature = "cuda")]
-        if Gpu::count() > 0
-            && let Ok(device) = Self::cuda(0)
-        {
-            return device;
-        }
-        Self::Cpu
     }
 
     /// Whether the host reads and writes its buffers by address, without a copy.
@@ -138,6 +132,16 @@ impl Device {
             Self::Cpu => Ok(()),
             #[cfg(feature = "cuda")]
             Self::Cuda(gpu) => gpu.check(),
+        }
+    }
+
+    /// Has every launch waited for from now on, so that a fault names what made it; does nothing on a CPU. Slow; for
+    /// finding faults.
+    pub fn wait_after_each_launch(self) {
+        match self {
+            Self::Cpu => {}
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpu) => gpu.wait_after_each_launch(),
         }
     }
 

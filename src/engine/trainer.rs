@@ -59,6 +59,7 @@ impl TrainerOptions {
         ScratchNeeds {
             config,
             rows: self.rows * self.seq_len,
+            batch: self.rows,
             keys: self.seq_len + set.prefix.as_ref().map_or(0, |prefix| prefix.length),
             // The gradient of a vector takes as much as that of rank 1.
             rank: set.loras.iter().map(|lora| lora.rank).max().unwrap_or(0).max(set.vectors.len().min(1)),

@@ -111,6 +111,7 @@ impl Base {
             self.weights.multiply(Arithmetic::Bf16);
         }
         if !device.kind().shares_host_memory() {
+            self.round_for(activations);
             self.weights.bring(device, true)?;
         }
         Ok(Self { device, activations: stored, ..self })
@@ -128,8 +129,16 @@ impl Base {
         }
         check_activations(device.kind(), activations)?;
         check_weights(device.kind(), self.dtype)?;
+        self.round_for(activations);
         self.weights.bring(device, false)?;
         Ok(Self { device, activations, ..self })
+    }
+
+    /// A device's products read factors of one type: matrices are rounded once, while they are copied there.
+    fn round_for(&mut self, activations: DType) {
+        if activations == DType::BF16 {
+            self.weights.round_matrices_on_device();
+        }
     }
 
     /// Copies block weights into the fastest layout for generation, and for many samples the head, if it pays for itself:

@@ -406,10 +406,18 @@ impl AdapterBindings {
         self.layers.iter().flatten().map(SiteBinding::ranks).max().unwrap_or(0)
     }
 
-    /// Largest rank of a delta with d or e; 0 without one.
-    pub fn most_scaled_rank(&self) -> usize {
-        let deltas = self.layers.iter().flatten().flat_map(|site| &site.deltas);
-        deltas.filter(|delta| delta.scales()).map(|delta| delta.rank).max().unwrap_or(0)
+    /// Largest rank of a delta; 0 without one.
+    pub fn most_rank(&self) -> usize {
+        self.deltas().map(|delta| delta.rank).max().unwrap_or(0)
+    }
+
+    /// Whether a delta has d or e.
+    pub fn scales_deltas(&self) -> bool {
+        self.deltas().any(Delta::scales)
+    }
+
+    fn deltas(&self) -> impl Iterator<Item = &Delta> {
+        self.layers.iter().flatten().flat_map(|site| &site.deltas)
     }
 }
 

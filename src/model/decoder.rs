@@ -408,17 +408,18 @@ fn workspace(
     let bindings: Vec<&AdapterBindings> = adapters.iter().map(|adapter| &adapter.bindings).collect();
     let prefix = bindings.iter().map(|bindings| bindings.prefix_len()).max().unwrap_or(0);
     let config = &base.config;
-    let rank = bindings.iter().map(|bindings| bindings.most_scaled_rank()).max().unwrap_or(0);
+    let rank = bindings.iter().map(|bindings| bindings.most_rank()).max().unwrap_or(0);
     let keys = prefix + capacity;
     let embedding_rank = bindings.iter().map(|bindings| bindings.embedding.most_rank()).max().unwrap_or(0);
     let needs = ScratchNeeds {
         config,
         rows: most,
+        batch: rows,
         keys,
         rank,
         embedding_rank,
         dropout: false,
-        scaled_deltas: rank > 0,
+        scaled_deltas: bindings.iter().any(|bindings| bindings.scales_deltas()),
         // Scales were derived before.
         derived_ranks: None,
         trained_norms: false,

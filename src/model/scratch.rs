@@ -22,6 +22,8 @@ pub struct ScratchNeeds<'a> {
     pub config: &'a Config,
     /// Rows n of a micro-batch's activations.
     pub rows: usize,
+    /// Sequences b that they are of, at most.
+    pub batch: usize,
     /// Longest row of keys, prefix included.
     pub keys: usize,
     /// Largest rank of a delta.
@@ -62,7 +64,7 @@ pub fn bytes(needs: ScratchNeeds, threads: usize, arithmetic: Arithmetic) -> usi
 
 /// Bytes of scratch of a training step with `trainables` values.
 pub fn training(needs: ScratchNeeds, activations: DType, trainables: usize) -> usize {
-    let ScratchNeeds { config, rows, keys, rank, derived_ranks, trained_norms, .. } = needs;
+    let ScratchNeeds { config, rows, batch, keys, rank, derived_ranks, trained_norms, .. } = needs;
     let (heads, head_width) = (config.heads, config.head_width());
     let norms = |ranks| {
         let sites = Arch::of(config).sites;
@@ -73,8 +75,10 @@ pub fn training(needs: ScratchNeeds, activations: DType, trainables: usize) -> u
         derived_ranks.map_or(0, norms),
         if trained_norms { layernorm::device_scratch::parameter_gradients(rows, config.width) } else { 0 },
         adapted_linear::device_scratch::deltas(rows, Arch::of(config).widest(), rank),
+        thin_products(needs),
         attention::device_scratch::attention_backward(rows, heads),
-        attention::device_scratch::attention_decode(rows, keys, heads, head_width),
+        // Rows of one token each, after the prefix.
+        attention::device_scratch::attention_decode(batch, keys, heads, head_width),
         adamw::device_scratch::norm(trainables),
     ];
     others.into_iter().fold(products(needs, activations), usize::max)
@@ -97,11 +101,17 @@ fn products(needs: ScratchNeeds, activations: DType) -> usize {
 pub fn decoding(needs: ScratchNeeds, activations: DType, samples: usize) -> usize {
     let (heads, head_width) = (needs.config.heads, needs.config.head_width());
     let attention = attention::device_scratch::attention_decode(samples, needs.keys, heads, head_width);
-    let deltas = match needs.scaled_deltas {
-        true => adapted_linear::device_scratch::scaled_factor(Arch::of(needs.config).widest(), needs.rank),
+    products(needs, activations).max(attention).max(thin_products(needs))
+}
+
+/// Bytes of the shares of `x A^T` and of its gradient, after B times d and e.
+fn thin_products(needs: ScratchNeeds) -> usize {
+    let ScratchNeeds { config, rows, rank, .. } = needs;
+    let scaled = match needs.scaled_deltas {
+        true => adapted_linear::device_scratch::scaled_factor(Arch::of(config).widest(), rank),
         false => 0,
     };
-    products(needs, activations).max(attention).max(deltas)
+    scaled + adapted_linear::device_scratch::most_term_parts(rows, rank)
 }
 
 #[cfg(test)]
@@ -116,6 +126,7 @@ mod tests {
             let needs = ScratchNeeds {
                 config,
                 rows,
+                batch: rows,
                 keys: 16,
                 rank: 1,
                 embedding_rank: 0,
@@ -132,5 +143,31 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn single_queries_are_planned_for_sequences_not_for_tokens() {
+        let config = &builtin("gpt2-xl").unwrap().unwrap();
+        let (batch, t, prefix) = (64, 1024, 20);
+        let needs = ScratchNeeds {
+            config,
+            rows: batch * t,
+            batch,
+            keys: t + prefix,
+            rank: 8,
+            dropout: false,
+            scaled_deltas: false,
+            embedding_rank: 0,
+            derived_ranks: None,
+            trained_norms: false,
+        };
+        let planned = training(needs, DType::F16, 1000);
+        // For all 65536 tokens they took 3.3 GiB.
+        assert!(planned < 64 << 20, "{planned} bytes");
+        // Rows of one token are attended as a decoder does it.
+        let one_token = attention::device_scratch::attention_decode(batch, prefix + 1, 25, 64);
+        assert!(one_token <= planned, "{one_token} bytes where {planned} are planned");
+        let short = ScratchNeeds { rows: batch, keys: prefix + 1, ..needs };
+        assert!(one_token <= training(short, DType::F16, 1000));
     }
 }

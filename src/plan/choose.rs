@@ -144,19 +144,20 @@ fn remedies<J: Candidates>(job: &J, chosen: &Predicted<J::Config>) -> Result<Vec
     Ok(less.into_iter().take(3).map(|(saved, option)| format!("--{option} (-{})", size(saved))).collect())
 }
 
-/// `best` with those parts on which rounding depends that are as fast as any by nominal speeds and take
-/// the least memory: they must not follow the noise of a measurement.
+/// `best` with those parts on which rounding depends that are as fast as any by the nominal speeds of the device's kind
+/// and take the least memory: they must not follow the noise of a measurement.
 fn same_everywhere<J: Candidates>(
     job: &J,
     candidates: &[J::Config],
     best: Plan<J::Config>,
     budget: Option<u64>,
 ) -> Result<Plan<J::Config>> {
+    let nominal = &job.device().kind.nominal_rates;
     let mut family = Vec::new();
     for &config in candidates.iter().filter(|config| job.are_alike(**config, best.config)) {
         let plan = plan(job, config)?;
         if budget.is_none_or(|budget| plan.peak().1 <= budget) {
-            family.push((job.seconds(config, &Rates::NOMINAL), plan));
+            family.push((job.seconds(config, nominal), plan));
         }
     }
     let fastest = family.iter().map(|(time, _)| *time).fold(f64::INFINITY, f64::min);

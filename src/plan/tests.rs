@@ -175,11 +175,11 @@ fn a_job_that_trains_nothing_is_planned_and_chosen_alike() {
         let base = server.base().bytes(device).total();
         let program = if device == host { 50 << 20 } else { cuda_memory().runtime };
         assert_eq!(four.peak(), (Phase::Forward, base + 4 * cache + program + 4 * 50257 * 4));
-        let chosen = choose(&server, Some(four.peak().1), &Rates::NOMINAL).unwrap();
+        let chosen = choose(&server, Some(four.peak().1), &Rates::NOMINAL_CPU).unwrap();
         assert_eq!(chosen.chosen.plan.config, Together(4));
         assert!(chosen.remedies[0].starts_with("--together 1 (-"), "{:?}", chosen.remedies);
         assert_eq!(chosen.alternatives.len(), 7);
-        let text = choose(&server, Some(1 << 30), &Rates::NOMINAL).unwrap_err().to_string();
+        let text = choose(&server, Some(1 << 30), &Rates::NOMINAL_CPU).unwrap_err().to_string();
         assert!(
             text.contains("too small for 8 requests") && text.contains("would fit: --together 1"),
             "{text}"
@@ -191,7 +191,7 @@ fn a_job_that_trains_nothing_is_planned_and_chosen_alike() {
 #[test]
 fn moments_elsewhere_take_time() {
     let update = |moments| Update { trainables: 1_000_000, work: 1.0, bytes: 8.0, moments };
-    let seconds = |moments| update(moments).seconds(&Rates::NOMINAL);
+    let seconds = |moments| update(moments).seconds(&Rates::NOMINAL_CPU);
     assert!(seconds(Placement::Memory) < seconds(Placement::Host));
     assert!(seconds(Placement::Host) < seconds(Placement::Disk));
 }

@@ -114,7 +114,7 @@ fn less_memory_is_slower_and_always_fits() {
     let config = xl();
     let set = set(&config, "c_attn");
     let job = job(&config, &set, 8);
-    let rates = Rates::NOMINAL;
+    let rates = Rates::NOMINAL_CPU;
     let mut last = 0.0;
     for gib in [64u64, 32, 16, 8, 6, 4, 3, 2] {
         let budget = gib << 30;
@@ -142,7 +142,7 @@ fn what_is_fixed_is_kept() {
         optimizer: Some(OptimizerKind::AdamW8bit),
         ..Constraints::default()
     };
-    let selection = choose(&job, constraints, None, &Rates::NOMINAL).unwrap();
+    let selection = choose(&job, constraints, None, &Rates::NOMINAL_CPU).unwrap();
     let PlanConfig { micro_batch, policy, optimizer } = selection.chosen.plan.config;
     assert_eq!((micro_batch, policy.recompute, policy.stream), (2, Recompute::Every(5), true));
     assert_eq!(optimizer, OptimizerKind::AdamW8bit);
@@ -169,7 +169,7 @@ fn remedies_are_the_single_changes_that_save_most() {
             activations: None,
             resumed: false,
         };
-        let selection = choose(&job, constraints, None, &Rates::NOMINAL).unwrap();
+        let selection = choose(&job, constraints, None, &Rates::NOMINAL_CPU).unwrap();
         assert!(selection.alternatives.is_empty());
         let names: Vec<&str> =
             selection.remedies.iter().map(|remedy| remedy.split(" (-").next().unwrap()).collect();
@@ -185,7 +185,7 @@ fn remedies_are_the_single_changes_that_save_most() {
         assert_eq!(selection.remedies[0], format!("--micro-batch 1 (-{saved})"));
         // The micro-batch is that of the save.
         let resumed =
-            choose(&job, Constraints { resumed: true, ..constraints }, None, &Rates::NOMINAL).unwrap();
+            choose(&job, Constraints { resumed: true, ..constraints }, None, &Rates::NOMINAL_CPU).unwrap();
         assert_eq!(resumed.remedies[..2], selection.remedies[1..], "{:?}", resumed.remedies);
     }
 }
@@ -195,14 +195,14 @@ fn nothing_fits_names_the_smallest() {
     let config = xl();
     let set = set(&config, "all-linear");
     let job = job(&config, &set, 8);
-    let error = choose(&job, Constraints::default(), Some(100 << 20), &Rates::NOMINAL).unwrap_err();
+    let error = choose(&job, Constraints::default(), Some(100 << 20), &Rates::NOMINAL_CPU).unwrap_err();
     assert_eq!(error.exit_code(), 2);
     let text = error.to_string();
     let named = text.split("--memory ").nth(2).and_then(|rest| rest.split("MiB").next()).unwrap();
     let bytes = named.parse::<u64>().unwrap() << 20;
-    let fits = choose(&job, Constraints::default(), Some(bytes), &Rates::NOMINAL).unwrap();
+    let fits = choose(&job, Constraints::default(), Some(bytes), &Rates::NOMINAL_CPU).unwrap();
     assert!(text.contains(&fits.chosen.plan.config.to_string()), "{text}\n{}", fits.chosen.plan.config);
-    assert!(choose(&job, Constraints::default(), Some(bytes - (1 << 20)), &Rates::NOMINAL).is_err());
+    assert!(choose(&job, Constraints::default(), Some(bytes - (1 << 20)), &Rates::NOMINAL_CPU).is_err());
 }
 
 /// The number of MiB in the first part of `text` after `before`.
@@ -220,7 +220,7 @@ fn eight_bit_moments_are_proposed_and_chosen_only_where_asked_for() {
     let fixed = Constraints { moments: Some(false), ..Constraints::default() };
     for device in [device(), host()] {
         let job = TrainingJob { device, ..job(&config, &set, 2) };
-        let select = |constraints, mib: u64| choose(&job, constraints, Some(mib << 20), &Rates::NOMINAL);
+        let select = |constraints, mib: u64| choose(&job, constraints, Some(mib << 20), &Rates::NOMINAL_CPU);
         let text = select(fixed, 1).unwrap_err().to_string();
         let wide = mib_after(&text, "the smallest plan takes ");
         let coded = mib_after(&text, "with --optimizer adamw8bit the smallest plan takes ");
@@ -248,12 +248,42 @@ fn a_device_is_planned_without_one() {
     let config = xl();
     let set = set(&config, "c_attn");
     let job = TrainingJob { device: device(), ..job(&config, &set, 8) };
-    let selection = choose(&job, Constraints::default(), Some(12 << 30), &Rates::NOMINAL).unwrap();
+    let selection = choose(&job, Constraints::default(), Some(12 << 30), &Rates::NOMINAL_CPU).unwrap();
     assert!(selection.chosen.peak() <= 12 << 30);
     assert_eq!(selection.chosen.plan.config.policy.activations, DType::F16);
     let device: u64 =
         selection.chosen.plan.rows.iter().filter(|row| row.place == Placement::Memory).map(|r| r.bytes).sum();
     assert!(device >= 3 << 30, "{device}");
+}
+
+/// The choice for rows of 1024 tokens of a base, as a run on a device makes it.
+fn chosen_on_a_device(name: &str, batch: usize, bytes: u64) -> (PlanConfig, Vec<usize>) {
+    let config = crate::model::builtin::builtin(name).unwrap().unwrap();
+    let set = set(&config, "c_attn");
+    let job = TrainingJob { device: device(), ..job(&config, &set, batch) };
+    let rates = &job.device.kind.nominal_rates;
+    let constraints = Constraints { activations: Some(DType::F16), ..Constraints::default() };
+    let chosen = choose(&job, constraints, Some(bytes), rates).unwrap().chosen.plan.config;
+    let fits = |micro_batch: &usize| {
+        plan(&job, PlanConfig { micro_batch: *micro_batch, ..chosen }).unwrap().peak().1 <= bytes
+    };
+    (chosen, divisors(batch).into_iter().filter(fits).collect())
+}
+
+#[test]
+fn a_device_keeps_the_largest_micro_batch_that_fits() {
+    for gigabytes in [80_000_000_000, 141_000_000_000] {
+        for name in ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] {
+            let (chosen, fitting) = chosen_on_a_device(name, 8, gigabytes);
+            assert_eq!(chosen.policy.recompute, Recompute::None, "{name}");
+            assert_eq!(chosen.micro_batch, fitting[0], "{name}: of {fitting:?}");
+            assert_eq!(chosen.policy.head_rows, Policy::HEAD_ROWS, "{name}");
+            assert!(name == "gpt2-xl" || chosen.micro_batch == 8, "{name}: {}", chosen.micro_batch);
+        }
+    }
+    // Of 64 rows not all fit, and beyond 8 at a time a larger micro-batch gains less and less.
+    let (chosen, fitting) = chosen_on_a_device("gpt2-xl", 64, 80_000_000_000);
+    assert!(fitting[0] < 64 && chosen.micro_batch >= 8, "{} of {fitting:?}", chosen.micro_batch);
 }
 
 #[test]

@@ -111,7 +111,7 @@ pub fn plan_request(options: &RunOptions, request: PlanRequest) -> Result<Select
         Some(cores) => {
             choose(&job, budget, &Rates::load_or_measure(options.cache.as_deref(), cores.arithmetic))
         }
-        None => choose(&job, budget, &Rates::NOMINAL_GPU).map(Selection::unmeasured),
+        None => choose(&job, budget, &device.kind.nominal_rates).map(Selection::unmeasured),
     }
 }
 
@@ -126,12 +126,12 @@ fn bytes(limit: Limit, job: &TrainingJob, free: Option<u64>, held: u64) -> Optio
 /// The choice by the speeds of this machine, which are measured only where they decide anything.
 fn by_speed(cache: Option<&Path>, job: &TrainingJob, budget: Option<u64>) -> Result<Selection<PlanConfig>> {
     let Some(cores) = job.device.cores else {
-        return choose(job, budget, &Rates::NOMINAL_GPU).map(Selection::unmeasured);
+        return choose(job, budget, &job.device.kind.nominal_rates).map(Selection::unmeasured);
     };
     if let Some(rates) = Rates::cached(cache, cores.arithmetic) {
         return choose(job, budget, &rates);
     }
-    let selection = choose(job, budget, &Rates::NOMINAL)?;
+    let selection = choose(job, budget, &job.device.kind.nominal_rates)?;
     if job.trades_nothing(selection.chosen.plan.config) {
         return Ok(selection.unmeasured());
     }

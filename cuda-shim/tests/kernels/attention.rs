@@ -290,6 +290,8 @@ fn plain_attention_matches_its_twin() {
         let small = Case { batch: 2, t: 7, heads: 3, width: 5, p: 0, starts: &[0; 14], tensor: false, seed };
         check::<f32>(small);
         check::<f32>(Case { heads: 2, width: 8, p: 5, starts: &packed, ..small });
+        // More than 48 KiB of shared memory in a block.
+        check::<f32>(Case { heads: 1, width: 1056, p: 2, ..small });
         let large = Case { batch: 1, t: 77, heads: 1, width: 64, p: 37, starts: &long, tensor: false, seed };
         check::<f32>(large);
         check::<f16>(Case { width: 40, ..large });

@@ -11,7 +11,7 @@ use crate::{args, harness::*};
 
 kernels!(
     column_norms_factors_launch,
-    column_norms_parts_launch,
+    column_norms_parts_f16_launch,
     column_norms_finish_launch,
     output_scale_launch,
     output_scale_backward_launch,
@@ -82,7 +82,7 @@ fn check((inputs, outputs): (usize, usize), deltas: &[(usize, usize, usize)], se
         [ranks, inputs, outputs, share, splits].map(|size| size as i32);
     let args =
         args![weight.head(), a_all.head(), b_all.head(), parts.head(), ranks_, inputs_, outputs_, share_];
-    run(column_norms_parts_launch, [outputs.div_ceil(64), splits, 1], 256, 0, seed, args);
+    run(column_norms_parts_f16_launch, [outputs.div_ceil(64), splits, 1], 256, 0, seed, args);
     let args = args![parts.head(), splits_, norms.head(), outputs_];
     run(column_norms_finish_launch, [outputs.div_ceil(256), 1, 1], 256, 0, seed, args);
     let expected = reference::forward(&w, (inputs, outputs), &twins);

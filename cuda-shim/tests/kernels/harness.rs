@@ -50,16 +50,21 @@ pub trait Activation: Number {
     const ROUNDING: f64;
     /// Which of the launchers for f32, f16 and bf16.
     const INDEX: usize;
+    /// Type of the frozen matrices beside them.
+    type Weight: Number;
 }
 impl Activation for f32 {
+    type Weight = f16;
     const ROUNDING: f64 = 6e-8;
     const INDEX: usize = 0;
 }
 impl Activation for f16 {
+    type Weight = f16;
     const ROUNDING: f64 = 4.9e-4;
     const INDEX: usize = 1;
 }
 impl Activation for bf16 {
+    type Weight = bf16;
     const ROUNDING: f64 = 3.9e-3;
     const INDEX: usize = 2;
 }

@@ -11,7 +11,7 @@ use crate::{args, harness::*};
 macro_rules! deltas {
     ($($type:ident: $xa:ident $small_batch:ident $add:ident $d_xa:ident $da:ident $db:ident $dx:ident
         $both:ident $finish:ident;)*) => {
-        kernels!($($xa, $small_batch, $add, $d_xa, $da, $db, $dx, $both, $finish,)* sum_parts_launch);
+        kernels!($($xa, $small_batch, $add, $d_xa, $da, $db, $dx, $both, $finish,)* sum_parts_launch, lora_join_launch);
         const KERNELS: [Kernels; 3] = [$(Kernels {
             xa: $xa, small_batch: $small_batch, add: $add, d_xa: $d_xa, da: $da, db: $db, dx: $dx, both: $both, finish: $finish,
         }),*];
@@ -119,18 +119,23 @@ fn check<T: Activation>(s: Shape, p: f32, splits: usize, seed: u64) {
     let [n_, in_, out_, rank_, first_, columns_] =
         [n, inputs, outputs, rank, first, columns].map(|x| x as i32);
     let (tiles, ranks) = (n.div_ceil(64), rank.div_ceil(16));
-    let args = args![x_in.head(), a_in.head(), dropout, xa.head(), n_, in_, rank_];
-    run(kernels.xa, [tiles, ranks, 1], 256, 0, seed, args);
+    let parts = Device::<f32>::poisoned(splits * n * rank);
+    let args = args![x_in.head(), a_in.head(), dropout, parts.head(), n_, in_, rank_];
+    run(kernels.xa, [tiles, ranks, splits], 256, 0, seed, args);
+    join(&parts, splits, &xa, n * rank);
     if n <= 8 {
         let small = Device::<f32>::poisoned(n * rank);
         let args = args![x_in.head(), a_in.head(), dropout, small.head(), n_, in_, rank_];
         run(kernels.small_batch, [rank.div_ceil(4), n, 1], 128, 0, seed, args);
         assert_close(&small.wide(), &xa.wide(), 1e-6, "xa of few rows");
         // With the frozen product, whose shares are added with B.
-        let (w, bias, residual) =
-            (rounded::<f16>(9, inputs * outputs), rounded::<f16>(10, outputs), rounded::<T>(11, n * outputs));
+        let (w, bias, residual) = (
+            rounded::<T::Weight>(9, inputs * outputs),
+            rounded::<f16>(10, outputs),
+            rounded::<T>(11, n * outputs),
+        );
         let (w_in, bias_in, res_in) =
-            (Device::<f16>::of(&w), Device::<f16>::of(&bias), Device::<T>::of(&residual));
+            (Device::<T::Weight>::of(&w), Device::<f16>::of(&bias), Device::<T>::of(&residual));
         let (parts, both) =
             (Device::<f32>::poisoned(splits * n * outputs), Device::<f32>::poisoned(n * rank));
         let args = args![
@@ -177,8 +182,10 @@ fn check<T: Activation>(s: Shape, p: f32, splits: usize, seed: u64) {
     assert_close(&y_out.wide(), &expected, T::ROUNDING + 1e-5, "y");
 
     let (dy_in, d_xa) = (Device::<T>::of(&dy), Device::<f32>::poisoned(n * rank));
-    let args = args![dy_in.head(), b_in.head(), SCALE, d_xa.head(), n_, out_, first_, columns_, rank_];
-    run(kernels.d_xa, [tiles, ranks, 1], 256, 0, seed, args);
+    let parts = Device::<f32>::poisoned(splits * n * rank);
+    let args = args![dy_in.head(), b_in.head(), SCALE, parts.head(), n_, out_, first_, columns_, rank_];
+    run(kernels.d_xa, [tiles, ranks, splits], 256, 0, seed, args);
+    join(&parts, splits, &d_xa, n * rank);
     let (da_out, db_out, dx_out) = (Device::<f32>::of(&da), Device::<f32>::of(&db), Device::<T>::of(&dx));
     let parts = Device::<f32>::poisoned(splits * a.len());
     let args = args![x_in.head(), d_xa.head(), dropout, parts.head(), n_, in_, rank_];
@@ -205,12 +212,19 @@ fn sum(parts: &Device<f32>, splits: usize, scale: f32, gradient: &Device<f32>, c
     run(sum_parts_launch, [count.div_ceil(256), 1, 1], 256, 0, 1, args);
 }
 
-/// Odd sizes of one tile, and one row; whole vectors of several tiles, terms behind one step, more ranks than a tile has.
-const SHAPES: [Shape; 4] = [
+fn join(parts: &Device<f32>, splits: usize, to: &Device<f32>, count: usize) {
+    let args = args![parts.head(), splits as i32, to.head(), count as i64];
+    run(lora_join_launch, [count.div_ceil(256), 1, 1], 256, 0, 1, args);
+}
+
+/// Odd sizes of one tile, and one row; whole vectors of several tiles, terms after one step, more ranks than a tile has;
+/// terms of three steps, for three shares.
+const SHAPES: [Shape; 5] = [
     Shape { n: 1, inputs: 72, outputs: 40, rank: 16, first: 0, columns: 40 },
     Shape { n: 7, inputs: 37, outputs: 61, rank: 3, first: 13, columns: 29 },
     Shape { n: 150, inputs: 80, outputs: 144, rank: 8, first: 48, columns: 72 },
     Shape { n: 70, inputs: 67, outputs: 101, rank: 19, first: 20, columns: 81 },
+    Shape { n: 33, inputs: 170, outputs: 190, rank: 16, first: 7, columns: 150 },
 ];
 
 #[test]

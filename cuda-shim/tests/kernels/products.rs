@@ -81,10 +81,10 @@ fn dense_layers_start_with_their_bias_and_sum_columns() {
 
 fn transposed<T: Activation>(kernel: Launcher) {
     for ((rows, cols), n) in SHAPES.into_iter().zip([1, 3, 8, 2]) {
-        let (x, w) = (rounded::<T>(1, n * cols), rounded::<f16>(2, rows * cols));
+        let (x, w) = (rounded::<T>(1, n * cols), rounded::<T::Weight>(2, rows * cols));
         let ld = rows + 3;
         let (x_in, w_in, y) =
-            (Device::<T>::of(&x), Device::<f16>::of(&w), Device::<f32>::of(&vec![9.0; n * ld]));
+            (Device::<T>::of(&x), Device::<T::Weight>::of(&w), Device::<f32>::of(&vec![9.0; n * ld]));
         let sizes = (n as i32, rows as i32, cols as i32, ld as i64);
         let args = args![x_in.head(), w_in.head(), y.head(), sizes.0, sizes.1, sizes.2, sizes.3];
         run(kernel, [rows.div_ceil(8), 1, 1], 256, 0, 2, args);
@@ -98,9 +98,10 @@ fn transposed<T: Activation>(kernel: Launcher) {
 
 fn straight<T: Activation>(kernel: Launcher, finish: Launcher) {
     for (((rows, cols), n), splits) in SHAPES.into_iter().zip([1, 3, 8, 2]).zip([1, 3, 2, 4]) {
-        let (x, w) = (rounded::<T>(1, n * rows), rounded::<f16>(2, rows * cols));
+        let (x, w) = (rounded::<T>(1, n * rows), rounded::<T::Weight>(2, rows * cols));
         let (residual, bias) = (rounded::<T>(3, n * cols), rounded::<f16>(4, cols));
-        let (x_in, w_in, y) = (Device::<T>::of(&x), Device::<f16>::of(&w), Device::<T>::poisoned(n * cols));
+        let (x_in, w_in, y) =
+            (Device::<T>::of(&x), Device::<T::Weight>::of(&w), Device::<T>::poisoned(n * cols));
         let parts = Device::<f32>::poisoned(splits * n * cols);
         let args = args![x_in.head(), w_in.head(), parts.head(), n as i32, rows as i32, cols as i32];
         run(kernel, [cols.div_ceil(32), splits, 1], 256, 0, 2, args);

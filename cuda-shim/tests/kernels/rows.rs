@@ -43,9 +43,9 @@ const WIDTHS: [usize; 4] = [5, 8, 264, 1043];
 fn embed<T: Activation>(kernel: Launcher) {
     for c in WIDTHS {
         let (ids, positions) = ([6.0, 0.0, 2.0], [0.0, 4.0, 4.0]);
-        let (wte, wpe) = (rounded::<f16>(1, 7 * c), rounded::<f16>(2, 5 * c));
+        let (wte, wpe) = (rounded::<T::Weight>(1, 7 * c), rounded::<f16>(2, 5 * c));
         let x = Device::<T>::poisoned(3 * c);
-        let tables = (Device::<f16>::of(&wte), Device::<f16>::of(&wpe));
+        let tables = (Device::<T::Weight>::of(&wte), Device::<f16>::of(&wpe));
         let (i, p) = (Device::<u32>::of(&ids), Device::<u32>::of(&positions));
         let (wte_in, wpe_in, none) = (tables.0.head(), tables.1.head(), std::ptr::null::<f32>());
         let args = args![i.head(), p.head(), wte_in, wpe_in, none, x.head(), 7i32, c as i32];

@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     data::Tokenizer,
-    device::{DType, Device, DeviceKind},
+    device::{Best, DType, Device, DeviceKind},
     error::{Error, Result},
     hub::{self, HubOptions},
     model::{
@@ -57,10 +57,7 @@ impl Compute {
     /// # Errors
     /// When there is no such device.
     pub fn open(device: Option<DeviceName>, precision: Option<Precision>) -> Result<Self> {
-        let device = match device {
-            None => Device::best(),
-            Some(name) => name.open()?,
-        };
+        let device = device.unwrap_or(DeviceName::Auto).open()?;
         let default = device.kind().default_activations;
         Ok(Self { device, activations: precision.map_or(default, Precision::activations) })
     }
@@ -69,6 +66,15 @@ impl Compute {
     pub fn dispatch(self) -> String {
         self.device.dispatch(self.activations)
     }
+}
+
+/// The device of `--device auto`. Where a device seems to be here and is not taken, a line on stderr says why.
+pub fn best_device() -> Device {
+    let Best { device, refused } = Best::find();
+    if let Some(why) = refused {
+        write_note(&format!("hint: --device auto takes {}: {why}", device.kind().label));
+    }
+    device
 }
 
 /// Says that `--precision bf16` gains nothing on a CPU without fast BF16 products.

@@ -8,7 +8,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    device::{DType, Device, DeviceKind},
+    device::{Best, DType, Device, DeviceKind},
     model::{BaseDType, Recompute},
     plan::budget::Limit,
 };
@@ -226,7 +226,7 @@ impl DeviceName {
         match self {
             Self::Cpu => Ok(Device::HOST),
             Self::Cuda(number) => Device::cuda(number),
-            Self::Auto => Ok(Device::best()),
+            Self::Auto => Ok(super::open::best_device()),
         }
     }
 
@@ -235,7 +235,7 @@ impl DeviceName {
         match self {
             Self::Cpu => DeviceKind::CPU,
             Self::Cuda(_) => DeviceKind::CUDA,
-            Self::Auto => Device::best().kind(),
+            Self::Auto => Best::find().device.kind(),
         }
     }
 }

@@ -14,7 +14,7 @@ use cudarc::cublaslt::{
 use super::{Gpu, Memory, lock};
 use crate::device::{
     DType,
-    gemm_layout::{GemmLayout, Operand},
+    gemm_layout::{GemmLayout, Operand, alignment},
     kinds::CUDA_WORKSPACE,
 };
 
@@ -81,7 +81,9 @@ impl Gpu {
         }
         self.lend(&self.products.workspace, CUDA_WORKSPACE, "products", |workspace| {
             let done = self.run(&call, workspace);
-            self.attempt(&format!("a product of {m} x {n} x {k}"), done);
+            let what = format!("a product of {m} x {n} x {k}");
+            self.attempt(&what, done);
+            self.settle(&what);
         });
     }
 
@@ -125,15 +127,13 @@ impl Gpu {
 
 impl Key {
     fn of(call: &Call) -> Self {
-        // No algorithm asks for more than 256.
-        let aligned = |address: u64| 1u32 << address.trailing_zeros().min(8);
         Self {
             product: call.product,
             factors: call.factors,
             result: call.result,
             bias: call.bias.is_some(),
             kept: call.beta != 0.0,
-            aligned: [call.a, call.b, call.c, call.d].map(aligned),
+            aligned: [call.a, call.b, call.c, call.d].map(alignment),
         }
     }
 }

@@ -52,6 +52,16 @@ template <> __device__ __forceinline__ half_t narrow(float x) { return __float2h
 template <> __device__ __forceinline__ bf16_t narrow(float x) { return __float2bfloat16_rn(x); }
 #endif
 
+/// The type of frozen matrices beside activations of type T: a base is brought to a device in FP16, or for BF16
+/// activations rounded to BF16. Biases, norms and positions are FP16 for all.
+template <class T> struct WeightOf {
+  typedef half_t type;
+};
+template <> struct WeightOf<bf16_t> {
+  typedef bf16_t type;
+};
+template <class T> using Weight = typename WeightOf<T>::type;
+
 /// Elements that a thread loads or stores by one instruction.
 constexpr int WIDE = 8;
 

@@ -98,6 +98,7 @@ impl Graph {
         // SAFETY: the instance is alive, and its buffers have the addresses of the capture.
         let started = self.gpu.bind().and_then(|()| unsafe { graph::launch(self.whole, self.gpu.stream()) });
         self.gpu.attempt("recorded work", started);
+        self.gpu.settle("recorded work");
         true
     }
 }

@@ -2,6 +2,8 @@
 
 use std::ffi::c_void;
 
+use cudarc::driver::{DriverError, result};
+
 use crate::device::{View, ViewMut};
 
 /// The code of an op's kernels: machine code for some devices, and PTX for later ones.
@@ -10,6 +12,15 @@ pub struct Image {
     pub op: &'static str,
     /// The fat binary that the CUDA compiler wrote.
     pub code: &'static Code<[u8]>,
+}
+
+impl Image {
+    /// Loads the code for the device that this thread uses, and returns the address of the module.
+    pub(super) fn load(&self) -> Result<usize, DriverError> {
+        // SAFETY: the code is the CUDA compiler's whole output, in static memory.
+        let module = unsafe { result::module::load_data(self.code.0.as_ptr().cast()) };
+        module.map(|module| module as usize)
+    }
 }
 
 /// Bytes aligned for the driver.

@@ -4,7 +4,7 @@ use cudarc::driver::{DriverError, result};
 
 use super::{Gpu, Relaxed};
 use crate::{
-    device::View,
+    device::Frozen,
     error::{Error, Result},
 };
 
@@ -37,6 +37,10 @@ impl Memory {
             return Ok(Self { gpu, address: 0, len: 0 });
         }
         let refused = |cause: DriverError| {
+            // After a fault every call fails: what made it counts.
+            if let Err(fault) = gpu.check() {
+                return fault;
+            }
             let free = gpu.free().map_or_else(String::new, |free| format!(" (free: {free})"));
             let cause = cause
                 .error_string()
@@ -184,20 +188,18 @@ impl Loader {
         Ok(Self(Pinned::new(gpu, PIECE)?))
     }
 
-    /// Copies a view of the host to `address`, piece by piece: pages of a mapped file are read once and in order,
+    /// Copies a tensor of the host to `address`, piece by piece: pages of a mapped file are read once and in order,
     /// and the host never holds a second copy of a tensor.
     ///
     /// # Errors
     /// [`Error::Failed`] when the device fails.
-    pub fn load(&mut self, from: View, address: u64) -> Result<()> {
+    pub fn load(&mut self, from: &Frozen, address: u64) -> Result<()> {
         let Self(pinned) = self;
         let mut done = 0;
-        for piece in from.bytes().chunks(PIECE) {
+        for piece in from.view().bytes().chunks(PIECE) {
             // SAFETY: a piece fits the pinned memory, which nothing reads any more.
-            let sent = unsafe {
-                std::ptr::copy_nonoverlapping(piece.as_ptr(), pinned.head, piece.len());
-                std::slice::from_raw_parts(pinned.head, piece.len())
-            };
+            let sent = unsafe { std::slice::from_raw_parts_mut(pinned.head, piece.len()) };
+            from.copy_for_device(piece, sent);
             pinned.gpu.upload(address + done as u64, sent);
             pinned.gpu.check()?;
             done += piece.len();

@@ -9,14 +9,11 @@ use std::{
     ffi::{CString, c_void},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicUsize, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
     },
 };
 
-use cudarc::{
-    cublaslt,
-    driver::{CudaContext, CudaStream, DriverError, result, sys},
-};
+use cudarc::driver::{CudaContext, CudaStream, DriverError, result, sys};
 
 use super::{
     DType, View,
@@ -30,6 +27,7 @@ mod event;
 pub mod graph;
 mod launch;
 pub mod memory;
+mod open;
 pub mod staging;
 
 pub use blas::Call;
@@ -37,8 +35,8 @@ pub use launch::{Argument, Code, Grid, Image};
 pub(crate) use launch::{arguments, image};
 use memory::{Memory, Pinned};
 
-/// Oldest devices that the kernels are compiled for.
-const OLDEST: (i32, i32) = (8, 0);
+/// Bytes of shared memory that a block has without asking for more.
+const SHARED_WITHOUT_ASKING: usize = 48 << 10;
 
 /// An opened device. It stays open as long as the process runs.
 pub struct Gpu {
@@ -49,6 +47,12 @@ pub struct Gpu {
     kernels: Mutex<HashMap<String, usize>>,
     /// Addresses of loaded images, by op.
     images: Mutex<HashMap<&'static str, usize>>,
+    /// Bytes of shared memory a block that kernels were allowed beyond [`SHARED_WITHOUT_ASKING`], by address.
+    allowed: Mutex<HashMap<usize, usize>>,
+    /// Most bytes that they can be allowed.
+    most_shared: usize,
+    /// Whether every launch is waited for.
+    waits: AtomicBool,
     products: blas::Products,
     /// First unreported failure.
     failure: Mutex<Option<String>>,
@@ -93,68 +97,6 @@ impl Gpu {
         let gpu: &'static Self = Box::leak(Box::new(Self::new(ordinal)?));
         open.push(gpu);
         Ok(gpu)
-    }
-
-    /// How many devices there are; 0 without a driver.
-    pub fn count() -> usize {
-        // SAFETY: looks for the driver's library, no more.
-        let present = unsafe { sys::is_culib_present() };
-        if !present {
-            return 0;
-        }
-        CudaContext::device_count().map_or(0, |count| count.max(0) as usize)
-    }
-
-    fn new(ordinal: usize) -> Result<Self> {
-        let refuse = |why: String| Error::input(format!("--device cuda:{ordinal}: {why}"));
-        // SAFETY: looks for the driver's library, no more.
-        if !unsafe { sys::is_culib_present() } {
-            return Err(refuse("no CUDA driver is installed here; install one, or give --device cpu".into()));
-        }
-        let failed =
-            |cause: DriverError| refuse(format!("the CUDA driver answers {cause}; give --device cpu"));
-        let count = CudaContext::device_count().map_err(failed)?;
-        if ordinal as i64 >= i64::from(count) {
-            return Err(refuse(match count {
-                0 => "there is no CUDA device here; give --device cpu".to_owned(),
-                1 => "there is one CUDA device here; give --device cuda:0".to_owned(),
-                count => {
-                    format!("there are {count} CUDA devices here; give --device cuda:0 to cuda:{}", count - 1)
-                }
-            }));
-        }
-        // SAFETY: looks for the library, no more.
-        if !unsafe { cublaslt::sys::is_culib_present() } {
-            return Err(refuse(
-                "the library cublasLt is not found; add its folder to LD_LIBRARY_PATH, or give --device cpu"
-                    .into(),
-            ));
-        }
-        let context = CudaContext::new(ordinal).map_err(failed)?;
-        let capability = context.compute_capability().map_err(failed)?;
-        if capability < OLDEST {
-            return Err(refuse(format!(
-                "its compute capability is {}.{}, the kernels need {}.{}; give --device cpu",
-                capability.0, capability.1, OLDEST.0, OLDEST.1
-            )));
-        }
-        let stream = context.new_stream().map_err(failed)?;
-        let products = blas::Products::new().map_err(|cause| refuse(format!("cublasLt answers {cause}")))?;
-        Ok(Self {
-            ordinal,
-            context,
-            stream,
-            kernels: Mutex::default(),
-            images: Mutex::default(),
-            products,
-            failure: Mutex::default(),
-            held: AtomicUsize::new(0),
-            most: AtomicUsize::new(0),
-            scratch: Mutex::default(),
-            control: Mutex::default(),
-            tables: Mutex::default(),
-            spare: Mutex::default(),
-        })
     }
 
     /// Its number, from 0.
@@ -241,6 +183,9 @@ impl Gpu {
             return;
         }
         let Some(function) = self.kernel(image, kernel) else { return };
+        if self.attempt(kernel, self.allow_shared(function, grid.shared)).is_none() {
+            return;
+        }
         let mut addresses: Vec<*mut c_void> = arguments.iter().map(Argument::address).collect();
         let blocks = (x as u32, y as u32, z as u32);
         // SAFETY: the function stays loaded; the ops promise that the arguments are those of the kernel.
@@ -255,6 +200,42 @@ impl Gpu {
             )
         };
         self.attempt(kernel, started);
+        self.settle(kernel);
+    }
+
+    /// Waits after each launch from now on, so that a fault names the kernel or product that made it and not a later
+    /// call. Slow; for finding faults.
+    pub fn wait_after_each_launch(&self) {
+        self.waits.store(true, Relaxed);
+    }
+
+    /// Waits for `what` where every launch is waited for; recorded work is waited for as a whole.
+    fn settle(&self, what: &str) {
+        if self.waits.load(Relaxed) && graph::stream_of_recorder().is_none() {
+            self.attempt(what, self.stream.synchronize());
+        }
+    }
+
+    /// Lets a kernel have `shared` bytes of shared memory a block.
+    fn allow_shared(&self, function: usize, shared: usize) -> Result<(), String> {
+        let mut allowed = lock(&self.allowed);
+        if shared <= SHARED_WITHOUT_ASKING || allowed.get(&function).is_some_and(|bytes| *bytes >= shared) {
+            return Ok(());
+        }
+        if shared > self.most_shared {
+            return Err(format!(
+                "a block needs {shared} bytes of shared memory and the device has {}; heads of this width need --device cpu",
+                self.most_shared
+            ));
+        }
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: the function stays loaded.
+        let set = unsafe {
+            result::function::set_function_attribute(function as sys::CUfunction, attribute, shared as i32)
+        };
+        set.map_err(|cause| cause.to_string())?;
+        allowed.insert(function, shared);
+        Ok(())
     }
 
     /// The address of a kernel, loaded at first use; binds the device to this thread.
@@ -277,9 +258,7 @@ impl Gpu {
         if let Some(module) = images.get(image.op) {
             return Some(*module);
         }
-        // SAFETY: the code is the CUDA compiler's whole output, in static memory.
-        let module = unsafe { result::module::load_data(image.code.0.as_ptr().cast()) };
-        let module = self.attempt(image.op, module)? as usize;
+        let module = self.attempt(image.op, image.load())?;
         images.insert(image.op, module);
         Some(module)
     }

@@ -164,7 +164,8 @@ impl Carrier {
             let from = view.bytes();
             // SAFETY: pinned memory has the length of a slot, which was sized for parts like this one, and the last
             // copy from it is done.
-            unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), pinned.head().add(start), from.len()) };
+            let to = unsafe { std::slice::from_raw_parts_mut(pinned.head().add(start), from.len()) };
+            tensor.copy_for_device(from, to);
             start += from.len().next_multiple_of(CUDA_ALIGNMENT);
             // The pages of the file are not needed any more.
             tensor.region().release();

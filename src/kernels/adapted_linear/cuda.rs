@@ -1,6 +1,6 @@
 //! CUDA side: tiled thin products; sums over tokens go through shares that are added in order.
 
-use super::device_scratch::{deltas as parts_of, row_shares, scaled_factor};
+use super::device_scratch::{deltas as parts_of, row_shares, scaled_factor, term_parts, term_shares};
 use super::{AdaptedLinear, BackwardBuffers, Delta, Dropout, Summands, Vector, columns::Block};
 use crate::{
     device::{
@@ -60,19 +60,36 @@ impl<'a> Part<'a> {
         self.delta.e.map(|e| self.values.slice(e.at, self.delta.columns.len()))
     }
 
-    /// Hands out `e * B * d`: B itself where neither is present.
-    fn with_b(&self, work: impl FnOnce(Argument)) {
-        if !self.delta.scales() {
-            return work(Argument::from(self.b()));
-        }
+    /// Hands out `e * B * d`, or B itself where neither is present, and `more` bytes of scratch.
+    fn with_b(&self, more: usize, work: impl FnOnce(Argument, u64)) {
         let (columns, rank) = (self.delta.columns.len(), self.delta.rank);
-        self.gpu.scratch(scaled_factor(columns, rank), |to| {
+        let scaled = if self.delta.scales() { scaled_factor(columns, rank) } else { 0 };
+        if scaled + more == 0 {
+            return work(Argument::from(self.b()), 0);
+        }
+        self.gpu.scratch(scaled + more, |to| {
+            if scaled == 0 {
+                return work(Argument::from(self.b()), to);
+            }
             let [columns_, rank_] = [columns, rank].map(Argument::int);
             let arguments = arguments![self.b(), self.d(), self.e(), to, columns_, rank_];
             let grid = Grid::row((columns * rank).div_ceil(256), 256);
             self.gpu.launch(&IMAGE, "lora_scaled_b", grid, arguments);
-            work(Argument::from(to));
+            work(Argument::from(to), to + scaled as u64);
         });
+    }
+
+    /// A thin product `to (n, r)` over `terms`, made by `product(result, shares)` as one or as shares in `parts`, which are
+    /// added in order.
+    fn join(&self, terms: usize, to: &ViewMut, parts: u64, product: impl FnOnce(Argument, usize)) {
+        let shares = term_shares(self.n, terms, self.delta.rank);
+        if shares == 1 {
+            return product(Argument::from(to), 1);
+        }
+        product(Argument::from(parts), shares);
+        let count = self.xa_len();
+        let arguments = arguments![parts, Argument::int(shares), to, Argument::long(count)];
+        self.gpu.launch(&IMAGE, "lora_join", Grid::row(count.div_ceil(256), 256), arguments);
     }
 
     /// This delta's tokens of activations with rows of `width`.
@@ -144,6 +161,7 @@ fn small_batch(part: Part, to: Summands, x: View, xa: ViewMut, y: ViewMut) {
     let Part { gpu, delta, n, inputs, outputs, .. } = part;
     let (rank, weight) = (delta.rank, to.linear.layer.weight);
     assert!(x.len() >= n * inputs && y.len() >= n * outputs && xa.len() >= n * rank, "shapes of a delta");
+    matmul::cuda::check_type(weight, y.dtype());
     let (residual, bias) = operands(to.start, &y);
     let splits = product_shares(inputs, outputs);
     gpu.scratch(4 * splits * n * outputs, |parts| {
@@ -179,7 +197,7 @@ fn small_batch(part: Part, to: Summands, x: View, xa: ViewMut, y: ViewMut) {
 fn add_delta(part: Part, xa: &ViewMut, y: ViewMut) {
     let Part { gpu, delta, n, outputs, .. } = part;
     let (columns, y) = (delta.columns.len(), part.tokens_mut(y, outputs));
-    part.with_b(|b| {
+    part.with_b(0, |b, _| {
         let sizes = [n, outputs, delta.columns.start, columns, delta.rank].map(Argument::int);
         let [n_, outputs, first, columns_, rank] = sizes;
         let arguments = arguments![xa, b, delta.scale, &y, n_, outputs, first, columns_, rank];
@@ -200,14 +218,21 @@ pub fn xa(gpu: &'static Gpu, linear: &AdaptedLinear, x: View, xa: ViewMut, n: us
 fn thin(part: Part, x: View, xa: &ViewMut) {
     let Part { gpu, n, inputs, .. } = part;
     let (rank, x) = (part.delta.rank, part.tokens(x, inputs));
-    let sizes = [n, inputs, rank].map(Argument::int);
-    let arguments = arguments![x, part.a(), part.dropped(), xa, sizes[0], sizes[1], sizes[2]];
-    let (kernel, grid) = if n <= SMALL_BATCH {
-        ("lora_xa_small_batch", Grid::of((rank.div_ceil(4), n, 1), 128))
-    } else {
-        ("lora_xa", Grid::of((n.div_ceil(64), rank.div_ceil(16), 1), 256))
+    let product = |kernel: &str, grid: Grid, to: Argument| {
+        let sizes = [n, inputs, rank].map(Argument::int);
+        let arguments = arguments![x, part.a(), part.dropped(), to, sizes[0], sizes[1], sizes[2]];
+        gpu.launch(&IMAGE, &named(kernel, x.dtype()), grid, arguments);
     };
-    gpu.launch(&IMAGE, &named(kernel, x.dtype()), grid, arguments);
+    if n <= SMALL_BATCH {
+        let grid = Grid::of((rank.div_ceil(4), n, 1), 128);
+        return product("lora_xa_small_batch", grid, Argument::from(xa));
+    }
+    let tiles =
+        |to, shares| product("lora_xa", Grid::of((n.div_ceil(64), rank.div_ceil(16), shares), 256), to);
+    match term_parts(n, inputs, rank) {
+        0 => tiles(Argument::from(xa), 1),
+        bytes => gpu.scratch(bytes, |parts| part.join(inputs, xa, parts, tiles)),
+    }
 }
 
 /// The deltas' part of the backward: `dy (n, out)` is the gradient of what g multiplies.
@@ -224,12 +249,15 @@ pub fn backward_deltas(
         let Part { delta, n, inputs, outputs, .. } = part;
         let (x, dy) = (part.tokens(x, inputs), part.tokens(dy, outputs));
         let d_xa = d_xa.reborrow().slice(part.xa, part.xa_len());
-        part.with_b(|b| {
-            let [n_, outputs_, first, columns, rank] =
-                [n, outputs, delta.columns.start, delta.columns.len(), delta.rank].map(Argument::int);
-            let arguments = arguments![dy, b, delta.scale, &d_xa, n_, outputs_, first, columns, rank];
-            let grid = Grid::of((n.div_ceil(64), delta.rank.div_ceil(16), 1), 256);
-            gpu.launch(&IMAGE, &named("lora_d_xa", dy.dtype()), grid, arguments);
+        let terms = delta.columns.len();
+        part.with_b(term_parts(n, terms, delta.rank), |b, parts| {
+            part.join(terms, &d_xa, parts, |to, shares| {
+                let [n_, outputs_, first, columns, rank] =
+                    [n, outputs, delta.columns.start, terms, delta.rank].map(Argument::int);
+                let arguments = arguments![dy, b, delta.scale, to, n_, outputs_, first, columns, rank];
+                let grid = Grid::of((n.div_ceil(64), delta.rank.div_ceil(16), shares), 256);
+                gpu.launch(&IMAGE, &named("lora_d_xa", dy.dtype()), grid, arguments);
+            });
         });
         b_gradient(part, dy, xa.slice(part.xa, part.xa_len()), grads.reborrow());
         if !delta.a_frozen {

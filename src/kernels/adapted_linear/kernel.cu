@@ -1,8 +1,8 @@
 // The thin products of low-rank deltas, in FP32 on any type of activations, and dropout in front of A.
 //
 // One tiled product serves all of them: a block of 256 threads makes 64 rows and 16 or 64 columns of the result.
-// Sums over the n rows of a batch (dA, dB) are cut into shares, one a block in z, which `sum_parts` adds in
-// order: no atomics, the same bits in every run.
+// Long sums are cut into shares, one a block in z: over the n rows of a batch (dA, dB) and, where few blocks would run,
+// over the terms of xa and d_xa. `sum_parts` and `lora_join` add them in order: no atomics, the same bits in every run.
 #include "matmul/small_batch.cuh"
 
 /// Which elements of a delta's input are dropped; the fields of `adapted_linear::Dropout`, the delta's place
@@ -57,15 +57,38 @@ template <class T> struct Dropped {
 
 constexpr int THREADS = 256;
 constexpr int TILE = 64; // rows of a block's result
-constexpr int PAD = 4;
+constexpr int BANKS = 32; // of shared memory, 4 bytes wide
 
 /// A tile of an operand in shared memory, `[term][place]`, and this thread's runs of the next one.
 ///
-/// ALONG: terms are neighbours in memory (an operand (place, term)), else places are (term, place).
+/// ALONG: terms are neighbours in memory (an operand (place, term)), else places are (term, place). A run of 8 terms is
+/// then stored as 8 lines, by lanes whose terms are 8 apart: lines exchange their places by `at`, so that the 32 lanes
+/// meet 32 banks. Four neighbouring places stay neighbours.
 template <int DEPTH, int PLACES, bool ALONG> struct Operand {
   static constexpr int RUNS = PLACES * DEPTH / WIDE, STEPS = (RUNS + THREADS - 1) / THREADS;
   static constexpr int PER_LINE = (ALONG ? DEPTH : PLACES) / WIDE;
+  static constexpr int LINE = ALONG && PLACES < BANKS ? BANKS : PLACES; // floats of a line
+  static constexpr int FLOATS = DEPTH * LINE;
   float next[STEPS][WIDE];
+
+  /// Where an element is in the tile.
+  __host__ __device__ static constexpr int at(int term, int place) {
+    return term * LINE + (ALONG ? place ^ term / WIDE * (BANKS * WIDE / DEPTH) : place);
+  }
+
+  /// Whether the lanes of every warp store each element of their runs to different banks.
+  __host__ __device__ static constexpr bool stores_without_conflicts() {
+    for (int first = 0; first < RUNS; first += 32)
+      for (int i = 0; i < WIDE; i++) {
+        unsigned banks = 0;
+        for (int lane = 0; lane < 32; lane++) {
+          int line = (first + lane) / PER_LINE, run = (first + lane) % PER_LINE * WIDE;
+          banks |= 1u << (ALONG ? at(run + i, line) : 0) % BANKS;
+        }
+        if (ALONG && banks != ~0u) return false;
+      }
+    return true;
+  }
 
   /// `f(line, place in the line, values)` for each of this thread's runs.
   template <class F> __device__ __forceinline__ void each(const F &f) {
@@ -79,7 +102,7 @@ template <int DEPTH, int PLACES, bool ALONG> struct Operand {
   template <class M> __device__ __forceinline__ void fetch(const M &from, int place, int term, int end) {
     each([&](int line, int run, float(&x)[WIDE]) {
       if (ALONG) {
-        from.fetch(place + line, term + run, x); // 0 behind the last term
+        from.fetch(place + line, term + run, x); // 0 after the last term
       } else if (term + line < end) {
         from.fetch(term + line, place + run, x);
       } else {
@@ -89,10 +112,23 @@ template <int DEPTH, int PLACES, bool ALONG> struct Operand {
     });
   }
 
-  __device__ __forceinline__ void put(float (&tile)[DEPTH][PLACES + PAD]) {
+  __device__ __forceinline__ void put(float (&tile)[FLOATS]) {
     each([&](int line, int run, float(&x)[WIDE]) {
+      if (ALONG) {
 #pragma unroll
-      for (int i = 0; i < WIDE; i++) (ALONG ? tile[run + i][line] : tile[line][run + i]) = x[i];
+        for (int i = 0; i < WIDE; i++) tile[at(run + i, line)] = x[i];
+        return;
+      }
+      // Eight lanes store 16 bytes each at a time: every other four of them begin with their second half.
+      int start = at(line, run), swapped = start / BANKS % 2;
+      Vector<float> v[2];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        v[0].at[i] = swapped ? x[4 + i] : x[i];
+        v[1].at[i] = swapped ? x[i] : x[4 + i];
+      }
+      *reinterpret_cast<Vector<float> *>(&tile[start + 4 * swapped]) = v[0];
+      *reinterpret_cast<Vector<float> *>(&tile[start + 4 - 4 * swapped]) = v[1];
     });
   }
 };
@@ -103,20 +139,23 @@ template <int COLUMNS> constexpr int DEPTH_OF = COLUMNS == 16 ? 64 : 32;
 /// Terms `first .. end` of left (rows, terms) right (terms, columns), for the tile at (`row`, `column`);
 /// `out(row, column, values)` receives it in runs of 8 columns, also beyond the edges.
 ///
-/// Operands that lie along the terms have no more than `end`. A thread holds 4 x 4 elements. Sixteen columns keep 64
-/// threads busy, so that four groups share the terms of each step; their sums are added in order.
+/// Where `end` is not the last term of all, it is a whole number of steps after `first`. A thread holds 4 x 4 elements.
+/// Sixteen columns keep 64 threads busy, so that four groups share the terms of each step; their sums are added in order.
 template <int COLUMNS, bool LEFT_ALONG, bool RIGHT_ALONG, class L, class R, class Out>
 __device__ __forceinline__ void tile_product(int row, int column, int first, int end, const L &left, const R &right,
                                              const Out &out) {
   constexpr int GROUP = TILE / 4 * COLUMNS / 4, GROUPS = THREADS / GROUP;
   constexpr int DEPTH = DEPTH_OF<COLUMNS>, SHARE = DEPTH / GROUPS;
-  SHARED(float[DEPTH][TILE + PAD], a);
-  SHARED(float[DEPTH][COLUMNS + PAD], b);
+  typedef Operand<DEPTH, TILE, LEFT_ALONG> Left;
+  typedef Operand<DEPTH, COLUMNS, RIGHT_ALONG> Right;
+  static_assert(Left::stores_without_conflicts() && Right::stores_without_conflicts(), "lanes meet in a bank");
+  SHARED(float[Left::FLOATS], a);
+  SHARED(float[Right::FLOATS], b);
   SHARED(float[GROUPS][TILE][COLUMNS], result);
   int group = threadIdx.x / GROUP, x = threadIdx.x % GROUP % (COLUMNS / 4) * 4;
   int y = threadIdx.x % GROUP / (COLUMNS / 4) * 4;
-  Operand<DEPTH, TILE, LEFT_ALONG> l;
-  Operand<DEPTH, COLUMNS, RIGHT_ALONG> r;
+  Left l;
+  Right r;
   float sum[4][4] = {};
   l.fetch(left, row, first, end);
   r.fetch(right, column, first, end);
@@ -125,13 +164,15 @@ __device__ __forceinline__ void tile_product(int row, int column, int first, int
     l.put(a);
     r.put(b);
     __syncthreads();
-    l.fetch(left, row, term + DEPTH, end); // on its way while this step computes
-    r.fetch(right, column, term + DEPTH, end);
+    if (term + DEPTH < end) { // on its way while this step computes
+      l.fetch(left, row, term + DEPTH, end);
+      r.fetch(right, column, term + DEPTH, end);
+    }
 #pragma unroll
     for (int step = 0; step < SHARE; step++) {
       int k = group * SHARE + step;
-      Vector<float> p = *reinterpret_cast<Vector<float> *>(&a[k][y]);
-      Vector<float> q = *reinterpret_cast<Vector<float> *>(&b[k][x]);
+      Vector<float> p = *reinterpret_cast<Vector<float> *>(&a[Left::at(k, y)]);
+      Vector<float> q = *reinterpret_cast<Vector<float> *>(&b[Right::at(k, x)]);
 #pragma unroll
       for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -139,9 +180,12 @@ __device__ __forceinline__ void tile_product(int row, int column, int first, int
     }
   }
 #pragma unroll
-  for (int i = 0; i < 4; i++)
+  for (int i = 0; i < 4; i++) {
+    Vector<float> v;
 #pragma unroll
-    for (int j = 0; j < 4; j++) result[group][y + i][x + j] = sum[i][j];
+    for (int j = 0; j < 4; j++) v.at[j] = sum[i][j];
+    *reinterpret_cast<Vector<float> *>(&result[group][y + i][x]) = v;
+  }
   __syncthreads();
   for (int run = threadIdx.x; run < TILE * COLUMNS / WIDE; run += THREADS) {
     int i = run / (COLUMNS / WIDE), j = run % (COLUMNS / WIDE) * WIDE;
@@ -184,12 +228,22 @@ template <class T> struct Add {
   }
 };
 
-/// xa (n, r) = drop(x (n, in)) A (r, in)^T. Grid: (ceil(n / 64), ceil(r / 16)).
+/// This block's share of `terms`, in whole steps.
+__device__ __forceinline__ int share_of(int terms) {
+  constexpr int DEPTH = DEPTH_OF<16>;
+  int share = (terms + gridDim.z - 1) / gridDim.z;
+  return (share + DEPTH - 1) / DEPTH * DEPTH;
+}
+
+/// xa (splits, n, r): shares of drop(x (n, in)) A (r, in)^T; of one share the product itself.
+/// Grid: (ceil(n / 64), ceil(r / 16), splits).
 template <class T>
 __device__ void lora_xa(const T *x, const float *a, Dropout dropout, float *xa, int n, int inputs, int rank) {
   Dropped<T> left = {{x, n, inputs, inputs}, dropout};
   Matrix<float> right = {a, rank, inputs, inputs};
-  tile_product<16, true, true>(blockIdx.x * TILE, blockIdx.y * 16, 0, inputs, left, right,
+  int share = share_of(inputs), begin = blockIdx.z * share;
+  xa += i64(blockIdx.z) * n * rank;
+  tile_product<16, true, true>(blockIdx.x * TILE, blockIdx.y * 16, begin, min(inputs, begin + share), left, right,
                                Write{xa, n, rank, 1.f});
 }
 EXPORT(lora_xa, (const T *x, const float *a, Dropout dropout, float *xa, int n, int inputs, int rank),
@@ -223,7 +277,7 @@ EXPORT(lora_xa_small_batch, (const T *x, const float *a, Dropout dropout, float 
 /// The same beside the frozen product of these rows, in one launch: xa (n, r) as above, and parts (splits, n, cols) of
 /// x (n, rows) w (rows, cols), n <= 8. Grid: (ceil(cols / 32) + ceil(n r / 8), splits) blocks of 256.
 template <class T>
-__device__ void lora_small_batch(const T *x, const half_t *w, float *parts, int n, int rows, int cols, const float *a,
+__device__ void lora_small_batch(const T *x, const Weight<T> *w, float *parts, int n, int rows, int cols, const float *a,
                          Dropout dropout, float *xa, int rank) {
   int blocks = (cols + small_batch::COLUMNS - 1) / small_batch::COLUMNS;
   int at = (int(blockIdx.x) - blocks) * small_batch::WARPS + warp();
@@ -231,7 +285,7 @@ __device__ void lora_small_batch(const T *x, const half_t *w, float *parts, int 
   if (blockIdx.y == 0 && at < n * rank) xa_element(x, a, dropout, xa, at / rank, at % rank, rows, rank);
 }
 EXPORT(lora_small_batch,
-       (const T *x, const half_t *w, float *parts, int n, int rows, int cols, const float *a, Dropout dropout, float *xa,
+       (const T *x, const Weight<T> *w, float *parts, int n, int rows, int cols, const float *a, Dropout dropout, float *xa,
         int rank),
        (x, w, parts, n, rows, cols, a, dropout, xa, rank))
 
@@ -276,25 +330,31 @@ EXPORT(lora_add,
        (const float *xa, const float *b, float scale, T *y, int n, int outputs, int first, int columns, int rank),
        (xa, b, scale, y, n, outputs, first, columns, rank))
 
-/// d_xa (n, r) = scale dy (n, outputs)[:, columns] B (columns, r). Grid: (ceil(n / 64), ceil(r / 16)).
+/// d_xa (splits, n, r): shares of scale dy (n, outputs)[:, columns] B (columns, r); of one share the product itself.
+/// Grid: (ceil(n / 64), ceil(r / 16), splits).
 template <class T>
 __device__ void lora_d_xa(const T *dy, const float *b, float scale, float *d_xa, int n, int outputs, int first,
                            int columns, int rank) {
   Matrix<T> left = {dy + first, n, columns, outputs};
   Matrix<float> right = {b, columns, rank, rank};
-  tile_product<16, true, false>(blockIdx.x * TILE, blockIdx.y * 16, 0, columns, left, right,
+  int share = share_of(columns), begin = blockIdx.z * share;
+  d_xa += i64(blockIdx.z) * n * rank;
+  tile_product<16, true, false>(blockIdx.x * TILE, blockIdx.y * 16, begin, min(columns, begin + share), left, right,
                                 Write{d_xa, n, rank, scale});
 }
 EXPORT(lora_d_xa,
        (const T *dy, const float *b, float scale, float *d_xa, int n, int outputs, int first, int columns, int rank),
        (dy, b, scale, d_xa, n, outputs, first, columns, rank))
 
-/// This block's share of the n rows, in whole steps.
-__device__ __forceinline__ int share_of(int n) {
-  constexpr int DEPTH = DEPTH_OF<16>;
-  int share = (n + gridDim.z - 1) / gridDim.z;
-  return (share + DEPTH - 1) / DEPTH * DEPTH;
+/// to (count) = the sum of parts (splits, count), in order. Grid: ceil(count / 256) blocks of 256.
+extern "C" __global__ void lora_join(const float *parts, int splits, float *to, i64 count) {
+  i64 at = i64(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (at >= count) return;
+  float sum = 0;
+  for (int part = 0; part < splits; part++) sum += parts[part * count + at];
+  to[at] = sum;
 }
+LAUNCHER(lora_join)
 
 /// parts (splits, r, in): shares of d_xa (n, r)^T drop(x (n, in)). A tile has 64 inputs and 16 ranks, so it is
 /// made transposed. Grid: (ceil(in / 64), ceil(r / 16), splits).

@@ -4,7 +4,7 @@ use super::{AdaptedMatrix, device_scratch};
 use crate::{
     device::{
         DType, View, ViewMut,
-        cuda::{Argument, Gpu, Grid, Image, arguments, image},
+        cuda::{Argument, Gpu, Grid, Image, arguments, image, named},
     },
     kernels::matmul::Layout,
 };
@@ -15,7 +15,7 @@ pub fn forward(gpu: &'static Gpu, matrix: AdaptedMatrix, norms: ViewMut) {
     let (weight, ranks) = (matrix.weight, matrix.ranks());
     let (inputs, outputs) = (weight.rows, weight.cols);
     assert!(
-        weight.data.dtype() == DType::F16
+        matches!(weight.data.dtype(), DType::F16 | DType::BF16)
             && weight.layout == Layout::Rows
             && weight.data.len() == inputs * outputs,
         "shapes of a frozen matrix"
@@ -29,7 +29,7 @@ pub fn forward(gpu: &'static Gpu, matrix: AdaptedMatrix, norms: ViewMut) {
         let [inputs_, outputs_, ranks_, share_] = [inputs, outputs, ranks, share].map(Argument::int);
         let grid = Grid::of((outputs.div_ceil(64), splits, 1), 256);
         let arguments = arguments![weight.data, a, b, parts, ranks_, inputs_, outputs_, share_];
-        gpu.launch(&IMAGE, "column_norms_parts", grid, arguments);
+        gpu.launch(&IMAGE, &named("column_norms_parts", weight.data.dtype()), grid, arguments);
         let arguments = arguments![parts, Argument::int(splits), &norms, outputs_];
         gpu.launch(&IMAGE, "column_norms_finish", Grid::row(outputs.div_ceil(256), 256), arguments);
     });

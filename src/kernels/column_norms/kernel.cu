@@ -23,8 +23,9 @@ constexpr int GROUPS = TILE / 4;
 /// parts (splits, outputs): sums of the squares of share `blockIdx.y` of the rows of w (inputs, outputs) plus
 /// a (ranks, inputs)^T b (ranks, outputs). A share is `share` rows, whole tiles; a thread has 4 x 4 elements of a tile.
 /// Grid: (ceil(outputs / 64), ceil(inputs / share)) blocks of 256.
-extern "C" __global__ void column_norms_parts(const half_t *w, const float *a, const float *b, float *parts, int ranks,
-                                              int inputs, int outputs, int share) {
+template <class T>
+__device__ void column_norms_parts(const Weight<T> *w, const float *a, const float *b, float *parts, int ranks,
+                                   int inputs, int outputs, int share) {
   SHARED(float[DEPTH][TILE], left);
   SHARED(float[DEPTH][TILE], right);
   SHARED(float[GROUPS][TILE], squares);
@@ -72,7 +73,9 @@ extern "C" __global__ void column_norms_parts(const half_t *w, const float *a, c
   for (int part = 0; part < GROUPS; part++) total += squares[part][threadIdx.x];
   parts[i64(blockIdx.y) * outputs + column + threadIdx.x] = total;
 }
-LAUNCHER(column_norms_parts)
+EXPORT_16(column_norms_parts, ,
+       (const Weight<T> *w, const float *a, const float *b, float *parts, int ranks, int inputs, int outputs, int share),
+       (w, a, b, parts, ranks, inputs, outputs, share))
 
 /// norms (outputs) = root of the sum of parts (splits, outputs), in order. Grid: ceil(outputs / 256) blocks of 256.
 extern "C" __global__ void column_norms_finish(const float *parts, int splits, float *norms, int outputs) {

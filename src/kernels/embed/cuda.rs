@@ -2,7 +2,7 @@
 
 use super::{DeltaGradients, EmbeddingDelta, Tables, Tokens};
 use crate::device::{
-    View, ViewMut,
+    DType, View, ViewMut,
     cuda::{Argument, Gpu, Grid, Image, arguments, image, named},
 };
 
@@ -12,6 +12,8 @@ pub fn forward(gpu: &'static Gpu, ids: View, positions: View, tables: Tables, x:
     let Tables { wte, wpe, prompt } = tables;
     let (n, c) = (ids.len(), wte.cols);
     assert!(positions.len() == n && x.len() == n * c, "embed shapes");
+    let wanted = if x.dtype() == DType::BF16 { DType::BF16 } else { DType::F16 };
+    assert_eq!(wte.data.dtype(), wanted, "a token embedding of another type");
     let [vocab, c] = [wte.rows, c].map(Argument::int);
     let arguments = arguments![ids, positions, wte.data, wpe, prompt, &x, vocab, c];
     gpu.launch(&IMAGE, &named("embed", x.dtype()), Grid::row(n, 128), arguments);

@@ -4,12 +4,13 @@
 /// x (n, c) = wte (vocab, c)[ids (n)] + wpe[positions (n)], with row ids[i] - vocab of `prompt` for ids from vocab on.
 /// Grid: n blocks.
 template <class T>
-__device__ void embed(const unsigned *ids, const unsigned *positions, const half_t *wte, const half_t *wpe,
+__device__ void embed(const unsigned *ids, const unsigned *positions, const Weight<T> *wte, const half_t *wpe,
                       const float *prompt, T *x, int vocab, int c) {
   i64 row = blockIdx.x;
   unsigned id = ids[row];
   bool is_virtual = id >= unsigned(vocab);
-  const half_t *token = wte + i64(is_virtual ? 0 : id) * c, *position = wpe + i64(positions[row]) * c;
+  const Weight<T> *token = wte + i64(is_virtual ? 0 : id) * c;
+  const half_t *position = wpe + i64(positions[row]) * c;
   if (is_virtual) prompt += i64(id - unsigned(vocab)) * c;
   for (int at = threadIdx.x * WIDE; at < c; at += blockDim.x * WIDE) {
     float sum[WIDE], other[WIDE];
@@ -22,7 +23,7 @@ __device__ void embed(const unsigned *ids, const unsigned *positions, const half
   }
 }
 EXPORT(embed,
-       (const unsigned *ids, const unsigned *positions, const half_t *wte, const half_t *wpe, const float *prompt, T *x,
+       (const unsigned *ids, const unsigned *positions, const Weight<T> *wte, const half_t *wpe, const float *prompt, T *x,
         int vocab, int c),
        (ids, positions, wte, wpe, prompt, x, vocab, c))
 

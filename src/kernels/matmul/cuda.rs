@@ -1,8 +1,8 @@
 //! CUDA side: products by cuBLASLt, described by `device/gemm_layout.rs`; small batches by kernels that read each
 //! weight once.
 //!
-//! FP16 activations are multiplied with the weights in place. For other types a range of rows of the weights is first
-//! converted into scratch: to FP32, exactly, or to BF16.
+//! FP16 and BF16 activations are multiplied with the weights in place: a base is brought to a device in that type. For FP32
+//! a range of rows of the weights is first converted into scratch, exactly.
 
 use super::device_scratch::{SMALL_BATCH, converted_rows, product_shares};
 use super::{InitialValue, Matrix};
@@ -57,6 +57,7 @@ pub fn frozen_nn(
         "shapes of a frozen product"
     );
     assert!(n == 0 || x.len() >= (n - 1) * ld + rows, "shapes of a frozen product");
+    check_type(w, dtype);
     if n <= SMALL_BATCH && ld == rows {
         return small_batch_nn(gpu, x, w, start, y, n);
     }
@@ -83,6 +84,7 @@ pub fn frozen_nt(
     let (rows, cols, dtype) = (w.rows, w.cols, x.dtype());
     assert!(w.data.len() == rows * cols && x.len() >= n * cols, "shapes of a frozen product");
     assert!(n == 0 || y.len() >= (n - 1) * ld + rows, "shapes of a frozen product");
+    check_type(w, dtype);
     if n <= SMALL_BATCH && y.dtype() == DType::F32 && matches!(start, InitialValue::Zero) {
         let sizes = [n, rows, cols].map(Argument::int);
         let arguments = arguments![x, w.data, &y, sizes[0], sizes[1], sizes[2], Argument::long(ld)];
@@ -100,9 +102,15 @@ pub fn frozen_nt(
     });
 }
 
+/// Holds that a matrix has the type that kernels for these activations read: theirs, or FP16 beside FP32.
+pub fn check_type(w: Matrix, activations: DType) {
+    let wanted = if activations == DType::BF16 { DType::BF16 } else { DType::F16 };
+    assert_eq!(w.data.dtype(), wanted, "a frozen matrix is of another type");
+}
+
 /// Calls `work(first row, rows, address)` for ranges of rows of W, converted to the type of the activations.
 fn stretches(gpu: &'static Gpu, w: Matrix, dtype: DType, work: impl Fn(usize, usize, u64)) {
-    if dtype == DType::F16 {
+    if w.data.dtype() == dtype {
         return work(0, w.rows, w.data.address());
     }
     let most = converted_rows(w.rows, w.cols, dtype);

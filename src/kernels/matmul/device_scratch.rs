@@ -22,8 +22,9 @@ pub fn product_shares(rows: usize, cols: usize) -> usize {
 /// Bytes of a product of `n` rows with frozen weights `(rows, cols)`.
 pub fn product(activations: DType, n: usize, (rows, cols): (usize, usize)) -> usize {
     let small_batch = if n <= SMALL_BATCH { 4 * product_shares(rows, cols) * n * cols } else { 0 };
+    // Matrices of a base are in the activations' type but for FP32.
     let converted = match activations {
-        DType::F16 => 0,
+        DType::F16 | DType::BF16 => 0,
         other => converted_rows(rows, cols, other) * cols * other.size(),
     };
     small_batch.max(converted)

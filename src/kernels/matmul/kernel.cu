@@ -1,5 +1,5 @@
 // Kernels beside the library's matrix products: initial values of outputs, and products of small batches, which are as
-// fast as the FP16 weights can be read.
+// fast as the 16-bit weights can be read.
 #include "matmul/small_batch.cuh"
 
 /// y (n, c) = residual (n, c) + bias (c), either of which may be missing; y may be the residual itself.
@@ -44,7 +44,7 @@ LAUNCHER(column_sum)
 
 /// A warp for each row of w: y (N, rows) = x (N, cols) w^T.
 template <int N, class T>
-__device__ void dot_rows(const T *x, const half_t *w, float *y, int n, int rows, int cols, i64 ld) {
+__device__ void dot_rows(const T *x, const Weight<T> *w, float *y, int n, int rows, int cols, i64 ld) {
   int row = blockIdx.x * 8 + warp();
   if (row >= rows) return;
   w += i64(row) * cols;
@@ -70,19 +70,19 @@ __device__ void dot_rows(const T *x, const half_t *w, float *y, int n, int rows,
 /// y (n, rows) = x (n, cols) w^T with w (rows, cols), n <= 8; rows of y are ld apart.
 /// Grid: ceil(rows / 8) blocks of 256.
 template <class T>
-__device__ void gemv_nt(const T *x, const half_t *w, float *y, int n, int rows, int cols, i64 ld) {
+__device__ void gemv_nt(const T *x, const Weight<T> *w, float *y, int n, int rows, int cols, i64 ld) {
   if (n == 1) return dot_rows<1>(x, w, y, n, rows, cols, ld);
   dot_rows<small_batch::ROWS>(x, w, y, n, rows, cols, ld);
 }
-EXPORT(gemv_nt, (const T *x, const half_t *w, float *y, int n, int rows, int cols, i64 ld),
+EXPORT(gemv_nt, (const T *x, const Weight<T> *w, float *y, int n, int rows, int cols, i64 ld),
        (x, w, y, n, rows, cols, ld))
 
 /// parts (splits, n, cols): shares of x (n, rows) w with w (rows, cols), n <= 8.
 /// Grid: (ceil(cols / 32), splits) blocks of 256.
-template <class T> __device__ void gemv_nn(const T *x, const half_t *w, float *parts, int n, int rows, int cols) {
+template <class T> __device__ void gemv_nn(const T *x, const Weight<T> *w, float *parts, int n, int rows, int cols) {
   small_batch::shares(x, w, parts, n, rows, cols);
 }
-EXPORT(gemv_nn, (const T *x, const half_t *w, float *parts, int n, int rows, int cols),
+EXPORT(gemv_nn, (const T *x, const Weight<T> *w, float *parts, int n, int rows, int cols),
        (x, w, parts, n, rows, cols))
 
 /// y (n, cols) = residual + bias + sum of parts (splits, n, cols), in order. Grid: ceil(n cols / 256) blocks of 256.

@@ -11,7 +11,7 @@ constexpr int WARPS = 256 / 32;
 
 /// Sums one block's columns over its share of the rows of w; parts (splits, n, cols).
 template <int N, class T>
-__device__ void sum_rows(const T *x, const half_t *w, float *parts, int n, int rows, int cols) {
+__device__ void sum_rows(const T *x, const Weight<T> *w, float *parts, int n, int rows, int cols) {
   SHARED(float[WARPS][N][COLUMNS], sums);
   int column = blockIdx.x * COLUMNS + threadIdx.x % 4 * WIDE;
   int share = (rows + gridDim.y - 1) / gridDim.y, first = blockIdx.y * share;
@@ -46,7 +46,7 @@ __device__ void sum_rows(const T *x, const half_t *w, float *parts, int n, int r
 }
 
 /// Shares of x (n, rows) w for this block's columns. Grid: (ceil(cols / 32) or more, splits) blocks of 256.
-template <class T> __device__ void shares(const T *x, const half_t *w, float *parts, int n, int rows, int cols) {
+template <class T> __device__ void shares(const T *x, const Weight<T> *w, float *parts, int n, int rows, int cols) {
   if (n == 1) return sum_rows<1>(x, w, parts, n, rows, cols);
   sum_rows<ROWS>(x, w, parts, n, rows, cols);
 }

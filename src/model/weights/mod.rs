@@ -195,6 +195,12 @@ impl Weights {
         self.linears_mut().for_each(|linear| linear.weight.arithmetic = arithmetic);
     }
 
+    /// Has all matrices rounded to BF16 when they are brought to a device: its products then read them as they are.
+    pub fn round_matrices_on_device(&mut self) {
+        self.wte.data.round_to_bf16_on_device();
+        self.linears_mut().for_each(|linear| linear.weight.data.round_to_bf16_on_device());
+    }
+
     /// Brings tensors to `device`, one after another: all of them, or all but those of the blocks. What was mapped of
     /// files and is not needed any more is let go.
     ///

@@ -18,79 +18,11 @@ use crate::{
 
 mod measure;
 
+pub use crate::device::rates::{ProductRate, RatePair, RatePoint, Rates};
+
 /// Name of the cached file of an arithmetic.
 fn file(arithmetic: Arithmetic) -> &'static str {
     if arithmetic.in_pairs() { "calibration-bf16.json" } else { "calibration.json" }
-}
-
-/// Speeds of this machine.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Rates {
-    /// `matmul::frozen_nn`: forward of a linear layer.
-    pub product_forward: ProductRate,
-    /// `matmul::frozen_nt`: backward of a linear layer.
-    pub product_backward: ProductRate,
-    /// Thin products of a delta, in FLOP/s.
-    pub thin: f64,
-    /// Attention, in FLOP/s as [`attention_flops`] counts them.
-    pub attention: RatePair,
-    /// Logits, `frozen_nt` with a vocabulary of columns, in FLOP/s (2 a weight and row).
-    pub head: f64,
-    /// Layer norm, in bytes/s read and written: 8 an element forward, 16 backward.
-    pub layernorm: RatePair,
-    /// GELU, in bytes/s read and written: 8 an element forward, 12 backward.
-    pub activation: RatePair,
-    /// AdamW, in elements/s.
-    pub adamw: f64,
-    /// First touch of each page of a mapped file that is in memory, in bytes/s.
-    pub reading: f64,
-}
-
-/// A speed forward and another backward.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct RatePair {
-    /// Speed of the forward kernel.
-    pub forward: f64,
-    /// Speed of the backward kernel.
-    pub backward: f64,
-}
-
-/// Speed of a frozen product at two numbers of rows. Weights are widened once a call, so few rows are slower.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct ProductRate {
-    /// The point with few rows.
-    pub few: RatePoint,
-    /// The point with many rows.
-    pub many: RatePoint,
-}
-
-/// Speed of a product at one number of rows.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct RatePoint {
-    /// Rows of the activations.
-    pub rows: usize,
-    /// FLOP/s, 2 a weight and row.
-    pub flops: f64,
-}
-
-impl RatePoint {
-    /// Seconds for one weight and all rows.
-    fn weight_seconds(self) -> f64 {
-        2.0 * self.rows as f64 / self.flops
-    }
-}
-
-impl ProductRate {
-    /// Seconds of a product of `rows` with a matrix of `weights` elements: a part for widening the matrix and
-    /// one that grows with the rows, as the two points tell them.
-    pub fn seconds(&self, rows: usize, weights: usize) -> f64 {
-        let (few, many) = (self.few.weight_seconds(), self.many.weight_seconds());
-        let between = (self.many.rows as f64 - self.few.rows as f64).max(1.0);
-        // Noise may turn the line downwards or start it below zero; it then goes through the origin.
-        let slope = ((many - few) / between).clamp(0.0, 2.0 / self.many.flops);
-        let fixed = (many - slope * self.many.rows as f64).max(0.0);
-        (fixed + slope * rows as f64) * weights as f64
-    }
 }
 
 /// FLOP of attention with `pairs` pairs of query and visible key in each of `heads` heads of `width`, forward
@@ -149,45 +81,6 @@ struct CachedRates {
 }
 
 impl Rates {
-    /// Of a server's CPU with AVX-512 and two threads. What results depend on is chosen by these, so that
-    /// the same command makes the same choice on every machine with room for it.
-    pub const NOMINAL: Self = Self {
-        product_forward: ProductRate {
-            few: RatePoint { rows: 128, flops: 1.2e11 },
-            many: RatePoint { rows: 1024, flops: 1.5e11 },
-        },
-        product_backward: ProductRate {
-            few: RatePoint { rows: 128, flops: 1.1e11 },
-            many: RatePoint { rows: 1024, flops: 1.5e11 },
-        },
-        thin: 4.5e10,
-        attention: RatePair { forward: 4e10, backward: 5e10 },
-        head: 1.25e11,
-        layernorm: RatePair { forward: 5e9, backward: 5e9 },
-        activation: RatePair { forward: 3.5e9, backward: 5e9 },
-        adamw: 1.4e9,
-        reading: 3e10,
-    };
-
-    /// Of a recent data-centre GPU, for comparing plans of a device that is not here; not measured.
-    pub const NOMINAL_GPU: Self = Self {
-        product_forward: ProductRate {
-            few: RatePoint { rows: 128, flops: 5e13 },
-            many: RatePoint { rows: 4096, flops: 3e14 },
-        },
-        product_backward: ProductRate {
-            few: RatePoint { rows: 128, flops: 5e13 },
-            many: RatePoint { rows: 4096, flops: 3e14 },
-        },
-        thin: 9e13,
-        attention: RatePair { forward: 1.5e14, backward: 1.5e14 },
-        head: 3e14,
-        layernorm: RatePair { forward: 2e12, backward: 2e12 },
-        activation: RatePair { forward: 2e12, backward: 2e12 },
-        adamw: 5e10,
-        reading: 2e10,
-    };
-
     /// The rates of an arithmetic in the cache if they are this machine's, or else newly measured ones,
     /// which are then cached.
     ///
