@@ -1,4 +1,4 @@
-//! Every op on the device against the CPU side, on the same inputs: rounded to the type of the activations first.
+//! Every op on the device against its CPU side, on the same inputs, rounded to the type of the activations.
 
 use engraft::{
     device::{
@@ -19,7 +19,7 @@ use engraft::{
         embed,
         head_loss::{self, Supervised},
         layernorm,
-        matmul::{self, Arithmetic, InitialValue, Matrix},
+        matmul::{self, Arithmetic, DenseGradients, DenseShape, InitialValue, Matrix},
     },
 };
 use engraft_util::rng;
@@ -27,7 +27,7 @@ use half::{bf16, f16};
 
 use crate::{Line, runs::largest_error};
 
-/// Where an op runs and how its activations are stored; `rounded` is the type that inputs are rounded to.
+/// The device of an op and the type of its activations; `rounded` is the type that inputs are rounded to.
 #[derive(Clone, Copy)]
 struct On {
     device: Device,
@@ -48,7 +48,7 @@ fn rounded(values: Vec<f32>, dtype: DType) -> Vec<f32> {
 }
 
 impl On {
-    /// Random activations.
+    /// Random activations `(len)`, repeatable by seed.
     fn activations(self, seed: u64, len: usize) -> Result<Buffer> {
         self.stored_as(rounded(numbers(seed, len), self.rounded))
     }
@@ -61,17 +61,17 @@ impl On {
         }
     }
 
-    /// Random frozen weights.
+    /// Random FP16 weights `(len)`, repeatable by seed.
     fn frozen(self, seed: u64, len: usize) -> Result<Buffer> {
         Buffer::on(self.device, &numbers(seed, len).into_iter().map(f16::from_f32).collect::<Vec<_>>())
     }
 
-    /// Random FP32 values.
+    /// Random FP32 values `(len)`, repeatable by seed.
     fn wide(self, seed: u64, len: usize) -> Result<Buffer> {
         Buffer::on(self.device, &numbers(seed, len))
     }
 
-    /// Zeros of a type.
+    /// Zeros `(len)` of a type.
     fn zeros(self, dtype: DType, len: usize) -> Result<Buffer> {
         Arenas::real(None)
             .on(self.device)
@@ -106,7 +106,7 @@ const CHECKS: [Check; 15] = [
     ("adamw, both kinds of moments", updates),
 ];
 
-/// What rounding may change: of results to the type of activations, and of sums in another order.
+/// Bounds for rounding results to the type of activations, and for sums in another order.
 fn bound(activations: DType) -> f64 {
     match activations {
         F16 => 4e-3,
@@ -205,10 +205,10 @@ fn dense(on: On) -> Result<Outputs> {
     let (mut y, mut dw, mut db) =
         (on.zeros(F32, n * outputs)?, on.wide(5, inputs * outputs)?, on.wide(6, outputs)?);
     let mut dx = on.zeros(F32, n * inputs)?;
-    let shape = (n, inputs, outputs);
+    let shape = DenseShape { n, inputs, outputs };
     matmul::dense_forward(x.view(), w.view(), b.view(), y.view_mut(), shape);
-    let gradients = (dw.view_mut(), db.view_mut());
-    matmul::dense_backward(dy.view(), x.view(), w.view(), gradients, Some(dx.view_mut()), shape);
+    let gradients = DenseGradients { dw: dw.view_mut(), db: db.view_mut(), dx: Some(dx.view_mut()) };
+    matmul::dense_backward(dy.view(), x.view(), w.view(), gradients, shape);
     matmul::dense_input_gradient(dy.view(), w.view(), dx.view_mut(), shape, true);
     Ok([("y", y), ("dW", dw), ("db", db), ("dx", dx)].map(|(name, out)| (name, out.view().to_vec())).into())
 }

@@ -40,7 +40,7 @@ struct Kernels {
     finish: Launcher,
 }
 
-/// As the kernels take it.
+/// The struct that the kernels take.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Dropout {
@@ -146,7 +146,7 @@ fn check<T: Activation>(s: Shape, p: f32, splits: usize, seed: u64) {
             rank_
         ];
         run(kernels.both, [outputs.div_ceil(32) + (n * rank).div_ceil(8), splits, 1], 256, 0, seed, args);
-        assert_eq!(both.wide(), small.wide(), "xa beside a product");
+        assert_eq!(both.wide(), small.wide(), "xa with a product");
         let y = Device::<T>::poisoned(n * outputs);
         let args = args![
             parts.head(),
@@ -205,7 +205,8 @@ fn sum(parts: &Device<f32>, splits: usize, scale: f32, gradient: &Device<f32>, c
     run(sum_parts_launch, [count.div_ceil(256), 1, 1], 256, 0, 1, args);
 }
 
-/// Odd sizes of one tile, and one row; whole vectors of several tiles, terms behind one step, more ranks than a tile has.
+/// Odd sizes of one tile, and one row; whole vectors of several tiles; more terms than a step takes; ranks larger than
+/// a tile.
 const SHAPES: [Shape; 4] = [
     Shape { n: 1, inputs: 72, outputs: 40, rank: 16, first: 0, columns: 40 },
     Shape { n: 7, inputs: 37, outputs: 61, rank: 3, first: 13, columns: 29 },

@@ -1,4 +1,4 @@
-// Kernels beside the library's matrix products: initial values of outputs, and products of small batches, which are as
+// Kernels around cuBLASLt's matrix products: initial values of outputs, and products of small batches, which are as
 // fast as the FP16 weights can be read.
 #include "matmul/small_batch.cuh"
 
