@@ -11,15 +11,15 @@ use crate::{
 /// layer, site, part, A before B). The order depends on nothing but the spec and the base.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdapterSet {
-    /// The methods asked for.
+    /// The spec that was resolved.
     pub spec: AdapterSpec,
-    /// Where each tensor is in the flat store.
+    /// Place of each tensor in the flat store.
     pub layout: Layout,
     /// Low-rank deltas, method by method, ordered by layer, site, part.
     pub loras: Vec<Lora>,
     /// Vectors of linear sites, ordered by layer and site; at most one entry a site.
     pub vectors: Vec<SiteVectors>,
-    /// Changes of layer norms.
+    /// Learned gains and biases of layer norms.
     pub norms: Vec<NormVectors>,
     /// The delta on the token embedding, if there is one.
     pub embedding: Option<EmbeddingDelta>,
@@ -54,7 +54,7 @@ impl AdapterSet {
         self.layout.trainables()
     }
 
-    /// What each method attaches to, a line for each thing: `attn.c_attn: layers 0-11`.
+    /// A line for each site or other part of the model that the methods change: `attn.c_attn: layers 0-11`.
     pub fn matched(&self, base: &BaseDescription) -> Vec<String> {
         self.spec.methods().iter().flat_map(|method| method.matched(self, base)).collect()
     }
