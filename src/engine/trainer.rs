@@ -72,7 +72,7 @@ impl TrainerOptions {
     }
 }
 
-/// The numbers of one optimizer step.
+/// Results of one optimizer step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepReport {
     /// Mean loss over the supervised tokens of the step.
@@ -253,7 +253,7 @@ impl Trainer {
         self.hooks.push(hook);
     }
 
-    /// Hands the flat gradient and the number of supervised tokens to the hooks: the one place between
+    /// Calls the hooks with the flat gradient and the number of supervised tokens: the one place between
     /// backward and update.
     fn before_update(&mut self, step: u64, supervised: usize) -> Result<()> {
         for hook in &mut self.hooks {
@@ -336,7 +336,7 @@ impl Trainer {
         self.optimizer.step()
     }
 
-    /// Everything that changes in training besides the count of steps: the values, then the
+    /// Everything that training changes, except the count of steps: the values, then the
     /// optimizer's state, by name. Views of the buffers, for a resume file.
     pub fn tensors(&self) -> Vec<StateTensor<'_>> {
         let mut tensors = vec![(VALUES, self.values.view(), self.values.region())];
