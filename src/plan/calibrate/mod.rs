@@ -1,4 +1,4 @@
-//! How fast this machine is, measured with the real kernels: factors of predicted times.
+//! Speeds of this machine, measured with the real kernels: factors of predicted times.
 //!
 //! Measuring takes about a second and 70 MiB of memory, and then a temporary file of 64 MiB. The result
 //! is kept as `calibration.json` in the cache, for BF16 where it is fast as `calibration-bf16.json`, and
@@ -23,7 +23,7 @@ fn file(arithmetic: Arithmetic) -> &'static str {
     if arithmetic.in_pairs() { "calibration-bf16.json" } else { "calibration.json" }
 }
 
-/// Speeds of this machine.
+/// Speeds of a machine.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Rates {
     /// `matmul::frozen_nn`: forward of a linear layer.
@@ -40,7 +40,7 @@ pub struct Rates {
     pub layernorm: RatePair,
     /// GELU, in bytes/s read and written: 8 an element forward, 12 backward.
     pub activation: RatePair,
-    /// AdamW, in elements/s.
+    /// AdamW update with FP32 moments, in elements/s.
     pub adamw: f64,
     /// First touch of each page of a mapped file that is in memory, in bytes/s.
     pub reading: f64,
@@ -67,7 +67,7 @@ pub struct ProductRate {
 /// Speed of a product at one number of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct RatePoint {
-    /// Rows of the activations.
+    /// Rows n of the activations.
     pub rows: usize,
     /// FLOP/s, 2 a weight and row.
     pub flops: f64,
@@ -149,7 +149,7 @@ struct CachedRates {
 }
 
 impl Rates {
-    /// Of a server's CPU with AVX-512 and two threads. What results depend on is chosen by these, so that
+    /// Rates of a server's CPU with AVX-512 and two threads. Choices that change results use these, so that
     /// the same command makes the same choice on every machine with room for it.
     pub const NOMINAL: Self = Self {
         product_forward: ProductRate {
@@ -169,7 +169,7 @@ impl Rates {
         reading: 3e10,
     };
 
-    /// Of a recent data-centre GPU, for comparing plans of a device that is not here; not measured.
+    /// Rates of a recent data-centre GPU, estimated, for comparing plans of a device that this machine lacks.
     pub const NOMINAL_GPU: Self = Self {
         product_forward: ProductRate {
             few: RatePoint { rows: 128, flops: 5e13 },
@@ -210,10 +210,10 @@ impl Rates {
         }
     }
 
-    /// Measures, whatever is cached; `folder` is where a temporary file may be made.
+    /// Measures without reading the cache; `folder` is for a temporary file.
     pub fn measure(folder: Option<&Path>, arithmetic: Arithmetic) -> Rates {
         let rates = on_pool(|| measure::all(&Sizes::REAL, folder, arithmetic));
-        // For more rows than the run may have, and in no plan.
+        // May be for more rows than the run has; no plan counts it.
         release_shared_scratch();
         rates
     }
@@ -255,7 +255,7 @@ fn load(path: &Path, key: &Key) -> Option<Rates> {
     (stored.key == *key && stored.rates.are_usable()).then_some(stored.rates)
 }
 
-/// Tries to keep the rates: without, the next run measures again.
+/// Tries to cache the rates; if that fails, the next run measures again.
 fn store(path: &Path, stored: CachedRates) {
     let folder = path.parent().map_or(Ok(()), fs::create_dir_all);
     if let (Ok(()), Ok(text)) = (folder, serde_json::to_vec_pretty(&stored)) {
