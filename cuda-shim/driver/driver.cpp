@@ -1,14 +1,14 @@
 // A libcuda for machines without a GPU: device memory is host memory, and a launch runs the kernel that the shim
-// has compiled, before it returns. As much of the driver as this program calls.
+// has compiled, before it returns. It has the functions of the driver that this program calls.
 //
-// The first stream, that of the kernels, does at once what it is given. Any other one does nothing before somebody waits
-// for it: what is read without waiting is not there yet. With SHIM_LATE it is the other way round: what is copied without
-// waiting is not computed yet.
+// The first stream, which runs kernels, does its work at once. The others do nothing before something waits for them,
+// so that data read without waiting are missing. With SHIM_LATE it is the other way round, so that data copied without
+// waiting are not computed yet.
 //
-// SHIM_NO_RECORDING refuses to record. SHIM_MEMORY is how many bytes the device has.
+// SHIM_NO_RECORDING refuses to record graphs. SHIM_MEMORY is the device's memory in bytes.
 //
-// It shows wrong arguments, names, grids and sizes of launches, copies and kernels that do not wait for each other, what
-// a recording forgets, and the whole way of a training step. It shows nothing about timing, tensor-core hardware or the
+// It shows wrong arguments, names, grids and sizes of launches, missing waits between copies and kernels, work that
+// a recorded graph lacks, and errors anywhere in a training step. It shows nothing about timing, tensor cores or the
 // real driver.
 #include <dlfcn.h>
 
@@ -30,7 +30,7 @@ typedef void *Handle;
 typedef unsigned long long Address;
 constexpr Result INVALID = 1, NO_MEMORY = 2, NOT_FOUND = 500, LAUNCH_FAILED = 719;
 
-/// What the device is said to have: 6 GiB, or the bytes in SHIM_MEMORY.
+/// Memory of the device in bytes: SHIM_MEMORY, or 6 GiB.
 static size_t memory() {
   const char *bytes = getenv("SHIM_MEMORY");
   static const size_t size = bytes ? strtoull(bytes, nullptr, 10) : size_t(6) << 30;
@@ -46,15 +46,15 @@ static std::map<Address, size_t> held;
 static size_t used;
 
 typedef std::function<void()> Work;
-/// What a stream was given and has not done; `done` counts what it has.
+/// The work that a stream was given and has not done; `done` counts the work it has done.
 struct Stream {
   std::deque<Work> waiting;
   size_t done;
   bool at_once;
-  /// Where work goes that is recorded instead of done.
+  /// Destination of work that is recorded instead of done.
   std::vector<Work> *recording;
 };
-/// What a stream has been given up to some moment; of none nothing is waited for.
+/// A position in the work of a stream; without a stream there is nothing to wait for.
 struct Event {
   Stream *stream;
   size_t count;
@@ -92,9 +92,9 @@ static Result new_stream(Handle *handle) {
   streams.push_back(new Stream{{}, 0, streams.empty() != late, nullptr});
   return *handle = streams.back(), 0;
 }
-/// Whether this thread records: it must not allocate, wait, load or copy from pages that are not pinned then.
+/// Whether this thread records; while it does, it must not allocate, wait, load, or copy from pages that are not pinned.
 static thread_local bool records;
-/// A kernel that failed, for whoever waits next.
+/// The error of a kernel that failed, reported by the next wait.
 static Result broken;
 static Result told() { return std::exchange(broken, 0); }
 static std::map<const char *, size_t> pinned;
@@ -151,7 +151,7 @@ Result cuGraphDestroy(Handle graph) { return delete static_cast<std::vector<Work
 Result cuGraphExecDestroy(Handle whole) { return run_all(), delete static_cast<std::vector<Work> *>(whole), 0; }
 Result cuEventCreate(Handle *event, unsigned) { return *event = new Event{}, 0; }
 Result cuEventRecord(Handle event, Handle handle) {
-  if (static_cast<Stream *>(handle)->recording) return INVALID; // events are left out of recordings here
+  if (static_cast<Stream *>(handle)->recording) return INVALID; // recorded graphs here have no events
   std::lock_guard<std::recursive_mutex> lock(order);
   Stream *stream = static_cast<Stream *>(handle);
   return *static_cast<Event *>(event) = {stream, stream->done + stream->waiting.size()}, 0;
@@ -159,7 +159,7 @@ Result cuEventRecord(Handle event, Handle handle) {
 Result cuEventSynchronize(Handle event) { return records ? INVALID : (wait_for(*static_cast<Event *>(event)), 0); }
 Result cuEventDestroy_v2(Handle event) { return delete static_cast<Event *>(event), 0; }
 
-/// Filled with NaN: what reads memory before it is written shows.
+/// Fills the memory with NaN, so that reading it before it is written shows.
 Result cuMemAlloc_v2(Address *address, size_t size) {
   std::lock_guard<std::mutex> lock(guard);
   void *place = nullptr;
@@ -197,7 +197,7 @@ Result cuMemFreeHost(void *place) {
 Result cuMemsetD8Async(Address to, unsigned char value, size_t size, Handle stream) {
   return give(stream, [=] { memset(reinterpret_cast<void *>(to), value, size); });
 }
-/// From pages that are not pinned the driver takes a copy, and to such pages it waits.
+/// As the driver: copies from pages that are not pinned take a copy of them, and copies to such pages wait.
 Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t size, Handle stream) {
   if (is_pinned(from)) return give(stream, [=] { memcpy(reinterpret_cast<void *>(to), from, size); });
   if (records) return INVALID;
@@ -222,7 +222,7 @@ static Handle own_library() {
   return library;
 }
 
-/// A kernel is known by its name alone: that of its launcher in this library.
+/// Finds a kernel by the name of its launcher in this library.
 Result cuModuleGetFunction(Handle *function, Handle, const char *name) {
   *function = dlsym(own_library(), (std::string(name) + "_launch").c_str());
   if (!*function) fprintf(stderr, "shim: there is no kernel %s\n", name);
@@ -256,7 +256,7 @@ Result cuLaunchKernel(Handle function, unsigned x, unsigned y, unsigned z, unsig
   });
 }
 
-/// For the library of products.
+/// Gives work to a stream; for the library of products.
 Result shim_give(Handle stream, const Work *work) { return give(stream, *work); }
 
 Result cuGetErrorName(Result, const char **name) { return *name = "SHIM_ERROR", 0; }

@@ -86,7 +86,7 @@ Result cublasLtMatmulAlgoGetHeuristic(Handle, Handle, Handle, Handle, Handle, Ha
   return *choice = Choice{}, *count = 1, 0;
 }
 
-/// Of the libcuda beside it.
+/// Defined by the libcuda in the same folder.
 Result shim_give(Handle stream, const std::function<void()> *work);
 
 Result cublasLtMatmul(Handle, Handle product_, const float *alpha, const void *A, Handle a_, const void *B, Handle b_,
