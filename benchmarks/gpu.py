@@ -1,4 +1,4 @@
-"""Everything that a GPU has to show, in one command: right first, then fast, beside PEFT on the same device.
+"""Checks and measures a GPU in one command: correctness first, then speed, compared with PEFT on the same device.
 
     . target/cuda/env.sh && cargo build --release --features cuda --bins --example device_check
     pip install -r benchmarks/requirements.txt
@@ -7,11 +7,11 @@
 The machine with the GPU needs the programs, python with torch, transformers and peft, and this folder, no Rust. One after the other:
 `device_check` (every op against the CPU, golden files, trainings, planned against held memory), its ops once more under
 compute-sanitizer where that is installed (`pip install nvidia-cuda-sanitizer-api` will do), a default training, products,
-attention and updates beside PyTorch, tokens with their launches recorded and one by one, then for each size a LoRA r 8 on
-c_attn and a prefix of 20 beside PEFT, eager and compiled, f16 and bf16, with inputs offloaded and the base streamed too,
-and generation with a LoRA of rank 16 beside Transformers with PEFT. What
-does not fit into --minutes is named and left out, the largest sizes first. Memory is the most that the device says is
-used, less what was used before, for both sides alike. Results go to FOLDER/gpu.json after each part; a table ends the
+attention and updates compared with PyTorch, tokens with their launches recorded and one by one, then for each size a LoRA r 8 on
+c_attn and a prefix of 20 compared with PEFT, eager and compiled, f16 and bf16, with inputs offloaded and the base streamed too,
+and generation with a LoRA of rank 16 compared with Transformers with PEFT. Parts that
+do not fit into --minutes are named and left out, the largest sizes first. Memory is the most that the device reports as
+used, less the memory used before, for both sides alike. Results go to FOLDER/gpu.json after each part; a table ends the
 output. Exit code 1 when a check fails. `--device cpu --sizes tiny --batch 1 --seq 64` tries the script itself.
 """
 
@@ -33,7 +33,7 @@ BATCH = {"small": 8, "medium": 8, "large": 4, "xl": 2}
 
 
 class Device:
-    """What nvidia-smi says of the device; nothing where there is none."""
+    """Memory and name of the device from nvidia-smi; empty without a device."""
 
     def __init__(self):
         self.here = shutil.which("nvidia-smi") is not None
@@ -66,7 +66,7 @@ class Device:
 
 
 class Session:
-    """Runs parts one after another within the time there is, and keeps what they gave."""
+    """Runs parts one after another within the time limit, and keeps their results."""
 
     def __init__(self, a):
         self.a, self.device, self.results, self.failures = a, Device(), {}, []
@@ -120,7 +120,7 @@ def learned(output):
 
 
 def check(s, programs, device):
-    """Right first."""
+    """The checks: every op, golden files, trainings, memory."""
     file = s.a.output / "device_check.json"
     number = "cpu" if device == "cpu" else 0
     s.run("device_check", [programs / "examples" / "device_check", number, "--json", file], 60)
@@ -137,7 +137,7 @@ def check(s, programs, device):
 
 
 def ops(s, programs, device):
-    """What no training shows by itself, beside PyTorch."""
+    """Speeds that trainings do not show separately, compared with PyTorch."""
     sizes = s.a.sizes.split(",")
     source = base(s.a.bases, "medium" if "medium" in sizes else sizes[0])
     file, number = s.a.output / "speed.json", "cpu" if device == "cpu" else 0
@@ -149,7 +149,7 @@ def ops(s, programs, device):
 
 
 def training(s, programs, device, size, source, folder):
-    """LoRA and prefix beside PEFT."""
+    """Speed and memory of training a LoRA and a prefix, compared with PEFT."""
     batch = s.a.batch or BATCH.get(size, 4)
     steps = 8
     rows = write_rows(folder / "rows.jsonl", batch * steps, s.a.seq)

@@ -1,13 +1,14 @@
-//! Holds a CUDA device against the CPU side of every op, trains on it, and compares its memory with the plans.
+//! Compares every op on a CUDA device with its CPU side, trains on the device, and compares its memory with the plans.
 //!
 //!     cargo run --release --features cuda --example device_check -- [DEVICE] [PART..] [--large|--small] [--json FILE]
 //!         [--base FOLDER]
 //!
-//! DEVICE is a number or `cpu`, which holds the CPU side against itself: a check of this program, without a device.
+//! DEVICE is a number, or `cpu`, which compares the CPU side with itself: a check of this program, without a device.
 //! A PART is `ops` (every op at odd shapes, in every type of activations), `runs` (trainings: losses and gradients
 //! of every kind of adapter, recompute, micro-batches, 8-bit moments, resume, generation), `golden` (what PEFT
-//! computed, tests/golden) or `memory` (held against planned bytes, and a training that does not fit); none stands for
-//! all of these. `speed` times products, attention, updates and the tokens of the base in FOLDER, and checks nothing. On the driver of `cuda-shim/driver` trainings are tiny, on a real device larger: `--large` and `--small`
+//! computed, tests/golden) or `memory` (used against planned bytes, and a training that does not fit); the default is
+//! all of these. `speed` measures products, attention, updates and the tokens of the base in FOLDER, and checks nothing.
+//! On the driver of `cuda-shim/driver` trainings are tiny, on a real device larger: `--large` and `--small`
 //! choose.
 //!
 //! A table of relative errors goes to stdout, the same as one JSON object into FILE, target/device_check.json where none
@@ -31,11 +32,11 @@ use serde_json::{Value, json};
 use setup::Size;
 use speed::Speed;
 
-/// One comparison.
+/// The result of one comparison.
 pub struct Line {
     what: String,
     activations: DType,
-    /// Largest error relative to the largest expected element, or whatever `bound` is of.
+    /// Largest error relative to the largest expected element, or another number with the meaning of `bound`.
     error: f64,
     bound: f64,
 }
@@ -70,7 +71,7 @@ impl Line {
     }
 }
 
-/// What the command line asks for.
+/// The parsed command line.
 struct Options {
     device: String,
     parts: Vec<String>,
@@ -118,11 +119,11 @@ impl Options {
     }
 }
 
-/// What cuda-shim/driver calls its device.
+/// Name of the device of cuda-shim/driver.
 const INTERPRETED: &str = "shim";
 
-/// Opens the device, and tells its name, the types of activations that it computes in, the usual one first, and how
-/// much is computed where nobody says.
+/// Opens the device, and returns its name, the types of activations that it computes in, the usual one first, and the
+/// default size.
 fn open(name: &str) -> Result<(Device, String, &'static [DType], Size)> {
     if name == "cpu" {
         return Ok((Device::Cpu, "the CPU itself".to_owned(), &[DType::F32], Size::SMALL));
@@ -142,7 +143,7 @@ fn check(options: &Options) -> Result<(String, Vec<Line>, Vec<Speed>)> {
     let (device, name, types, size) = open(&options.device)?;
     let size = options.size.unwrap_or(size);
     let mut lines = Vec::new();
-    // Memory first: what is held is compared with the plan before anything else was there.
+    // Memory first, before anything else is allocated.
     for part in ["memory", "golden", "runs", "ops"].into_iter().filter(|part| options.wants(part)) {
         let start = Instant::now();
         lines.extend(match part {
