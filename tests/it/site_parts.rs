@@ -62,7 +62,7 @@ impl ByHand {
         self.tensor("lora_B", &[columns, 3], trainable, 0.0, 0.2)
     }
 
-    /// Factors around 1.
+    /// A vector of factors around 1.
     fn vector(&mut self, len: usize, trainable: bool) -> usize {
         self.tensor("vector", &[len], trainable, 1.0, 0.3)
     }
