@@ -1,4 +1,4 @@
-//! Compiles the CUDA kernels, one fat binary an op, when the feature `cuda` is on. Without it does nothing.
+//! Compiles the CUDA kernels, one fat binary for each op, if the feature `cuda` is on; otherwise does nothing.
 
 use std::{
     env, fs,
@@ -6,8 +6,8 @@ use std::{
     process::Command,
 };
 
-/// Machine code for data-centre devices of two generations, which also runs on the others of these, and PTX that
-/// the driver compiles for later ones.
+/// Machine code for two generations of devices (compute capability 8 and 9), and PTX that
+/// the driver compiles for later generations.
 const TARGETS: [&str; 3] = [
     "-gencode=arch=compute_80,code=sm_80",
     "-gencode=arch=compute_90,code=sm_90",
@@ -34,10 +34,10 @@ fn compile_all() -> Result<(), String> {
         println!("cargo::rerun-if-env-changed={variable}");
     }
     let nvcc = find_nvcc().ok_or(
-        "the feature `cuda` needs nvcc, which is neither in NVCC, CUDA_HOME, CUDA_PATH nor PATH; install CUDA, or run scripts/cuda-toolchain.sh and source the env.sh it writes",
+        "the feature `cuda` needs nvcc, which is not in NVCC, CUDA_HOME, CUDA_PATH or PATH; install CUDA, or run scripts/cuda-toolchain.sh and source the env.sh it writes",
     )?;
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("cargo gives no OUT_DIR")?);
-    // A kernel takes up to a minute to compile: all at a time.
+    // A kernel takes up to a minute to compile, so all compile at the same time.
     let running: Vec<_> = kernels()?
         .into_iter()
         .map(|(op, source)| {
@@ -50,7 +50,7 @@ fn compile_all() -> Result<(), String> {
     for (source, mut child) in running {
         let done = child.wait().map_err(|cause| format!("nvcc was lost: {cause}"))?;
         if !done.success() {
-            return Err(format!("{}: nvcc ended with {done}; its messages stand above", source.display()));
+            return Err(format!("{}: nvcc ended with {done}; its messages are above", source.display()));
         }
     }
     Ok(())
@@ -58,14 +58,14 @@ fn compile_all() -> Result<(), String> {
 
 fn compiler(nvcc: &Path, source: &Path, output: &Path) -> Command {
     let mut command = Command::new(nvcc);
-    // No fast math: dropout must replay the bits of the CPU's, and division is IEEE's.
+    // No fast math: dropout must have the bits of the CPU side, and division must be correctly rounded.
     command.args(["-std=c++17", "-O3", "-fatbin", "-I", KERNELS, "-I", SHARED]).args(TARGETS);
     command.arg("-o").arg(output).arg(source);
     command
 }
 
-/// Folder name and source of every op that has kernels. Tells cargo to watch these and their headers, and not the
-/// Rust files beside them.
+/// Folder name and source of every op that has kernels. Tells cargo to watch these and their headers, not the
+/// Rust files in the same folders.
 fn kernels() -> Result<Vec<(String, PathBuf)>, String> {
     let mut found = Vec::new();
     for folder in [vec![PathBuf::from(SHARED)], list(Path::new(KERNELS))?].concat() {
@@ -93,7 +93,7 @@ fn list(folder: &Path) -> Result<Vec<PathBuf>, String> {
     entries.map(|entry| entry.map(|entry| entry.path()).map_err(unreadable)).collect()
 }
 
-/// NVCC, or `bin/nvcc` below CUDA_HOME or CUDA_PATH, or nvcc in PATH.
+/// The path in NVCC, or `bin/nvcc` below CUDA_HOME or CUDA_PATH, or nvcc in PATH.
 fn find_nvcc() -> Option<PathBuf> {
     let named = env::var_os("NVCC").map(PathBuf::from);
     let homes = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(env::var_os);

@@ -1,4 +1,4 @@
-"""What the memory benchmarks share: bases, rows, runs of engraft, the smallest plan."""
+"""Helpers of the memory benchmarks: bases, rows, runs of engraft, the smallest plan."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from limited import parse_size
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
-# Where cargo leaves what it builds.
+# The folder of cargo's builds.
 RELEASE = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release"
 VOCAB = 50257
 MIB = 2**20
@@ -62,17 +62,17 @@ def smallest(program, options):
     done = subprocess.run(command, capture_output=True, text=True)
     found = re.search(r"--memory (\d[\d.]*[KMGT]?i?B) would fit", done.stdout + done.stderr)
     if done.returncode != 2 or not found:
-        sys.exit(f"{' '.join(command)}\nsaid no smallest plan (exit code {done.returncode}):\n{done.stderr}")
+        sys.exit(f"{' '.join(command)}\nnamed no smallest plan (exit code {done.returncode}):\n{done.stderr}")
     return parse_size(found[1]), found[1]
 
 
 def train_command(program, options, output):
-    """A training run without saves on the way; its events come as JSON lines."""
+    """A training run that saves only at the end; its events come as JSON lines."""
     return words([program, "train", *options, "--output", output, "--json", "--save-every", "0"])
 
 
 def measured_run(command):
-    """Runs a command in a process of its own: (exit code, stdout, stderr, peak resident bytes)."""
+    """Runs a command in a separate process: (exit code, stdout, stderr, peak resident bytes)."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         process = subprocess.Popen(words(command), stdout=subprocess.PIPE, stderr=errors, text=True)
         output = process.stdout.read()
@@ -83,7 +83,7 @@ def measured_run(command):
 
 
 def events(output):
-    """Events of a run by kind; `step` is a list of all steps, of others the last one counts."""
+    """Events of a run by kind; `step` is a list of all steps, every other kind its last event."""
     found = {"step": []}
     for event in (json.loads(line) for line in output.splitlines() if line.startswith("{")):
         if event.get("event") == "step":
@@ -94,7 +94,7 @@ def events(output):
 
 
 def last_line(text):
-    """The last line of a text that says something."""
+    """The last line of a text that is not blank."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 

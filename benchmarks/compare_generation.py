@@ -1,4 +1,4 @@
-"""Compares engraft, llama.cpp and Transformers at reading prompts and generating on this machine's CPU.
+"""Compares engraft, llama.cpp and Transformers on this machine's CPU: reading prompts and generating.
 
     pip install -r benchmarks/requirements.txt
     cargo build --release --bins --examples
@@ -30,10 +30,10 @@ import time
 
 from common import HERE, RELEASE, ROOT, base, job, save, train_command, words, write_rows
 
-# Of node-llama-cpp and of the packages with its libraries, one for each platform.
+# Version of node-llama-cpp and of the packages with its libraries, one for each platform.
 LLAMA_VERSION = "3.22.1"
 PLATFORM = {"x86_64": "linux-x64", "aarch64": "linux-arm64"}.get(platform.machine())
-# A share of the CPUs used by other processes that harms no figure.
+# If other processes use a smaller share of the CPUs than this, the figures are good.
 QUIET = 0.05
 
 
@@ -49,7 +49,7 @@ def own_seconds():
 
 
 def speeds(command):
-    """What a side prints as its last line, and the share of all CPUs that others used meanwhile."""
+    """The last line that a side prints, and the share of all CPUs that other processes used meanwhile."""
     start, busy, own = time.perf_counter(), busy_seconds(), own_seconds()
     done = subprocess.run(words(command), capture_output=True, text=True)
     if done.returncode != 0:
@@ -86,7 +86,7 @@ def llama_bench(folder):
         subprocess.run(words(["git", *quiet, "clone", "--quiet", bundle, source]), check=True)
     code, program = HERE / "llama_bench.cpp", folder / f"llama_bench-{LLAMA_VERSION}"
     if not program.exists() or program.stat().st_mtime < code.stat().st_mtime:
-        # By their paths: the names carry llama.cpp's version, for which the linker has no -l.
+        # Linked by path: -l cannot name libraries whose names end in llama.cpp's version.
         linked = [library for name in ["llama-common", "llama", "ggml", "ggml-base"]
                   for library in libraries.glob(f"lib{name}.*so")]
         headers = [f"-I{source / 'include'}", f"-I{source / 'ggml' / 'include'}"]
@@ -149,7 +149,7 @@ def main():
     a = p.parse_args()
 
     source = a.base or base(a.bases, a.size)
-    # First of all, while no peer has raised the peak of this process's children.
+    # First, because later the peers raise the peak of this process's children.
     seconds, peak = first_token(RELEASE / "engraft-infer", source)
     (bench, *folder), files = peers(a.peers, source)
     work = ["--prompt", a.prompt, "--rows", a.rows, "--new", a.new]

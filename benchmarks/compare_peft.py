@@ -1,4 +1,4 @@
-"""engraft beside PEFT on the same rows, alternately, on this machine's CPU; prints medians and ratios.
+"""Compares engraft with PEFT on the same rows, alternately, on this machine's CPU; prints medians and ratios.
 
     pip install -r benchmarks/requirements.txt
     cargo build --release
@@ -7,10 +7,10 @@
 
 Both sides train from random FP16 weights in F32 arithmetic with the same data, rank, clip and optimizer. With
 --precision bf16 engraft is given the same option; PEFT's base is BF16 and its step runs under autocast.
-A round runs one side after the other, each in a process of its own; speed is the median step after the
+A round runs one side after the other, each in a separate process; speed is the median step after the
 first, memory the peak resident set of the process. With --limit a round also times PyTorch's matrix products alone
-(MKL, oneDNN): their rate over the operations of a token, 4 for each weight of a product and those of causal attention, is
-the speed to which engraft's best step is held.
+(MKL, oneDNN). Their rate divided by the operations of a token (4 for each weight of a product, and causal attention) is
+the upper bound that engraft's best step is compared with.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def main():
     p.add_argument("--steps", type=int, default=4)
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--compile", action="store_true", help="torch.compile as a third side")
-    p.add_argument("--limit", action="store_true", help="engraft's share of what matrix products alone allow")
+    p.add_argument("--limit", action="store_true", help="engraft's share of the speed that matrix products alone allow")
     p.add_argument("engraft", nargs="*", help="further options for engraft, after --")
     a = p.parse_args()
 

@@ -1,4 +1,4 @@
-"""Times Transformers reading prompts and generating greedily; prints a JSON line like examples/decoding.rs.
+"""Measures Transformers reading prompts and generating greedily; prints a JSON line like examples/decoding.rs.
 
     python benchmarks/generate_peer.py BASE [--dtype f32|bf16|f16] [--device cpu|cuda] [--adapter DIR] [--prompt N,..]
         [--rows N,..] [--new N]
@@ -12,7 +12,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM
 
-# Tokens before those whose making is timed.
+# Tokens of the prompt before the timed ones.
 PROMPT = 32
 
 
@@ -58,7 +58,7 @@ def main():
                                min_new_tokens=new, max_new_tokens=new, pad_token_id=0)
                 return time.perf_counter() - start
             seconds(2)
-            # What the prompt takes is not counted.
+            # The time of the prompt is not counted.
             results[f"rows {rows}"] = rows * a.new / (seconds(a.new + 1) - seconds(1))
     print(json.dumps({name: round(speed, 1) for name, speed in results.items()}))
 

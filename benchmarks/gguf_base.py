@@ -17,7 +17,7 @@ TOP = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm"}
 
 
 def gguf_name(name):
-    """llama.cpp's name of a tensor; None for what it does not want."""
+    """llama.cpp's name of a tensor; None for tensors that it does not read."""
     name = name.removeprefix("transformer.")
     stem, _, kind = name.rpartition(".")
     if stem in TOP:
@@ -46,8 +46,8 @@ def main():
     writer.add_layer_norm_eps(config["layer_norm_epsilon"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16 if a.type == "f16" else gguf.LlamaFileType.MOSTLY_Q8_0)
 
-    # The benchmark feeds ids; a vocabulary is only there because llama.cpp asks for one: the 256 signs that
-    # stand for bytes (those that cannot be printed lie from 256 on), then names.
+    # The benchmark feeds ids, but llama.cpp needs a vocabulary: the 256 characters that
+    # stand for bytes (those of bytes that cannot be printed are U+0100 and up), then names.
     words = [chr(b) if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174 else None for b in range(256)]
     hidden = iter(range(256, 512))
     words = [word or chr(next(hidden)) for word in words]
@@ -68,7 +68,7 @@ def main():
         elif "wpe" in name:
             values = values.astype(np.float32)
         else:
-            # Conv1D is (in, out); GGUF wants rows of inputs.
+            # Conv1D is (in, out); GGUF stores rows of inputs.
             matrix = values if "wte" in name else values.T
             if a.type == "q8_0":
                 kind = gguf.GGMLQuantizationType.Q8_0

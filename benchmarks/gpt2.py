@@ -5,8 +5,8 @@
 
 Sizes: tiny, small (124M), medium (355M), large (774M), xl (1.56B), 13b (12.9B, the shape of
 Cerebras-GPT-13B). Speed and memory do not depend on the values. Biases and layer-norm gains are not left
-at 0 and 1, so that wrong wiring would show. Needs numpy only and holds one tensor at a time, whatever
-the size of the model; 13b takes 26 GB of disk.
+at 0 and 1, so that swapped tensors would show. Needs numpy only and holds one tensor at a time, for any
+size of model; 13b takes 26 GB of disk.
 """
 
 import argparse
@@ -109,7 +109,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("size", choices=SIZES)
     parser.add_argument("folder")
-    parser.add_argument("--shards", type=int, default=1, help="cut into so many safetensors files (at most)")
+    parser.add_argument("--shards", type=int, default=1, help="largest number of safetensors files")
     parser.add_argument("--dtype", choices=DTYPES, default="f16")
     a = parser.parse_args()
     print(f"{a.folder}: {write(a.size, a.folder, dtype=a.dtype, shards=a.shards):,} values")

@@ -64,7 +64,7 @@ def installed(name, *patterns):
 
 
 class Device:
-    """What nvidia-smi says of the device; nothing where there is none."""
+    """Memory and name of the device from nvidia-smi; empty without a device."""
 
     def __init__(self):
         self.here = shutil.which("nvidia-smi") is not None
@@ -97,7 +97,7 @@ class Device:
 
 
 class Session:
-    """Runs parts one after another within the time there is, and keeps what they gave."""
+    """Runs parts one after another within the time limit, and keeps their results."""
 
     def __init__(self, a):
         self.a, self.device, self.failures = a, Device(), []

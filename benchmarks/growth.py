@@ -1,4 +1,4 @@
-"""Training speed as rows, lengths, threads and bases grow: tokens/s of LoRA r 8 on c_attn, and per token of a first one.
+"""Training speed as rows, lengths, threads and bases grow: tokens/s of LoRA r 8 on c_attn, and relative to the first one.
 
     cargo build --release --examples
     python benchmarks/growth.py [--bases FOLDER] [--steps 4]

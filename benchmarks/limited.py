@@ -2,9 +2,9 @@
 
     python benchmarks/limited.py --limit 300MiB [--evict PATH]... -- COMMAND ARGUMENT...
 
-The limit is a memory cgroup of its own (version 1 or 2, no swap), which needs root; where none can be made
+The limit is a new memory cgroup (version 1 or 2, no swap), which needs root; if none can be made
 it is RLIMIT_AS, which counts address space, mapped files included, and `note` says so. The page cache of a
-file is charged to whoever reads it first: --evict drops a file, or the files of a folder, from the cache
+file is charged to the process that reads it first: --evict drops a file, or the files of a folder, from the cache
 before the command starts. `killed` tells whether the kernel ended a process for lack of memory.
 """
 

@@ -3,7 +3,7 @@
     cargo build --release
     python benchmarks/memory_grid.py [--size small] [--precision bf16] [--all] [--json FILE]
 
-Each setting trains two steps of 4 rows. `counted` is what the process counts of its heap and arenas at their
+Each setting trains two steps of 4 rows. `counted` is the process's own count of heap and arenas at their
 peak, which the plan must bound and meet within 3%. `resident` is the peak resident set of the process as
 the kernel counts it, which the plan of the whole process must bound. By default 36 of the 108 settings run, such
 that each value meets every value of each other option; --all runs all.
@@ -19,7 +19,7 @@ import tempfile
 import common
 
 BATCH, STEPS = 4, 2
-BELOW = 0.03  # how far counted bytes may stay below their plan
+BELOW = 0.03  # how far counted bytes may be below their plan
 METHODS = {
     "c_attn": ["--method", "lora", "--targets", "c_attn"],
     "all-linear": ["--method", "lora", "--targets", "all-linear"],

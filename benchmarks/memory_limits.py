@@ -1,12 +1,12 @@
-"""Whether `--memory SIZE` holds: random runs of engraft under a hard limit of exactly that size.
+"""Tests that `--memory SIZE` holds: random runs of engraft under a hard limit of exactly that size.
 
     cargo build --release
     sudo python benchmarks/memory_limits.py [--runs 20] [--seed 0] [--json FILE]
 
 Each run draws a base, a method, a rank, a batch, a length and a size between the smallest that `engraft plan`
-accepts and 1.5 times that, and trains two steps in a memory cgroup (see limited.py; needs root) that also
+accepts and 1.5 times that, and trains two steps in a memory cgroup (see limited.py; needs root), which also
 counts the page cache: the base is dropped from the cache before. Passes, with exit code 0, when every run
-ends well.
+succeeds.
 """
 
 import argparse

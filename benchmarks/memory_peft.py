@@ -1,4 +1,4 @@
-"""Peak memory and seconds per step of engraft beside PEFT + Transformers at equal work, on the CPU.
+"""Compares peak memory and seconds per step of engraft and of PEFT + Transformers at equal work, on the CPU.
 
     pip install -r benchmarks/requirements.txt
     cargo build --release
@@ -6,8 +6,8 @@
 
 LoRA of rank 8 on c_attn over the same rows of random tokens, three steps each (by default small and medium
 at 8 x 512, xl at 1 x 1024). PEFT runs in F32 and in BF16, with gradient checkpointing and without; engraft,
-always F32 over the FP16 base, with `--memory auto` and with the smallest plan there is. Every run is a
-process of its own; memory is its peak resident set, time the median step after the first.
+always F32 over the FP16 base, with `--memory auto` and with its smallest plan. Every run is a
+separate process; memory is its peak resident set, time the median step after the first.
 """
 
 import argparse

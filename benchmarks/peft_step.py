@@ -3,7 +3,7 @@
     python benchmarks/peft_step.py BASE ROWS.jsonl --batch 4 --steps 4 [--method prefix] [--compile] ...
 
 Speed is that of the median step after the first; memory is the peak resident set of the process, and
-`import_bytes` what of it the imports alone take. With --dtype bf16 or f16 the base and its activations are of that
+`import_bytes` the part of it that the imports alone take. With --dtype bf16 or f16 the base and its activations are of that
 type; PEFT keeps the adapter in FP32. On a GPU, and with --autocast, the step runs under autocast, f16 with a gradient
 scaler. The base's own dropouts are off, as they are in engraft.
 """
@@ -82,7 +82,7 @@ def main():
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        # Waits for a device.
+        # Waits until a device has finished.
         losses.append(loss.item())
         seconds.append(time.perf_counter() - start)
     print(json.dumps({

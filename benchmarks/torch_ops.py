@@ -1,9 +1,9 @@
-"""Times on a GPU what `device_check speed` times, with PyTorch: a product, causal attention by its FLASH backend, and
+"""Measures with PyTorch what `device_check speed` measures on a GPU: a product, causal attention by its FLASH backend, and
 norm, clipping and fused AdamW of 10 M trainables; prints a JSON line of the same figures.
 
     python benchmarks/torch_ops.py [--device cuda] [--small]
 
-The best of five stretches of repeats each, between two moments when the host waits for the device. `--device cpu --small`
+Each is the best of five series of repeats; the host waits for the device before and after a series. `--device cpu --small`
 tries the script itself.
 """
 
@@ -18,7 +18,7 @@ DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def seconds(device, repeats, work):
-    """Seconds of `work`, done once before."""
+    """Seconds of `work`, which runs once before for warm-up."""
     wait = torch.cuda.synchronize if device != "cpu" else lambda: None
     work()
     wait()

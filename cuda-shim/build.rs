@@ -1,4 +1,4 @@
-//! Compiles every `kernel.cu` as C++ against the shim.
+//! Compiles every `kernel.cu` as C++ with the shim's headers.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ fn main() {
     println!("cargo:rerun-if-changed={}", kernels.display());
     println!("cargo:rerun-if-changed=../src/device/cuda");
     let mut build = cc::Build::new();
-    // Buffers change their element type (gradients in the place of logits), hence no strict aliasing.
+    // Buffers change their element type (gradients replace logits), so strict aliasing does not hold.
     build.warnings(false).cpp(true).std("c++17").opt_level(2).define("CPU_SHIM", None);
     build.flag("-xc++").flag("-fno-strict-aliasing").flag("-Wno-unknown-pragmas");
     build.include("shim").include(kernels).include("../src/device/cuda").file("shim/selftest.cu");

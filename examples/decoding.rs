@@ -1,13 +1,13 @@
-//! Times reading prompts and generating tokens with a few lines of library code.
+//! Measures the speed of reading prompts and of generating tokens, with a few lines of library code.
 //!
 //!     cargo run --release --example decoding -- BASE_DIR [--adapter DIR] [--prompt N,..] [--rows N,..] [--new N] [--bf16] [--q8] \
-//!         [--beside]
+//!         [--without]
 //!
-//! Prints a JSON line: tokens/s of reading prompts of these lengths (median of five), and of `--new` tokens made
-//! greedily after a prompt of 32 by so many samples side by side (all samples together); with `--bf16` products are in BF16
-//! where that is faster, with `--q8` matrices are kept in 8 bits. With `--beside` the same samples are made without the
-//! adapter too, alternately token by token, and `cost` is how much longer the median token takes with it: other work on the
-//! machine slows both.
+//! Prints a JSON line: tokens/s of reading prompts of these lengths (median of five), and of generating `--new` tokens
+//! greedily after a prompt of 32, for each number of simultaneous samples (all samples together). `--bf16` makes products in
+//! BF16 where that is faster, `--q8` keeps matrices in 8 bits. With `--without` the same samples are also made without the
+//! adapter, alternately token by token, and `cost` is the ratio of the two median times of a token: other work on the
+//! machine slows both sides.
 
 use std::{env, path::Path, sync::Arc, time::Instant};
 
@@ -20,7 +20,7 @@ use engraft_adapters::peft;
 use engraft_util::rng;
 use rayon::prelude::*;
 
-/// Tokens before those whose making is timed.
+/// Tokens of the prompt before the timed ones.
 const PROMPT: usize = 32;
 
 fn main() -> Result<()> {
@@ -65,7 +65,7 @@ fn main() -> Result<()> {
             decoder.feed(&ids)?;
             seconds.push(start.elapsed().as_secs_f64());
         }
-        // The first one finds memory that nobody has touched yet.
+        // The first run touches memory for the first time.
         seconds.remove(0);
         seconds.sort_by(f64::total_cmp);
         lines.push(format!("\"prompt {prompt}\": {:.1}", prompt as f64 / seconds[seconds.len() / 2]));
@@ -77,12 +77,12 @@ fn main() -> Result<()> {
             let vocab = base.config.vocab;
             let first = likeliest(decoder.feed(&ids(PROMPT, vocab))?);
             decoder.fork(rows);
-            // Samples that begin with tokens of their own.
+            // Samples begin with different tokens.
             let last = (0..rows).map(|row| (first + row as u32) % vocab as u32).collect();
             Ok(Samples { decoder, last, seconds: Vec::new() })
         };
         let (mut with, mut without) =
-            (samples(true)?, given("--beside").then(|| samples(false)).transpose()?);
+            (samples(true)?, given("--without").then(|| samples(false)).transpose()?);
         for _ in 0..new {
             with.step(base.config.vocab)?;
             if let Some(without) = &mut without {
@@ -100,7 +100,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Samples side by side.
+/// Samples that are generated at the same time.
 struct Samples {
     decoder: Decoder,
     last: Vec<u32>,

@@ -1,11 +1,11 @@
-//! Times the CPU kernels against what this machine can do, after checking what they compute.
+//! Checks the results of the CPU kernels, then compares their speed with the peak of this machine.
 //!
 //!     cargo run --release --example kernel_lab [-- ROUNDS [NAME]]
 //!
 //! Every version of a frozen product is compared with sums in f64 first and then timed alternately with the others, so
-//! that a busy machine slows all of them; a line gives the best of ROUNDS [default: 7] in GFLOP/s or GB/s, because other
-//! work on the machine can only slow it, and the share of the roof, the best of the same rounds. NAME leaves only the
-//! lines that contain it. Products of BF16 pairs are there on CPUs where `--precision bf16` makes them.
+//! that a busy machine slows all of them. A line gives the best of ROUNDS [default: 7] in GFLOP/s or GB/s, because other
+//! work on the machine can only slow it, and its share of the peak, the best of the same rounds. NAME keeps only the
+//! lines that contain it. Products of BF16 pairs are measured on CPUs where `--precision bf16` uses them.
 
 use std::{env, hint::black_box, process::ExitCode, time::Instant};
 
@@ -25,7 +25,7 @@ use engraft::{
 use half::f16;
 use rayon::prelude::*;
 
-/// A measurement: what it did (operations or bytes), and how.
+/// A measurement: its number of operations or bytes, and the code to time.
 struct Line<'a> {
     name: String,
     work: f64,
@@ -33,10 +33,10 @@ struct Line<'a> {
     run: Box<dyn FnMut() + Send + 'a>,
 }
 
-/// What a measurement is held against.
+/// The peak that a measurement is compared with.
 #[derive(Clone, Copy, PartialEq)]
 enum Roof {
-    /// Reads of memory.
+    /// Bytes read from memory.
     Bytes,
     /// Fused multiply-adds of a level.
     Operations(Level),
@@ -71,18 +71,18 @@ fn lab(rounds: usize, only: &str) -> ExitCode {
         // The head keeps its matrix as (vocabulary, width), a layer as (inputs, outputs).
         let layouts: &[bool] = if outputs > 50_000 { &[true] } else { &[false, true] };
         for &transposed in layouts {
-            right &= product((name, only), (n, inputs, outputs), transposed, best, rounds);
+            right &= product(&Product { name, only, n, inputs, outputs, transposed }, best, rounds);
         }
     }
     for level in Level::ALL.into_iter().filter(|&level| level <= best && level.is_there()) {
         limit_level(level);
-        // The roof of plain loops is that of whatever the compiler makes use of.
+        // Plain loops are compared with the peak of the best level, because the compiler may use it.
         others(only, level, if level == Level::Plain { best } else { level }, rounds);
     }
     if right { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// `n` values in -1 .. 1.
+/// `n` repeatable values in -1 .. 1.
 fn numbers(n: usize) -> Vec<f32> {
     (0..n as u64)
         .map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as f32 / (1 << 23) as f32 - 1.0)
@@ -100,15 +100,23 @@ fn coded(weights: &[f16], cols: usize) -> (Vec<i8>, Vec<f16>) {
     (codes, scales)
 }
 
-/// One frozen product at all levels, of FP16 and of 8-bit weights, as far as a line's name has `only` in it; whether all of
-/// them are right.
-fn product(
-    (name, only): (&str, &str),
-    (n, inputs, outputs): (usize, usize, usize),
+/// A frozen product to measure.
+struct Product<'a> {
+    /// Name of the layer.
+    name: &'a str,
+    /// Lines whose name does not contain this text are left out.
+    only: &'a str,
+    /// Rows of x.
+    n: usize,
+    inputs: usize,
+    outputs: usize,
+    /// Whether x is multiplied with the transpose, as in a backward.
     transposed: bool,
-    best: Level,
-    rounds: usize,
-) -> bool {
+}
+
+/// Measures a frozen product at all levels, with FP16 and with 8-bit weights. Returns whether all results are right.
+fn product(layer: &Product, best: Level, rounds: usize) -> bool {
+    let &Product { name, only, n, inputs, outputs, transposed } = layer;
     let weights: Vec<f16> = numbers(inputs * outputs).into_iter().map(f16::from_f32).collect();
     let x = numbers(n * inputs);
     let (rows, cols) = if transposed { (outputs, inputs) } else { (inputs, outputs) };
@@ -145,8 +153,8 @@ fn product(
         let weight =
             |i: usize, j: usize| if transposed { values[j * inputs + i] } else { values[i * outputs + j] };
         // A few hundred elements, the last ones among them.
-        let wrong = (0..y.len()).rev().step_by(y.len() / 300 + 1).find(|cell| {
-            let (row, j) = (cell / outputs, cell % outputs);
+        let wrong = (0..y.len()).rev().step_by(y.len() / 300 + 1).find(|at| {
+            let (row, j) = (at / outputs, at % outputs);
             let exact: f64 =
                 (0..inputs).map(|i| f64::from(x[row * inputs + i]) * f64::from(weight(i, j))).sum();
             // Sums of `inputs` products below 1; two factors rounded to 8 bits are off by 0.0009 (standard deviation).
@@ -154,11 +162,11 @@ fn product(
                 Arithmetic::F32 => 1e-6 * inputs as f64,
                 Arithmetic::Bf16 => 0.005 * (inputs as f64).sqrt(),
             };
-            let error = (f64::from(y[*cell]) - exact).abs();
+            let error = (f64::from(y[*at]) - exact).abs();
             error.is_nan() || error > bound
         });
-        if let Some(cell) = wrong {
-            println!("{}: element {cell} is WRONG", name(at, kept));
+        if let Some(element) = wrong {
+            println!("{}: element {element} is WRONG", name(at, kept));
             right = false;
         }
     }
@@ -170,7 +178,7 @@ fn product(
     let roof = |at: Level, matrix: &Matrix| match matrix.arithmetic {
         _ if few => Roof::Bytes,
         Arithmetic::Bf16 => Roof::Pairs,
-        // Whatever `gemm` makes use of.
+        // `gemm` uses the best level.
         Arithmetic::F32 => Roof::Operations(if at == Level::Plain { best } else { at }),
     };
     let mut y: Vec<Vec<f32>> = versions.iter().map(|_| vec![0f32; n * outputs]).collect();
@@ -307,7 +315,7 @@ fn time(mut lines: Vec<Line>, rounds: usize) {
     }
 }
 
-/// Operations a second of all threads, those of multiply-adds or of products of pairs: sums that never leave the registers.
+/// Peak operations per second of all threads, for multiply-adds or products of pairs, with sums that stay in registers.
 fn operations_roof(roof: Roof) -> f64 {
     const STEPS: usize = 1 << 21;
     let threads = rayon::current_num_threads();
@@ -317,8 +325,8 @@ fn operations_roof(roof: Roof) -> f64 {
     operations as f64 / start.elapsed().as_secs_f64()
 }
 
-/// Makes `steps` steps of independent chains, more than two units with a latency of 4 need, and tells how many multiply-adds
-/// a step has.
+/// Runs `steps` steps of independent chains, more than two units with a latency of 4 need, and returns the multiply-adds
+/// of a step.
 fn chains(roof: Roof, steps: usize) -> usize {
     // Variables, because an array of vectors is kept in memory.
     macro_rules! chains {
@@ -378,7 +386,7 @@ fn chains(roof: Roof, steps: usize) -> usize {
     chains!(steps, 0f32, |sum: f32| sum.mul_add(factor, factor), 1: a b c d e f g h)
 }
 
-/// Bytes a second that all threads read of 256 MiB.
+/// Bytes per second that all threads read from 256 MiB.
 fn bytes_roof() -> f64 {
     use std::sync::OnceLock;
     static MEMORY: OnceLock<Vec<u64>> = OnceLock::new();
@@ -388,7 +396,7 @@ fn bytes_roof() -> f64 {
     let sum: u64 = memory
         .par_chunks(piece)
         .map(|piece| {
-            // Four streams a thread: one does not keep all lines of memory that a core can wait for in flight.
+            // Four streams per thread: one stream does not fill all outstanding cache misses of a core.
             let mut sums = [0u64; 8];
             let mut streams = piece.chunks_exact(piece.len() / 4).map(|stream| stream.as_chunks::<8>().0);
             if let (Some(a), Some(b), Some(c), Some(d)) =

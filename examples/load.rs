@@ -1,4 +1,4 @@
-//! Loads data as training does, and prints what came of it, the time and the growth of the peak resident set.
+//! Loads data as training does, and prints the counts, the time and the growth of the peak resident set.
 //!
 //!     cargo run --release --example load -- TOKENIZER_DIR DATA SEQ_LEN [SPOOL_DIR]
 //!

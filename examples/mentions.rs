@@ -1,4 +1,4 @@
-//! How many held-out completions of the example task mention every attribute of their record.
+//! Counts the held-out completions of the example task that mention every attribute of their record.
 //!
 //!     cargo run --release --example mentions -- [ADAPTER_DIR ...]
 //!

@@ -2,7 +2,7 @@
 //!
 //!     cargo run --release --example throughput -- BASE_DIR ROWS SEQ_LEN STEPS [none|mlp|linear|all] [stream] [bf16]
 //!
-//! What blocks compute again in the backward, whether the base is streamed, and products in BF16. Prints tokens/s of each step.
+//! Options: which activations are recomputed, streaming of the base, and products in BF16. Prints tokens/s of each step.
 
 use std::{env, path::Path, sync::Arc, time::Instant};
 

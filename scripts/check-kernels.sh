@@ -6,7 +6,7 @@
 #   - on any register that is spilled to memory, in any kernel,
 #   - on an attention kernel for tensor cores whose machine code has no tensor-core instruction of its type.
 #
-# Needs no GPU. Nothing is kept but the toolchain. With fetching it, about a minute on two cores.
+# Needs no GPU and keeps only the toolchain. Takes about a minute on two cores, the download included.
 set -euo pipefail
 [ $# -le 2 ] || { echo "usage: $0 [FOLDER [KERNELS]]" >&2; exit 2; }
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -26,14 +26,14 @@ export work kernels flags_line="${flags[*]}"
 compile() {
     read -r source architecture <<<"$1"
     name=$(basename "$(dirname "$source")").sm_$architecture
-    # Word by word.
+    # Unquoted, so that each flag is a word.
     # shellcheck disable=SC2086
     "$NVCC" $flags_line -I "$kernels" -I "$kernels/../device/cuda" -Werror all-warnings -Xptxas -v -cubin \
         -gencode="arch=compute_$architecture,code=sm_$architecture" -o "$work/$name.cubin" "$source" \
         >"$work/$name.log" 2>&1 || echo "$name: does not compile" >"$work/$name.failed"
 }
 export -f compile
-# The slowest first: a large source that begins last is waited for by one core alone.
+# The slowest source first: if it began last, the other cores would be idle while it compiles.
 for source in $(ls -S "$kernels"/*/kernel.cu); do
     for architecture in "${architectures[@]}"; do echo "$source $architecture"; done
 done | sort -s -t/ -k1,1 | awk '/attention/ { print; next } { rest = rest $0 "\n" } END { printf "%s", rest }' |
@@ -46,11 +46,11 @@ tensor=0
 for log in "$work"/*.log; do
     name=$(basename "$log" .log)
     if [ -e "$work/$name.failed" ] || grep -qi warning "$log"; then
-        complain "$name: the compiler says"
+        complain "$name: messages of the compiler:"
         grep -v '^ptxas info' "$log" | head -40 >&2
         [ -e "$work/$name.failed" ] && continue
     fi
-    # ptxas names a function, then tells its stack and what it spills.
+    # ptxas prints the name of a function, then its stack size and its spills.
     while read -r function stores loads; do
         functions=$((functions + 1))
         [ "$stores $loads" = "0 0" ] || complain "$name: $function spills: $stores bytes of stores, $loads of loads"
@@ -69,7 +69,8 @@ for log in "$work"/*.log; do
         END { for (f in n) print f, n[f] }' | sort)
 done
 # Forward, gradients of queries, gradients of keys and values; two types each.
-[ "$tensor" -eq $((6 * ${#architectures[@]})) ] || complain "$tensor tensor-core kernels of attention were looked at"
-[ "$functions" -gt 0 ] || complain "ptxas told of no function"
+expected=$((6 * ${#architectures[@]}))
+[ "$tensor" -eq "$expected" ] || complain "$tensor tensor-core kernels of attention were checked, not $expected"
+[ "$functions" -gt 0 ] || complain "ptxas reported no function"
 echo "$functions kernels for sm_${architectures[*]}: $([ $bad = 0 ] && echo "no spill, no warning" || echo "refused")"
 exit $bad

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # cuda-toolchain.sh FOLDER [--stand-in]: lays out a CUDA compiler in FOLDER, for machines without one.
 #
-# Needs no GPU, no driver and no root, but bash, python3 with pip, and gcc. The compiler comes from its Python
+# Needs bash, python3 with pip, and gcc; no GPU, driver or root. The compiler comes from its Python
 # wheels, about 110 MB, 277 MB unpacked; a second run changes nothing. Afterwards
 #
 #     . FOLDER/env.sh && cargo build --release --features cuda
 #
-# --stand-in fetches nothing and writes an nvcc that compiles nothing: enough for `cargo check` and
-# `cargo clippy --features cuda`; a program built with it starts and cannot launch a kernel.
+# --stand-in downloads nothing and writes an nvcc that compiles nothing: enough for `cargo check` and
+# `cargo clippy --features cuda`. A program built with it starts but cannot launch a kernel.
 #
-# 13.0 and no newer one: the PTX for later devices is then of the version that drivers from 580 on take.
+# Version 13.0, because drivers from 580 on accept its PTX, which is compiled for later devices.
 set -euo pipefail
 
 usage() {
@@ -30,7 +30,7 @@ END
 
 if [ "${2:-}" = --stand-in ]; then
     mkdir -p "$home/bin"
-    # Whatever it is told to compile, it writes nothing into the file behind -o.
+    # Creates an empty file after -o and ignores all other arguments.
     cat >"$home/bin/nvcc" <<'END'
 #!/bin/sh
 while [ $# -gt 0 ]; do
@@ -45,8 +45,8 @@ END
 fi
 [ $# -eq 1 ] || usage
 
-# The compiler driver, its headers, the device compiler, the runtime's headers and the standard library: the
-# versions that the meta-package cuda-toolkit 13.0.2 asks for together.
+# The compiler driver, its headers, the device compiler, the runtime's headers and the standard library, in the
+# versions that the meta-package cuda-toolkit 13.0.2 requires.
 wheels=(
     nvidia-cuda-nvcc==13.0.88
     nvidia-cuda-crt==13.0.88
@@ -64,7 +64,7 @@ for wheel in "${wheels[@]}"; do
     python3 -m pip download --quiet --no-deps --only-binary=:all: \
         "${platforms[@]/#/--platform=}" --dest "$folder/wheels" "$wheel"
     python3 - "$home" "$folder/wheels" "$stem" <<'END'
-"""Unpacks what a wheel holds below nvidia/cu13, which is laid out as a CUDA installation."""
+"""Unpacks the folder nvidia/cu13 of a wheel, which is laid out as a CUDA installation."""
 import pathlib, sys, zipfile
 
 home, wheels, stem = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
@@ -77,7 +77,7 @@ with zipfile.ZipFile(path) as wheel:
         target = home / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(wheel.read(entry))
-        # Wheels drop the mode of a file.
+        # Wheels do not keep the mode of a file.
         if "bin/" in name:
             target.chmod(0o755)
 END
@@ -86,7 +86,7 @@ done
 ln -sfn lib "$home/lib64"
 write_env
 
-# A kernel tells more than a version.
+# Compiling a kernel checks more than `nvcc --version`.
 probe=$(mktemp -d)
 trap 'rm -rf "$probe"' EXIT
 cat >"$probe/probe.cu" <<'END'

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Runs the tests of the kernels as a 64-bit ARM program, emulated on a machine that is none.
+# Runs the tests of the kernels as a 64-bit ARM program, emulated on other machines.
 #
 #     scripts/test-arm.sh
 #
-# Installs what is missing: the standard library for the target (rustup) and, on Debian, cross compilers and qemu-user. Emulated
-# code is slow: nothing here is timed.
+# Installs missing packages: the standard library for the target (rustup) and, on Debian, a cross compiler and qemu-user.
+# Emulated code is slow, so nothing is timed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target=aarch64-unknown-linux-gnu
@@ -17,6 +17,7 @@ if [ "$(uname -m)" != aarch64 ]; then
     export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch64-linux-gnu"
 fi
 arm() { cargo test --release --target $target -p engraft "$@"; }
-# Tests that start themselves again need a kernel that runs such programs; the plain level follows by its variable instead.
+# Tests that start themselves again would need a system that runs ARM programs. A variable selects the plain level
+# instead.
 arm --lib kernels:: -- --skip lower_levels
 ENGRAFT_TEST_LEVEL=Plain arm --lib kernels:: -- --skip lower_levels

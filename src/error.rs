@@ -1,4 +1,4 @@
-//! The one error of the library: a mistake of the user, or a failure while running.
+//! The error type of the library: a mistake of the user, or a failure while running.
 //!
 //! A message is one sentence that names the file, line or option, the value found and what to do;
 //! further lines are hints. The exit code follows from the variant alone.
@@ -89,7 +89,7 @@ impl Error {
 }
 
 impl Report {
-    /// A report without hints.
+    /// A report of one sentence, without hints.
     pub fn new(message: impl Into<String>) -> Self {
         Self { message: message.into(), hints: Vec::new() }
     }

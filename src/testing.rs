@@ -1,4 +1,4 @@
-//! What tests of kernels share: repeatable numbers, comparisons, central differences.
+//! Helpers of kernel tests: repeatable numbers, comparisons, central differences.
 
 use half::f16;
 
@@ -25,7 +25,7 @@ pub fn f16_numbers(seed: u64, len: usize) -> Vec<f16> {
     numbers(seed, len).into_iter().map(f16::from_f32).collect()
 }
 
-/// As [`numbers`], in f64.
+/// The values of [`numbers`] in f64.
 pub fn doubles(seed: u64, len: usize) -> Vec<f64> {
     numbers(seed, len).into_iter().map(f64::from).collect()
 }
@@ -69,7 +69,7 @@ pub fn weighted(values: &[f64], weights: &[f64]) -> f64 {
     values.iter().zip(weights).map(|(a, b)| a * b).sum()
 }
 
-/// The values in f64.
+/// `values` converted to f64.
 pub fn widened(values: &[f32]) -> Vec<f64> {
     values.iter().map(|&v| f64::from(v)).collect()
 }

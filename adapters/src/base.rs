@@ -1,4 +1,4 @@
-//! What an adapter must know of the frozen model it belongs to, as plain data that the model fills in.
+//! Description of the frozen base for adapters: plain data that the model fills in.
 
 use std::ops::Range;
 
@@ -11,15 +11,15 @@ pub struct BaseDescription {
     pub revision: Option<String>,
     /// Fingerprint of the base weights; adapters carry it, so that a wrong base is refused.
     pub fingerprint: Option<String>,
-    /// Number of layers, L.
+    /// Number L of layers.
     pub layers: usize,
-    /// Attention heads per layer.
+    /// Number of attention heads in each layer.
     pub heads: usize,
-    /// Width of the residual stream, d.
+    /// Width d of the residual stream.
     pub width: usize,
-    /// Longest sequence, virtual tokens included.
+    /// Longest sequence in tokens, virtual tokens included.
     pub positions: usize,
-    /// Vocabulary size.
+    /// Number of tokens in the vocabulary.
     pub vocab: usize,
     /// Linear modules of a layer; the same in every layer, in one fixed order.
     pub sites: Vec<SiteDescription>,
@@ -32,20 +32,20 @@ pub struct SiteDescription {
     pub name: String,
     /// Full module path with `{layer}` for the layer, such as `transformer.h.{layer}.attn.c_attn`.
     pub key: String,
-    /// Input features.
+    /// Width of the input.
     pub inputs: usize,
-    /// Output features.
+    /// Width of the output.
     pub outputs: usize,
     /// Whether the base stores the weight as [inputs, outputs]; A and B never depend on it.
     pub fan_in_fan_out: bool,
-    /// Blocks of output columns with a name of their own (`q`, `k`, `v` of a fused projection).
+    /// Named ranges of output columns (`q`, `k`, `v` of a fused projection).
     pub parts: Vec<PartDescription>,
 }
 
-/// A named block of a site's output columns.
+/// A named range of a site's output columns.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PartDescription {
-    /// Name, such as `q`.
+    /// Name of the part, such as `q`.
     pub name: String,
     /// Output columns of the site that belong to the part.
     pub columns: Range<usize>,
@@ -54,7 +54,7 @@ pub struct PartDescription {
 /// The weights of a base, for initial values that follow from them.
 pub trait BaseWeights {
     /// Weight `[inputs, outputs]`, row-major, of site `site` (an index into [`BaseDescription::sites`]) in
-    /// `layer`; `None` where the base has no such matrix at hand.
+    /// `layer`; `None` if the base cannot provide this matrix.
     fn matrix(&self, site: usize, layer: usize) -> Option<Vec<f32>>;
 
     /// Layer norm `norm` of `layer`, in the order in which a token meets them, or without a layer the one before the
@@ -99,7 +99,7 @@ impl SiteDescription {
 }
 
 impl BaseDescription {
-    /// Names a target can have on this base: the sites and, behind a site, its parts.
+    /// Names that targets can have on this base: each site, followed by its parts.
     pub fn target_names(&self) -> Vec<String> {
         self.sites
             .iter()

@@ -1,4 +1,4 @@
-//! Everything that can be wrong with an adapter, its files, or the writing of them.
+//! Errors of adapters and of their files.
 
 use std::{
     fmt, io,
@@ -25,27 +25,27 @@ pub enum Error {
     /// A target that matches no module in the chosen layers.
     #[error("targets: `{target}` matches no module; choose among {}", .sites.join(", "))]
     NothingMatched {
-        /// The target as written.
+        /// The target as the user wrote it.
         target: String,
-        /// What exists.
+        /// Names of the base's sites and parts.
         sites: Vec<String>,
     },
     /// A regular expression of a target or a pattern that cannot be compiled.
     #[error("{option}: `{pattern}` is no regular expression that can be used here ({cause}); correct it")]
     BadRegex {
-        /// `targets`, `rank_pattern` or `alpha_pattern`.
+        /// Option with the expression: `targets`, `rank_pattern` or `alpha_pattern`.
         option: &'static str,
-        /// The expression.
+        /// The regular expression as the user wrote it.
         pattern: String,
-        /// What is wrong with it.
+        /// The reason, from the regular-expression parser.
         cause: String,
     },
     /// A site and a part of the same site, in one layer.
     #[error("targets: `{module}` is chosen as a whole and as its part `{part}`; choose one of the two")]
     PartAndWhole {
-        /// Module path.
+        /// Full path of the module, such as `transformer.h.3.attn.c_attn`.
         module: String,
-        /// Part of it.
+        /// Name of the part, such as `q`.
         part: String,
     },
     /// Parts of one module with different rank or alpha.
@@ -53,7 +53,7 @@ pub enum Error {
         "rank_pattern, alpha_pattern: the parts of `{module}` get different ranks or alphas; give them the same"
     )]
     PartsDiffer {
-        /// Module path.
+        /// Full path of the module, such as `transformer.h.3.attn.c_attn`.
         module: String,
     },
     /// A rank of zero.
@@ -82,9 +82,9 @@ pub enum Error {
     /// A layer that the base does not have.
     #[error("layers: {layer} does not exist; the base has layers 0-{}", .layers.saturating_sub(1))]
     LayerOutOfRange {
-        /// The layer.
+        /// Index of the layer, from 0.
         layer: usize,
-        /// Layers of the base.
+        /// Number of layers of the base.
         layers: usize,
     },
     /// A pattern key that applies to no adapted module.
@@ -93,9 +93,9 @@ pub enum Error {
          they are called like `{example}`"
     )]
     PatternUnmatched {
-        /// `rank_pattern` or `alpha_pattern`.
+        /// Option with the key: `rank_pattern` or `alpha_pattern`.
         option: &'static str,
-        /// The key.
+        /// The key as the user wrote it.
         key: String,
         /// A module that is adapted.
         example: String,
@@ -105,7 +105,7 @@ pub enum Error {
     PrefixLength {
         /// Virtual tokens asked for.
         length: usize,
-        /// Positions of the base.
+        /// Longest sequence of the base in tokens.
         positions: usize,
     },
     /// A projection without hidden units.
@@ -114,37 +114,37 @@ pub enum Error {
     /// More values than this crate handles.
     #[error("{tensor}: a tensor of shape {shape:?} is too large; lower the rank or the hidden width")]
     TooLarge {
-        /// Tensor name.
+        /// Name of the tensor.
         tensor: String,
-        /// Its shape.
+        /// Shape of the tensor.
         shape: Vec<usize>,
     },
     /// A tensor that modules share and that they give different shapes.
     #[error("{tensor}: modules that share it need different shapes, one of them {shape:?}; choose others")]
     SharedShape {
-        /// Tensor name.
+        /// Name of the tensor.
         tensor: String,
         /// The second shape asked for.
         shape: Vec<usize>,
     },
-    /// Two methods that set what a model has room for once.
+    /// Two methods that set the same part of the model.
     #[error("two methods set {what}; leave one of them out")]
     Conflict {
-        /// What both set.
+        /// The part of the model that both methods set.
         what: &'static str,
     },
-    /// Initial values that follow from base weights, where there are none to look at.
-    #[error("{method}: the initial values follow from the base's weights, which are not at hand")]
+    /// Initial values that are computed from base weights, which are not available.
+    #[error("{method}: the initial values are computed from the base's weights, which are not available")]
     WeightsNeeded {
-        /// The method.
+        /// Name of the method.
         method: &'static str,
     },
     /// A file or folder that cannot be read.
     #[error("{}: cannot be read: {cause}; check the path and its permissions", .path.display())]
     Read {
-        /// File or folder.
+        /// The file or folder that cannot be read.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         cause: io::Error,
     },
     /// A folder without adapter files.
@@ -152,7 +152,7 @@ pub enum Error {
     NotAnAdapter {
         /// The folder.
         path: PathBuf,
-        /// What is there instead.
+        /// Content of the folder, as the end of a sentence.
         found: String,
     },
     /// A config that is no JSON object.
@@ -168,7 +168,7 @@ pub enum Error {
     SafeTensors {
         /// The file.
         path: PathBuf,
-        /// The broken rule.
+        /// The rule of the format that is broken.
         rule: String,
     },
     /// An adapter that does not fit the base or uses what is not supported: every reason at once.
@@ -176,23 +176,23 @@ pub enum Error {
     Mismatch {
         /// Folder of the adapter.
         path: PathBuf,
-        /// Every reason.
+        /// All reasons.
         problems: Vec<Problem>,
     },
     /// Values that do not fill the layout.
     #[error("{what}: {found} values where the adapter has {expected}; this is a fault of the program")]
     ValueCount {
-        /// Which values.
+        /// The values that were given.
         what: &'static str,
-        /// Number given.
+        /// Number of values given.
         found: usize,
-        /// Number expected.
+        /// Number of values expected.
         expected: usize,
     },
     /// A value that is NaN or infinite and must not reach a file.
     #[error("{tensor}: value {index} is {value}; the adapter was not written, lower the learning rate")]
     NotFinite {
-        /// Tensor name.
+        /// Name of the tensor.
         tensor: String,
         /// Flat index in the tensor.
         index: usize,
@@ -213,7 +213,7 @@ pub enum Error {
 pub enum Problem {
     /// An adapter kind this crate does not know.
     UnsupportedType(String),
-    /// What the config asks for cannot be had on this base.
+    /// The base has no such modules, layers or positions.
     Spec(String),
     /// A config field with a value that is not supported or not understood.
     Field {
@@ -221,14 +221,14 @@ pub enum Problem {
         name: String,
         /// Its value as JSON.
         value: String,
-        /// What it should be.
+        /// The supported value, as the end of a sentence.
         expected: String,
     },
     /// A number of layers other than the base's.
     Layers {
         /// Layers the adapter is for.
         found: usize,
-        /// Layers of the base.
+        /// Number of layers of the base.
         expected: usize,
     },
     /// A tensor the config promises and the file lacks.
@@ -237,7 +237,7 @@ pub enum Problem {
     Extra(String),
     /// A tensor of another shape.
     Shape {
-        /// Tensor name.
+        /// Name of the tensor.
         tensor: String,
         /// Shape in the file.
         found: Vec<usize>,
@@ -246,23 +246,23 @@ pub enum Problem {
     },
     /// A tensor of a type other than F32, F16, BF16.
     Dtype {
-        /// Tensor name.
+        /// Name of the tensor.
         tensor: String,
         /// Type in the file.
         found: String,
     },
     /// A value that is NaN or infinite.
     NotFinite {
-        /// Tensor name.
+        /// Name of the tensor.
         tensor: String,
-        /// Flat index.
+        /// Index of the value in the flattened tensor.
         index: usize,
     },
     /// A value outside the blocks of a fused module's parts.
     OutsideBlock {
-        /// Tensor name.
+        /// Name of the tensor.
         tensor: String,
-        /// Flat index.
+        /// Index of the value in the flattened tensor.
         index: usize,
     },
     /// A base with other weights than the adapter was made for.
@@ -275,7 +275,7 @@ pub enum Problem {
 }
 
 impl Error {
-    /// Whether the user's input is at fault (exit code 2) and not the running of it (exit code 1).
+    /// Whether the user's input is wrong (exit code 2), as opposed to a failure while running (exit code 1).
     pub fn is_input(&self) -> bool {
         !matches!(
             self,
@@ -288,7 +288,7 @@ impl Error {
         )
     }
 
-    /// Every reason behind a [`Error::Mismatch`], nothing for the others.
+    /// The reasons of an [`Error::Mismatch`]; empty for other errors.
     pub fn problems(&self) -> &[Problem] {
         match self {
             Self::Mismatch { problems, .. } => problems,

@@ -1,15 +1,15 @@
 //! Initial values, as PEFT 0.21.2 and PyTorch draw them, from the counter-based generator.
 //!
-//! Each tensor draws from a stream named by the seed and its own name: a tensor starts the same
-//! whatever else is adapted. What a method draws, or computes from the base's weights, is in its file.
+//! Each tensor draws from a stream keyed by the seed and its own name, so its initial values do not depend on
+//! the rest of the adapter. Each method's file defines its own initial values.
 
 use engraft_util::rng;
 
 use crate::{AdapterSet, BaseWeights, Error, NormWeights, Result, TensorSlot};
 
-/// What initial values follow from.
+/// Inputs of the initial values.
 pub(crate) struct Init<'a> {
-    /// Names the random numbers.
+    /// Seed of the random numbers.
     pub seed: u64,
     weights: Option<&'a dyn BaseWeights>,
 }
@@ -18,7 +18,7 @@ impl<'a> Init<'a> {
     /// Weight `[inputs, outputs]` of a site of a layer, for `method`.
     ///
     /// # Errors
-    /// [`Error::WeightsNeeded`] where there is none to look at.
+    /// [`Error::WeightsNeeded`] if the base's weights are not available.
     #[cfg_attr(not(test), expect(dead_code, reason = "no method without tests looks at weights yet"))]
     pub fn matrix(&self, method: &'static str, site: usize, layer: usize) -> Result<Vec<f32>> {
         let found = self.weights.and_then(|weights| weights.matrix(site, layer));
@@ -51,7 +51,7 @@ impl<'a> Init<'a> {
         fill(values, slot, self.seed, |key, index| (2.0 * rng::uniform(key, index) - 1.0) * bound);
     }
 
-    /// N(0, 1).
+    /// Fills `values` of the slot from the normal distribution with mean 0 and standard deviation 1.
     pub fn normal(&self, values: &mut [f32], slot: &TensorSlot) {
         fill(values, slot, self.seed, rng::normal);
     }

@@ -12,7 +12,7 @@ const MOST_VALUES: usize = 1 << 33;
 pub struct Layout {
     /// The tensors in their order in the store.
     pub tensors: Vec<TensorSlot>,
-    /// Values in the store.
+    /// Number of values in the store.
     pub len: usize,
     /// The groups that [`TensorSlot::group`] counts; the first is [`Group::DEFAULT`].
     pub groups: Vec<Group>,
@@ -23,7 +23,7 @@ pub struct Layout {
 pub struct TensorSlot {
     /// Name, unique in the layout; that of the PEFT file where the file has the tensor.
     pub name: String,
-    /// Shape, row-major.
+    /// Sizes, outermost first; row-major.
     pub shape: Vec<usize>,
     /// Index of its first value in the store.
     pub offset: usize,
@@ -86,7 +86,7 @@ impl Segment {
 }
 
 impl TensorSlot {
-    /// Values in the tensor.
+    /// Number of values in the tensor.
     pub fn len(&self) -> usize {
         self.shape.iter().product()
     }
@@ -123,7 +123,7 @@ impl Layout {
         self.tensors.iter().map(segment).collect()
     }
 
-    /// Values that change.
+    /// Number of values that training changes.
     pub fn trainables(&self) -> usize {
         self.segments().iter().filter(|segment| segment.group.trainable).map(|segment| segment.len).sum()
     }

@@ -12,7 +12,7 @@
 //!     AdapterSet, BaseDescription, LoraSpec, SiteDescription, peft, reference,
 //! };
 //!
-//! // What the adapter must know of your model.
+//! // A description of your model.
 //! let base = BaseDescription {
 //!     name: "my/model".into(),
 //!     revision: None,
@@ -57,6 +57,7 @@ mod base;
 mod contribution;
 mod error;
 mod init;
+mod kinds;
 mod layout;
 mod methods;
 pub mod peft;
@@ -71,6 +72,7 @@ pub use contribution::{
     Contribution, EmbeddingDelta, Lora, NormVectors, OutputScale, Prefix, PrefixValues, Prompt, SiteVectors,
 };
 pub use error::{Error, Problem, Result};
+pub use kinds::Kinds;
 pub use layout::{Group, Layout, Segment, TensorSlot};
 pub use methods::{AdapterSpec, Kind, kinds, lora::LoraSpec, prefix::PrefixSpec};
 pub use set::AdapterSet;

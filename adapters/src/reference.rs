@@ -1,4 +1,4 @@
-//! What adapters compute, in plain candle tensors: the twin that fused kernels are compared with.
+//! The maths of adapters in plain candle tensors: the twin that fused kernels are compared with.
 //!
 //! Every function is made of differentiable candle ops, works in any float type, and favours
 //! being read over being fast. Each is in the file of its method.

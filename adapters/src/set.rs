@@ -11,9 +11,9 @@ use crate::{
 /// layer, site, part, A before B). The order depends on nothing but the spec and the base.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdapterSet {
-    /// The methods asked for.
+    /// The spec that was resolved.
     pub spec: AdapterSpec,
-    /// Where each tensor is in the flat store.
+    /// Place of each tensor in the flat store.
     pub layout: Layout,
     /// Low-rank deltas, method by method, ordered by layer, site, part.
     pub loras: Vec<Lora>,

@@ -2,7 +2,7 @@
 
 use crate::{BaseDescription, PartDescription, SiteDescription};
 
-/// Width of the base.
+/// Width of the residual stream.
 pub const D: usize = 6;
 
 /// Three layers of width 6 with two heads.

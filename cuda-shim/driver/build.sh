@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# build.sh FOLDER: makes a libcuda and a libcublasLt in FOLDER that run kernels on the CPU, to try the whole way of
+# build.sh FOLDER: makes a libcuda and a libcublasLt in FOLDER that run kernels on the CPU, to test all of
 # `--device cuda` without a GPU, slowly:
 #
 #     cuda-shim/driver/build.sh target/shim

@@ -1,9 +1,9 @@
 // A libcuda for machines without a GPU: device memory is host memory, and a launch runs the kernel that the shim
-// has compiled, before it returns. As much of the driver as this program calls.
+// has compiled, before it returns. It has the functions of the driver that this program calls.
 //
-// The first stream, that of the kernels, does at once what it is given. Any other one does nothing before somebody waits
-// for it: what is read without waiting is not there yet. With SHIM_LATE it is the other way round: what is copied without
-// waiting is not computed yet.
+// The first stream, which runs kernels, does its work at once. The others do nothing before something waits for them,
+// so that data read without waiting are missing. With SHIM_LATE it is the other way round, so that data copied without
+// waiting are not computed yet.
 //
 // It refuses what a device refuses: accesses beyond an allocation or after its end and misaligned vectors (a fault, after
 // which every call fails), more shared memory than was asked for, grids and blocks that are too large, calls of a thread
@@ -14,8 +14,8 @@
 // refuses to record; SHIM_DRIVER (12040), SHIM_CAPABILITY (75) and SHIM_NO_IMAGE make an old driver, an old device and one
 // that loads no kernel; SHIM_FAIL names a kernel whose launch ends in a fault.
 //
-// It shows wrong arguments, names, grids and sizes of launches, copies and kernels that do not wait for each other, what
-// a recording forgets, and the whole way of a training step. It shows nothing about timing, tensor-core hardware or the
+// It shows wrong arguments, names, grids and sizes of launches, missing waits between copies and kernels, work that
+// a recorded graph lacks, and errors anywhere in a training step. It shows nothing about timing, tensor cores or the
 // real driver.
 #include <dlfcn.h>
 #include <setjmp.h>
@@ -65,15 +65,15 @@ static memory::Allocations held, pinned;
 static size_t used;
 
 typedef std::function<void()> Work;
-/// What a stream was given and has not done; `done` counts what it has.
+/// The work that a stream was given and has not done; `done` counts the work it has done.
 struct Stream {
   std::deque<Work> waiting;
   size_t done;
   bool at_once;
-  /// Where work goes that is recorded instead of done.
+  /// Destination of work that is recorded instead of done.
   std::vector<Work> *recording;
 };
-/// What a stream has been given up to some moment; of none nothing is waited for.
+/// A position in the work of a stream; without a stream there is nothing to wait for.
 struct Event {
   Stream *stream;
   size_t count;
@@ -288,7 +288,7 @@ Result cuMemsetD8Async(Address to, unsigned char value, size_t size, Handle stre
   if (!is_reached(to, size)) return no_memory_there();
   return give(stream, [=] { doing = "a memset", memset(reinterpret_cast<void *>(to), value, size); });
 }
-/// From pages that are not pinned the driver takes a copy, and to such pages it waits.
+/// As the driver: copies from pages that are not pinned take a copy of them, and copies to such pages wait.
 Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t size, Handle stream) {
   bool straight = is_pinned(from, size);
   if (Result no = wrong(straight)) return no;
@@ -325,7 +325,7 @@ static Handle own_library() {
   return library;
 }
 
-/// A kernel is known by its name alone: that of its launcher in this library.
+/// Finds a kernel by the name of its launcher in this library.
 Result cuModuleGetFunction(Handle *function, Handle, const char *name) {
   *function = dlsym(own_library(), (std::string(name) + "_launch").c_str());
   if (!*function) fprintf(stderr, "shim: there is no kernel %s\n", name);

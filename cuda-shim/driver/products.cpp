@@ -131,7 +131,7 @@ Result cublasLtMatmulAlgoGetHeuristic(Handle, Handle product, Handle a, Handle b
   return *count = 1, 0;
 }
 
-/// Of the libcuda beside it.
+/// Defined by the libcuda in the same folder.
 Result shim_give(Handle stream, const std::function<void()> *work);
 int shim_has(const void *place, size_t size);
 

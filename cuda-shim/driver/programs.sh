@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # programs.sh SHIM BIN: runs the programs in BIN, built with the feature cuda, on the driver that build.sh made in SHIM,
-# and holds what they say against what the same programs say on the CPU:
+# and compares their results with those of the same programs on the CPU:
 #
 #     cargo build --release --features cuda
 #     cuda-shim/driver/programs.sh target/shim target/release
@@ -65,7 +65,7 @@ for precision in f32 f16; do
 done
 
 precision=f16
-if SHIM_MEMORY=20000 cuda "${eval[@]}" 2>refused; then echo "a base fits that cannot" >&2; exit 1; fi
+if SHIM_MEMORY=20000 cuda "${eval[@]}" 2>refused; then echo "the base fits into 20000 bytes, which is impossible" >&2; exit 1; fi
 grep 'bytes for the base cannot be allocated on CUDA device 0 (free: .*): out of memory; .*--stream-base on' refused
 
 # What cannot be used is told when the device is opened, with a remedy, and --device auto goes on without it.

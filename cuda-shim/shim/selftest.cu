@@ -1,7 +1,7 @@
-// Kernels with known mistakes: what the shim must notice.
+// Kernels with known mistakes that the shim must notice.
 #include "common.cuh"
 
-/// Reverses a block's numbers through shared memory, with or without the barrier that this takes.
+/// Reverses a block's numbers through shared memory, with or without the necessary barrier.
 template <bool WITH_BARRIER> __device__ void reverse(int *numbers) {
   SHARED(int[128], copy);
   copy[threadIdx.x] = numbers[threadIdx.x];
@@ -13,7 +13,7 @@ LAUNCHER(reverse_right)
 extern "C" __global__ void reverse_without_barrier(int *numbers) { reverse<false>(numbers); }
 LAUNCHER(reverse_without_barrier)
 
-/// Half of the threads wait for the others, which are gone.
+/// Half of the threads wait for the others, which have returned.
 extern "C" __global__ void divergent_barrier(int *numbers) {
   if (threadIdx.x < 64) return;
   __syncthreads();
@@ -21,7 +21,7 @@ extern "C" __global__ void divergent_barrier(int *numbers) {
 }
 LAUNCHER(divergent_barrier)
 
-/// Writes one element behind the end of a list of 128.
+/// Writes one element past the end of a list of 128.
 extern "C" __global__ void beyond_the_end(int *numbers) { numbers[threadIdx.x + 1] = 7; }
 LAUNCHER(beyond_the_end)
 

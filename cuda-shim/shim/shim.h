@@ -1,7 +1,7 @@
 // Runs CUDA kernels as plain C++, to test their logic without a GPU: threads of a block are fibres.
 //
 // Blocks run one after another, in shuffled order. A fibre runs until it waits at a barrier, a shuffle or a
-// tensor-core instruction; then another, chosen at random, goes on, so that a missing barrier shows as a wrong
+// tensor-core instruction; then another one, chosen at random, continues, so that a missing barrier shows as a wrong
 // result under some seed. Shared memory is filled with NaN before each block. Not modelled: the memory
 // model, races between blocks, registers, speed; alignment of global loads by the driver of cuda-shim/driver alone.
 #pragma once
@@ -49,7 +49,7 @@ inline int fill() {
   return byte;
 }
 
-/// Sixteen bytes on their way to shared memory; zeros where there is no source.
+/// An asynchronous copy of 16 bytes to shared memory; of zeros if there is no source.
 struct Copy {
   unsigned char *to;
   const void *from;
@@ -64,7 +64,7 @@ struct Fibre {
   std::deque<std::vector<Copy>> copies; // groups; the last is still open
 };
 
-/// A place where `expected` fibres meet; `generation` counts the meetings.
+/// A barrier; `generation` counts how often all fibres have met.
 struct Barrier {
   unsigned generation, arrived;
 };
@@ -98,7 +98,7 @@ inline void yield() {
   if (_setjmp(block.fibres[block.current].place) == 0) _longjmp(block.home, 1);
 }
 
-/// Goes on with a fibre until it yields.
+/// Runs a fibre until it yields.
 inline void resume(int index) {
   block.current = index;
   if (_setjmp(block.home) != 0) return;
@@ -118,8 +118,8 @@ inline void meet(Barrier &barrier, int expected) {
   }
 }
 
-/// Shared memory of a declaration, known by the address of a static of its own: the same bytes however often
-/// the declaration is passed, as on a GPU.
+/// Shared memory of a declaration, identified by the address of its own static: the same bytes however often
+/// the declaration is executed, as on a GPU.
 inline void *shared(const void *key, size_t bytes) {
   auto found = block.places.find(key);
   if (found != block.places.end()) return block.shared + found->second;
@@ -157,7 +157,7 @@ inline void start_fibres() {
   }
 }
 
-/// Runs one block; false when its threads wait for each other for ever.
+/// Runs one block; false if its threads wait for each other forever.
 inline bool run_block() {
   memset(block.shared, fill(), std::min(SHARED_BYTES, block.dynamic + DECLARED_BYTES));
   block.places.clear();
@@ -168,7 +168,7 @@ inline bool run_block() {
   start_fibres();
   std::vector<int> order(block.threads);
   std::iota(order.begin(), order.end(), 0);
-  // Half of the warps, by lot, stand still for some rounds: they may be far apart where no barrier holds them.
+  // A random half of the warps pauses for some rounds: warps may be far apart where no barrier holds them.
   unsigned warps = 0;
   int rounds = 0;
   while (block.alive) {
@@ -216,7 +216,7 @@ int launch(void (*kernel)(A...), const unsigned *grid, const unsigned *size, siz
   return launch(kernel, grid, size, dynamic, seed, arguments, std::index_sequence_for<A...>());
 }
 
-/// The sizes of a kernel's arguments, 0 behind the last.
+/// The sizes of a kernel's arguments, then 0.
 template <class... A> const size_t *sizes(void (*)(A...)) {
   static const size_t all[] = {sizeof(std::decay_t<A>)..., 0};
   return all;

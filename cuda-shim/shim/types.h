@@ -1,4 +1,4 @@
-// Element types of kernels in plain C++, and twins of the tensor-core instructions by their lane layouts.
+// Element types of kernels in plain C++, and twins of the tensor-core instructions with their lane layouts.
 #pragma once
 
 inline uint32_t bits_of(float x) {
@@ -15,7 +15,7 @@ inline float float_of(uint32_t bits) {
 #define __uint_as_float float_of
 
 #if defined(__aarch64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 13
-// g++ 12 knows _Float16 on x86-64 alone.
+// g++ 12 has _Float16 on x86-64 only.
 using half_bits = __fp16;
 #else
 using half_bits = _Float16;
@@ -39,7 +39,7 @@ template <> inline bf16_t narrow(float x) {
   return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
-/// The device's approximation has 2 ulp.
+/// 2^x; the device's approximation has an error of 2 ulp.
 inline float power_of_2(float x) { return std::exp2(x); }
 
 inline void deliver(const sim::Copy &copy) {
@@ -47,7 +47,7 @@ inline void deliver(const sim::Copy &copy) {
   else memset(copy.to, 0, 16);
 }
 
-/// Twins of asynchronous copies: by lot they arrive at once, or not before their group is waited for.
+/// Twins of asynchronous copies: at random they arrive at once, or only when their group is waited for.
 template <class T> void copy_later(T *to, const T *from, bool exists) {
   auto start = reinterpret_cast<unsigned char *>(to);
   bool inside = start >= sim::block.shared && start + 16 <= sim::block.shared + sim::SHARED_BYTES;

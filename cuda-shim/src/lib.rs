@@ -1,28 +1,28 @@
 //! Runs the exported CUDA kernels on the CPU, as `cuLaunchKernel` would on a GPU.
 //!
 //! `build.rs` compiles every `kernel.cu` as C++ against `shim/shim.h`: threads are fibres, blocks and threads
-//! run in an order shuffled by a seed, tensor-core instructions have twins by their lane layout. What it
-//! cannot show: races between blocks, the memory model, misaligned global loads, speed.
+//! run in an order shuffled by a seed, and tensor-core instructions have twins with their lane layout. It
+//! does not show races between blocks, errors of the memory model, misaligned global loads, or speed.
 
 use std::ffi::c_void;
 
-/// What a compiled kernel is launched by.
+/// The function that launches a compiled kernel: grid, block, dynamic shared memory, seed, arguments.
 pub type Launcher = unsafe extern "C" fn(*const u32, *const u32, usize, u64, *mut *mut c_void) -> i32;
 
-/// Why a launch failed.
+/// The reason why a launch failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Failure {
-    /// Threads wait for each other for ever: a barrier that not all of them reach.
+    /// Threads wait for each other forever: a barrier that not all of them reach.
     Deadlock,
-    /// More threads or shared memory than a block has, or a matrix load outside of shared memory.
+    /// Too many threads or too much shared memory for a block, or a matrix load outside of shared memory.
     Misuse,
 }
 
-/// A parameter's value, in memory of its own.
+/// The value of a kernel's parameter, copied.
 pub struct Argument([u64; 4]);
 
 impl Argument {
-    /// Holds `value`.
+    /// Copies `value`, at most 32 bytes.
     ///
     /// # Panics
     /// When it takes more than 32 bytes.
@@ -38,7 +38,7 @@ impl Argument {
 /// Runs `kernel` with the values of its parameters.
 ///
 /// # Errors
-/// When the kernel breaks a rule that the shim watches.
+/// When the kernel breaks a rule that the shim checks.
 ///
 /// # Safety
 /// `arguments` must match the kernel's parameters in number and type, and the pointers among them must be
@@ -63,7 +63,7 @@ pub unsafe fn launch(
     }
 }
 
-/// Names launchers that the build linked.
+/// Declares launchers of kernels by name.
 #[macro_export]
 macro_rules! kernels {
     ($($name:ident),* $(,)?) => {

@@ -1,5 +1,5 @@
-//! The golden files of tests/golden on the device: what PEFT, transformers and PyTorch computed, against what the
-//! device computes.
+//! The golden files of tests/golden on the device: compares results of PEFT, transformers and PyTorch with those
+//! of the device.
 
 use std::{path::Path, sync::Arc};
 
@@ -32,7 +32,7 @@ fn gradient_bound(activations: DType) -> f64 {
 
 pub fn check(device: Device, types: &[DType], size: Size, report: &mut Report) -> Result<()> {
     for &activations in types {
-        // Logits and losses are those of one precision after the other, the many bases of the widest alone.
+        // Logits and losses are checked in every precision, the many bases only in the widest.
         if activations == DType::F32 {
             for name in bases()? {
                 report.add(&name, of_base(device, activations, &name).map(|line| vec![line]));
@@ -69,7 +69,7 @@ impl Expected {
         candle_core::safetensors::load(path, &CandleDevice::Cpu).map(Self).map_err(unreadable)
     }
 
-    /// The elements of a tensor; none of one that is missing, which no comparison takes for right.
+    /// The elements of a tensor; empty if it is missing, which every comparison refuses.
     fn get(&self, name: &str) -> Vec<f32> {
         let flat = |tensor: &Tensor| tensor.to_dtype(CandleType::F32)?.flatten_all()?.to_vec1::<f32>();
         self.0.get(name).and_then(|tensor| flat(tensor).ok()).unwrap_or_default()

@@ -1,4 +1,4 @@
-//! Holds a CUDA device against the CPU side of every op, trains on it, and compares its memory with the plans.
+//! Compares every op on a CUDA device with its CPU side, trains on the device, and compares its memory with the plans.
 //!
 //!     cargo run --release --features cuda --example device_check -- [DEVICE] [PART..] [--large|--small] [--json FILE]
 //!         [--base FOLDER] [--golden FOLDER] [--wait]
@@ -37,7 +37,7 @@ use engraft::{
 use report::{Line, Report};
 use setup::Size;
 
-/// What the command line asks for.
+/// The parsed command line.
 struct Options {
     device: String,
     parts: Vec<String>,
@@ -94,11 +94,11 @@ impl Options {
     }
 }
 
-/// What cuda-shim/driver calls its device.
+/// Name of the device of cuda-shim/driver.
 const INTERPRETED: &str = "shim";
 
-/// Opens the device, and tells its name, the types of activations that it computes in, the usual one first, and how
-/// much is computed where nobody says.
+/// Opens the device, and returns its name, the types of activations that it computes in, the usual one first, and the
+/// default size.
 fn open(name: &str) -> Result<(Device, String, &'static [DType], Size)> {
     if name == "cpu" {
         return Ok((Device::Cpu, "the CPU itself".to_owned(), &[DType::F32], Size::SMALL));

@@ -1,4 +1,4 @@
-//! Memory of the device: no more is ever held than was planned, and what does not fit is refused in one sentence.
+//! Memory of the device: never more than planned, and a training that does not fit is refused in one sentence.
 
 use std::sync::Arc;
 
@@ -57,7 +57,7 @@ fn memory() -> &'static OwnMemory {
     DeviceKind::CUDA.own_memory.as_ref().expect("CUDA devices have memory of their own")
 }
 
-/// What a device holds from its first training on; the trainings that follow are counted without it.
+/// Memory that a device uses from its first training on; later trainings are counted without it.
 fn kept_for_good(device: Device, activations: DType, size: Size) -> Result<Line> {
     let first = base(size, device, activations)?;
     Recipe { optimizer: OptimizerKind::AdamW8bit, ..Recipe::of(Kind::Prefix, size) }.run(&first)?;
@@ -66,13 +66,13 @@ fn kept_for_good(device: Device, activations: DType, size: Size) -> Result<Line>
     Ok(beyond("memory: kept for good", activations, held(device) - scratch(device), fixed))
 }
 
-/// Bytes that are held beyond the plan, as a part of it: nothing is allowed.
+/// Bytes beyond the plan, as a part of it: none are allowed.
 fn beyond(what: &str, activations: DType, held: usize, planned: usize) -> Line {
     let over = held.saturating_sub(planned) as f64 / planned.max(1) as f64;
     Line::new(format!("{what}: {held} B held of {planned} B"), activations, over, 0.0)
 }
 
-/// What a trainer holds beside the base when it is made, and everything after its steps, against the plan of a run.
+/// Compares memory with the plan of a run: that of the new trainer without the base, and all of it after the steps.
 fn training(base: &Arc<Base>, before: usize, recipe: Recipe) -> Result<Vec<Line>> {
     let (device, activations) = (base.device, base.activations);
     let streamed = if recipe.policy.stream { ", streamed" } else { "" };
@@ -105,7 +105,7 @@ fn training(base: &Arc<Base>, before: usize, recipe: Recipe) -> Result<Vec<Line>
     let all = total as usize - prepared.scratch;
     let stages = rows.iter().filter(|row| row.role == "stages" && row.place == Placement::Memory);
     let table = prepared.table + stages.map(|row| row.bytes as usize).sum::<usize>();
-    // Scratch that an earlier and larger training left is no fault of this one.
+    // Scratch that an earlier, larger training left does not count.
     let most_scratch = prepared.scratch.max(scratch_before);
     Ok(vec![
         beyond(&format!("{name}: buffers"), activations, buffers, table),
@@ -114,7 +114,7 @@ fn training(base: &Arc<Base>, before: usize, recipe: Recipe) -> Result<Vec<Line>
     ])
 }
 
-/// A training that is larger than the device is refused with its numbers and leaves nothing allocated: the next one
+/// A training that is larger than the device is refused with both sizes and leaves nothing allocated: the next one
 /// has the bits of the one before.
 fn too_little(device: Device, types: &[DType], size: Size) -> Result<Vec<Line>> {
     let activations = types.first().copied().unwrap_or(DType::F32);

@@ -1,4 +1,4 @@
-//! Every op on the device against the CPU side, on the same inputs: rounded to the type of the activations first.
+//! Every op on the device against its CPU side, on the same inputs, rounded to the type of the activations.
 
 use engraft::{
     device::{
@@ -14,7 +14,7 @@ use engraft::{
         attention::{self, CacheRows, Heads, Prefix, Seen, Shape},
         head_loss::{self, Supervised},
         layernorm,
-        matmul::{self, Arithmetic, InitialValue, Matrix},
+        matmul::{self, Arithmetic, DenseGradients, DenseShape, InitialValue, Matrix},
     },
 };
 use engraft_util::rng;
@@ -22,7 +22,7 @@ use half::{bf16, f16};
 
 use crate::{Line, Report, embedding, linears, runs::largest_error};
 
-/// Where an op runs and how its activations are stored; `rounded` is the type that inputs are rounded to.
+/// The device of an op and the type of its activations; `rounded` is the type that inputs are rounded to.
 #[derive(Clone, Copy)]
 pub struct On {
     pub device: Device,
@@ -117,7 +117,7 @@ const CHECKS: [Check; 21] = [
     ("adamw, both kinds of moments", updates),
 ];
 
-/// What rounding may change: of results to the type of activations, and of sums in another order.
+/// Bounds for rounding results to the type of activations, and for sums in another order.
 fn bound(activations: DType) -> f64 {
     match activations {
         F16 => 4e-3,
@@ -234,10 +234,10 @@ fn dense(on: On) -> Result<Outputs> {
     let (mut y, mut dw, mut db) =
         (on.zeros(F32, n * outputs)?, on.wide(5, inputs * outputs)?, on.wide(6, outputs)?);
     let mut dx = on.zeros(F32, n * inputs)?;
-    let shape = (n, inputs, outputs);
+    let shape = DenseShape { n, inputs, outputs };
     matmul::dense_forward(x.view(), w.view(), b.view(), y.view_mut(), shape);
-    let gradients = (dw.view_mut(), db.view_mut());
-    matmul::dense_backward(dy.view(), x.view(), w.view(), gradients, Some(dx.view_mut()), shape);
+    let gradients = DenseGradients { dw: dw.view_mut(), db: db.view_mut(), dx: Some(dx.view_mut()) };
+    matmul::dense_backward(dy.view(), x.view(), w.view(), gradients, shape);
     matmul::dense_input_gradient(dy.view(), w.view(), dx.view_mut(), shape, true);
     Ok([("y", y), ("dW", dw), ("db", db), ("dx", dx)].map(|(name, out)| (name, out.view().to_vec())).into())
 }

@@ -1,4 +1,4 @@
-//! Trainings on the device: as on the CPU within rounding, the same bits whatever is computed again or streamed,
+//! Trainings on the device: as on the CPU within rounding, the same bits with and without recompute and streaming,
 //! and as much memory as was planned.
 
 use std::{collections::BTreeMap, sync::Arc};
@@ -115,7 +115,7 @@ fn against_cpu(cpu: &Arc<Base>, base: &Arc<Base>, recipe: Recipe) -> Result<Vec<
     Ok(lines)
 }
 
-/// The largest relative distance between losses, which must also fall.
+/// The largest relative difference between losses, which must also fall.
 fn losses(name: &str, activations: DType, expected: &Outcome, found: &Outcome) -> Line {
     let errors =
         expected.losses.iter().zip(&found.losses).map(|(expected, found)| relative(*expected, *found));
@@ -124,7 +124,7 @@ fn losses(name: &str, activations: DType, expected: &Outcome, found: &Outcome) -
     Line::new(format!("{name}: falling losses"), activations, error, 2.0 * loss_bound(activations))
 }
 
-/// What changes memory and no bit.
+/// Settings that change memory but no bit.
 fn same_bits(base: &Arc<Base>, size: Size) -> Result<Vec<Line>> {
     let recipe = Recipe { micro_batch: size.rows / 2, ..Recipe::of(Kind::Both, size) };
     let kept = recipe.run(base)?;
@@ -256,7 +256,7 @@ fn decoder(base: &Arc<Base>, size: Size) -> Result<Decoder> {
     Decoder::new(Arc::clone(base), bindings, start(&set), 2, size.tokens)
 }
 
-/// Logits after a text that is fed whole.
+/// Logits after a text that is read in one pass.
 fn decode(base: &Arc<Base>, size: Size) -> Result<Vec<f32>> {
     Ok(decoder(base, size)?.feed(&text(base, size))?.to_vec())
 }

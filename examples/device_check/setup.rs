@@ -22,7 +22,7 @@ use engraft_util::rng;
 
 use crate::wide;
 
-/// What is computed with.
+/// The base of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Model {
     /// 6 layers of width 128 in heads of 32.
@@ -33,15 +33,15 @@ enum Model {
     Wide,
 }
 
-/// How much is computed.
+/// The size of the checks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Size {
     model: Model,
     /// Rows of an optimizer step.
     pub rows: usize,
-    /// Tokens of a row.
+    /// Tokens t of a row.
     pub tokens: usize,
-    /// Steps of a training.
+    /// Optimizer steps of a training.
     pub steps: usize,
 }
 
@@ -112,7 +112,7 @@ pub fn held(device: Device) -> usize {
     if let Device::Cuda(gpu) = device { gpu.held().0 } else { 0 }
 }
 
-/// Bytes of them that are the scratch of kernels.
+/// Bytes of the scratch of kernels among them.
 pub fn scratch(device: Device) -> usize {
     if let Device::Cuda(gpu) = device { gpu.scratch_held() } else { 0 }
 }
@@ -138,12 +138,12 @@ pub fn base(size: Size, device: Device, activations: DType) -> Result<Arc<Base>>
     load(&source, name, device, activations)
 }
 
-/// Any base on `device`.
+/// A base copied to `device`.
 pub fn load(source: &BaseSource, name: &str, device: Device, activations: DType) -> Result<Arc<Base>> {
     Ok(Arc::new(Base::load(source, name, &cache())?.on(device, activations)?))
 }
 
-/// Which adapters are trained.
+/// The adapters of a training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// LoRA on every linear site.
@@ -157,10 +157,10 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 4] = [Self::Lora, Self::Prefix, Self::Projected, Self::Both];
 
-    /// For the table.
+    /// Name in the table.
     pub fn name(self) -> &'static str {
         match self {
             Self::Lora => "lora",
@@ -183,20 +183,20 @@ impl Kind {
     }
 }
 
-/// One training.
+/// One training of the checks.
 #[derive(Debug, Clone, Copy)]
 pub struct Recipe {
     /// The adapters that are trained.
     pub kind: Kind,
     /// The policy: recompute and placements.
     pub policy: Policy,
-    /// How moments are held.
+    /// Number format of the moments.
     pub optimizer: OptimizerKind,
-    /// Rows at a time.
+    /// Rows of a micro-batch.
     pub micro_batch: usize,
     /// Dropout in front of every A.
     pub dropout: f64,
-    /// How much.
+    /// The size of the check.
     pub size: Size,
 }
 
@@ -221,7 +221,7 @@ impl Recipe {
         }
     }
 
-    /// The adapter on `base`.
+    /// The adapter resolved against `base`.
     pub fn set(&self, base: &Base) -> Result<AdapterSet> {
         Ok(AdapterSet::new(&self.kind.spec(self.dropout), &base.description())?)
     }
@@ -264,26 +264,26 @@ pub fn start(set: &AdapterSet) -> Vec<f32> {
 
 /// A trainer with its rows and its plan.
 pub struct Prepared {
-    /// The trainer.
+    /// The trainer on its device.
     pub trainer: Trainer,
     /// The rows of every step.
     pub batches: Vec<Batch>,
     /// Planned bytes of all buffers in the device's memory.
     pub table: usize,
-    /// Planned bytes of scratch.
+    /// Planned bytes of the scratch of kernels.
     pub scratch: usize,
 }
 
-/// What a training did.
+/// The results of a training.
 pub struct Outcome {
     /// Mean loss before each update.
     pub losses: Vec<f64>,
-    /// All trained values.
+    /// All trained values after the last step.
     pub values: Vec<f32>,
 }
 
 impl Prepared {
-    /// Makes `steps` updates.
+    /// Makes `steps` optimizer steps.
     pub fn steps(&mut self, steps: usize) -> Result<Outcome> {
         let mut losses = Vec::new();
         for _ in 0..steps {

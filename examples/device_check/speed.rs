@@ -1,6 +1,6 @@
-//! How fast the device is at what no training shows by itself: products, attention, updates, tokens one after another.
+//! Speeds of the device that trainings do not show separately: products, attention, updates, single tokens.
 //!
-//! The best of five stretches of repeats each, between two moments when the host waits for the device. Causal attention is
+//! Each is the best of five series of repeats; the host waits for the device before and after a series. Causal attention is
 //! counted as `calibrate::attention_flops` does.
 
 use std::{path::Path, sync::Arc, time::Instant};
@@ -30,13 +30,13 @@ use crate::{
     setup::{Size, load, start},
 };
 
-/// One figure.
+/// One measured figure.
 pub struct Speed {
-    /// Of what.
+    /// Name of the measured work.
     pub what: String,
-    /// How much.
+    /// The value, in `unit`.
     pub value: f64,
-    /// Of what unit.
+    /// Unit, such as `GFLOP/s`.
     pub unit: &'static str,
 }
 
@@ -81,7 +81,7 @@ pub fn measure(
     Ok(())
 }
 
-/// Seconds of `work`, done once before.
+/// Seconds of `work`, which runs once before for warm-up.
 fn seconds(device: Device, repeats: usize, mut work: impl FnMut()) -> Result<f64> {
     work();
     device.check()?;
@@ -95,7 +95,7 @@ fn seconds(device: Device, repeats: usize, mut work: impl FnMut()) -> Result<f64
     Ok(best)
 }
 
-/// Numbers around zero in a type, a few of them over and over.
+/// `len` numbers around zero in a type; a few of them are repeated.
 fn numbers(device: Device, dtype: DType, len: usize) -> Result<Buffer> {
     let few: Vec<f32> = (0..4099).map(|at| rng::normal(1, at)).collect();
     let all = few.iter().copied().cycle().take(len);
@@ -155,7 +155,7 @@ fn attentions(device: Device, dtype: DType, scale: &Scale) -> Result<Vec<Speed>>
     ])
 }
 
-/// Norm, clipping and AdamW.
+/// Time of norm, clipping and AdamW.
 fn updates(device: Device, scale: &Scale) -> Result<Vec<Speed>> {
     let len = scale.trainables;
     // Tensors of the size of a LoRA of rank 64 on a matrix of 768 x 768.

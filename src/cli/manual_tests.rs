@@ -1,20 +1,21 @@
-//! docs/MANUAL.md tells of every option, with its default.
+//! Checks that docs/MANUAL.md has every option, with its default.
 
 use super::common::options::Facts;
 
 const MANUAL: &str = include_str!("../../docs/MANUAL.md");
 
-/// The cells of the tables' rows.
+/// The fields of the tables' rows.
 fn rows() -> impl Iterator<Item = Vec<String>> {
-    // A bar inside a cell is written with a backslash.
-    let cells = |line: &str| line.replace("\\|", "/").split('|').map(|cell| cell.trim().to_owned()).collect();
-    MANUAL.lines().filter(|line| line.starts_with("| `--")).map(cells)
+    // A bar inside a field is written with a backslash.
+    let fields =
+        |line: &str| line.replace("\\|", "/").split('|').map(|field| field.trim().to_owned()).collect();
+    MANUAL.lines().filter(|line| line.starts_with("| `--")).map(fields)
 }
 
-/// Whether the first cell names the option.
-fn names(cell: &str, option: &str) -> bool {
+/// Whether the first field names the option.
+fn names(field: &str, option: &str) -> bool {
     let quoted = format!("`--{option}");
-    cell.split(&quoted).skip(1).any(|rest| rest.starts_with(['`', ' ', '[']))
+    field.split(&quoted).skip(1).any(|rest| rest.starts_with(['`', ' ', '[']))
 }
 
 #[test]
@@ -34,11 +35,11 @@ fn every_option_is_in_the_manual_with_its_default() {
                 continue;
             }
             let default = option.default.unwrap_or_default();
-            let has = |cell: &str| {
-                let cell = cell.replace('`', "");
-                if default.is_empty() { ["", "off"].contains(&cell.as_str()) } else { cell == default }
+            let has = |field: &str| {
+                let field = field.replace('`', "");
+                if default.is_empty() { ["", "off"].contains(&field.as_str()) } else { field == default }
             };
-            if !rows.any(|row| row.get(3).is_some_and(|cell| has(cell))) {
+            if !rows.any(|row| row.get(3).is_some_and(|field| has(field))) {
                 wrong.push(format!("{command} --{}: its default is not {default:?}", option.name));
             }
         }

@@ -3,7 +3,7 @@
 /// Marks a position without loss, in labels as in targets (the value PyTorch ignores).
 pub const NO_LOSS: i32 = -100;
 
-/// One row before batching, with numbers of its own; all vectors have the row's own length `t`.
+/// One row before batching, owned; all vectors have the row's length `t`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Row {
     /// Token ids, `(t)`.
@@ -59,13 +59,13 @@ impl<'a> From<&'a Row> for RowRef<'a> {
 
 /// `b` rows padded to one length `t`; every vector is `(b, t)` in row-major order.
 ///
-/// Padding stands at the end of a row, has id 0 and target [`NO_LOSS`]: causal attention keeps it
+/// Padding is at the end of a row, with id 0 and target [`NO_LOSS`]: causal attention keeps it
 /// from every real token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
-    /// Number of rows `b`.
+    /// Number `b` of rows.
     pub rows: usize,
-    /// Padded length `t`.
+    /// Length `t` of every row after padding.
     pub seq_len: usize,
     /// Token ids; 0 in padding.
     pub ids: Vec<u32>,

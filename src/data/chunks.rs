@@ -14,9 +14,9 @@ pub(super) struct Chunks<'a, R> {
     name: &'a str,
     from: R,
     chunk: usize,
-    /// Checked and not yet taken.
+    /// Valid UTF-8 that was not taken yet.
     text: String,
-    /// Read and not yet text: after [`Chunks::fill`] the beginning of a character, at most 3 bytes.
+    /// Bytes that are not decoded yet: after [`Chunks::fill`] an incomplete character, at most 3 bytes.
     bytes: Vec<u8>,
     /// Bytes of the file before `bytes`, and the newlines among them.
     offset: usize,
@@ -33,21 +33,21 @@ impl<'a, R: Read> Chunks<'a, R> {
         Self { name, from, chunk, text, bytes, offset: 0, newlines: 0, ended: false }
     }
 
-    /// The text at hand.
+    /// The text in memory.
     pub(super) fn text(&self) -> &str {
         &self.text
     }
 
-    /// Whether nothing follows [`Chunks::text`].
+    /// Whether [`Chunks::text`] is all of the rest of the file.
     pub(super) fn ended(&self) -> bool {
         self.ended
     }
 
-    /// Appends more text to that at hand; as much again if that is long, so that text without a
+    /// Appends more text to that in memory; as much again if that is long, so that text without a
     /// place to cut costs time in proportion to its length.
     ///
     /// # Errors
-    /// A failing read, or bytes that are no UTF-8, by line.
+    /// When reading fails, or at the first line that is not UTF-8.
     pub(super) fn fill(&mut self) -> Result<()> {
         let wanted = self.chunk.max(self.text.len());
         let limit = wanted as u64;
@@ -70,12 +70,12 @@ impl<'a, R: Read> Chunks<'a, R> {
         Ok(())
     }
 
-    /// Takes the first `len` bytes of the text away.
+    /// Removes the first `len` bytes of the text.
     pub(super) fn take(&mut self, len: usize) {
         self.text.drain(..len);
     }
 
-    /// Reads to the end without keeping anything: an error of the bytes goes before any other.
+    /// Reads to the end without keeping anything: bytes that are not UTF-8 are reported before other errors.
     ///
     /// # Errors
     /// As [`Chunks::fill`].
@@ -87,7 +87,7 @@ impl<'a, R: Read> Chunks<'a, R> {
         Ok(())
     }
 
-    /// Bytes of whole lines at hand, more than none unless the file has ended.
+    /// Number of bytes of whole lines in memory, 0 only at the end of the file.
     ///
     /// # Errors
     /// As [`Chunks::fill`].

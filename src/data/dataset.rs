@@ -1,4 +1,4 @@
-//! A split: its rows, what was counted on the way, and a fingerprint.
+//! A split: its rows, counts of records and rows, and a fingerprint.
 
 use std::fmt;
 use std::fs::File;
@@ -22,19 +22,19 @@ const HOLD_OUT: u64 = 0x686f_6c64_6f75_7400;
 /// Counts of records and rows that were read, kept and left out.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct DataReport {
-    /// Records read: lines of JSONL, text files, or lines of them.
+    /// Number of records read: lines of JSONL, text files, or lines of text files.
     pub records: usize,
-    /// Records that reached at least one row.
+    /// Number of records that are in at least one row.
     pub documents: usize,
-    /// Rows of the data set.
+    /// Number of rows.
     pub rows: usize,
     /// Input positions of all rows, less those of virtual tokens.
     pub tokens: usize,
-    /// Positions with a target.
+    /// Number of positions with a target.
     pub supervised: usize,
-    /// JSONL records that lost their end to `seq_len`.
+    /// Number of JSONL records that were cut to `seq_len`.
     pub truncated: usize,
-    /// Windows left out because none of their positions has a target.
+    /// Number of windows without any target, which are left out.
     pub dropped: usize,
 }
 
@@ -153,7 +153,7 @@ impl Dataset {
 /// Loads the files that `sources` have for `split`, in order; see [`sources::files`].
 ///
 /// # Errors
-/// No such file, anything wrong in one of them, no supervised token in all of them, or a folder that
+/// When there is no such file, one of them is invalid, no token is supervised, or a folder
 /// cannot take the rows ([`DataOptions::spool`]).
 pub fn load(
     sources: &[PathBuf],

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 
 /// Inputs with their targets, already shifted.
 ///
-/// Where an end-of-text follows, it is the last target and no input: nothing comes after it.
+/// A final end-of-text is the last target but no input, because nothing comes after it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Document {
     /// Token ids, `(t)`.
@@ -22,7 +22,7 @@ pub struct Document {
 /// The tokenizer that text needs.
 ///
 /// # Errors
-/// When there is none.
+/// [`Error::Input`] when there is none.
 pub(super) fn needed(tokenizer: Option<&Tokenizer>) -> Result<&Tokenizer> {
     tokenizer.ok_or_else(|| {
         Error::input(

@@ -1,6 +1,6 @@
 //! From files to batches: records, tokens and loss masks, rows, micro-batches.
 //!
-//! The way: [`sources`] names the files of a split, [`records`] reads them, [`documents`] turns a
+//! In order: [`sources`] names the files of a split, [`records`] reads them, [`documents`] turns a
 //! record into token ids and shifted targets, [`rows`] cuts and packs documents into rows,
 //! [`store`] keeps them in a mapped file, [`dataset`] goes that way a bounded part at a time and
 //! holds the rows with their counts and fingerprint, [`sampler`] says which row comes

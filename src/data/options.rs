@@ -1,11 +1,11 @@
-//! How records become rows, as plain values.
+//! Options of turning records into rows.
 
 use std::path::PathBuf;
 
 use super::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
 
-/// How records become rows.
+/// Options of turning records into rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DataOptions {
     /// Input positions of a row that text takes, at least 1. `seq_len` inputs have up to `seq_len` targets: the
@@ -15,11 +15,11 @@ pub struct DataOptions {
     pub pack: bool,
     /// Whether each line of a `.txt` file is a document.
     pub line_by_line: bool,
-    /// Whether prompts and the turns of others have a loss too.
+    /// Whether prompts, and messages of other roles than the assistant, have a loss too.
     pub train_on_prompt: bool,
     /// The token that ends a document.
     pub end_of_text: u32,
-    /// Tokens the base has embeddings for.
+    /// Number of tokens that the base has embeddings for.
     pub vocab: usize,
     /// Virtual tokens in front of each document of a row, of ids `vocab` and following. They are no part of `seq_len`: a
     /// row has that many positions more.

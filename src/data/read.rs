@@ -13,14 +13,14 @@ use super::rows::RowBuilder;
 use super::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
 
-/// Records that are tokenised side by side, if they are short enough to stand in one chunk.
+/// Most records that are tokenised in parallel; they must fit into one chunk.
 const GROUP: usize = 8192;
 
 /// Reads files one after the other into rows.
 ///
-/// Of several errors in a file the one reported is the first of bytes that are no UTF-8, else the
-/// first of a line that is no record, else the first of a record that cannot be tokenised: whatever
-/// the size of the parts.
+/// The reported error does not depend on the size of the parts: of several errors in a file it is the
+/// first byte that is not UTF-8, else the first line that is no record, else the first record that cannot
+/// be tokenised.
 pub(super) struct Reader<'a> {
     tokenizer: Option<&'a Tokenizer>,
     options: &'a DataOptions,
@@ -31,9 +31,9 @@ pub(super) struct Reader<'a> {
     group: usize,
 }
 
-/// Why a line makes no document.
+/// The reason why a line makes no document.
 enum Fault {
-    /// It is no record.
+    /// The line is no record.
     Record(Error),
     /// The record cannot be tokenised; names no place.
     Document(Error),
@@ -58,8 +58,8 @@ impl<'a> Reader<'a> {
     /// Adds the records of a file called `name`.
     ///
     /// # Errors
-    /// No record in it, or anything wrong with its bytes, lines or records; a spool folder that takes
-    /// no more.
+    /// When it has no record, its bytes, lines or records are invalid, or the spool folder cannot be
+    /// written.
     pub(super) fn read(&mut self, name: &str, from: impl io::Read, kind: Kind) -> Result<()> {
         let mut chunks = Chunks::new(name, from, self.chunk);
         let records = if kind == Kind::Text && !self.options.line_by_line {
@@ -77,7 +77,7 @@ impl<'a> Reader<'a> {
     /// The rows of everything read; `names` are the files, for messages.
     ///
     /// # Errors
-    /// When nothing is supervised, or the spool folder takes no more.
+    /// When nothing is supervised, or the spool folder cannot be written.
     pub(super) fn finish(self, names: &str) -> Result<Dataset> {
         let (rows, documents, dropped) = self.builder.finish()?;
         if rows.is_empty() {
@@ -184,7 +184,7 @@ impl<'a> Reader<'a> {
     /// line and error. `only_check`: adds nothing and looks only whether every line is a record.
     ///
     /// # Errors
-    /// The first line that is no record; a spool folder that takes no more.
+    /// The first line that is no record, or a spool folder that cannot be written.
     fn add(
         &mut self,
         name: &str,
@@ -201,7 +201,7 @@ impl<'a> Reader<'a> {
             }
             Document::new(&record, tokenizer, options).map(Some).map_err(Fault::Document)
         };
-        // Side by side, but taken in order.
+        // Tokenised in parallel, added in order.
         let mut documents: Vec<_> = lines.par_iter().map(document).collect();
         if let Some(at) = documents.iter().position(|document| matches!(document, Err(Fault::Record(_))))
             && let Err(Fault::Record(error)) = documents.swap_remove(at)

@@ -1,4 +1,4 @@
-//! Reading in parts beside a plain twin that holds everything in memory.
+//! Compares reading in parts with a plain twin that keeps everything in memory.
 
 use super::*;
 use crate::data::testing::{options, tokenizer};
@@ -20,7 +20,8 @@ fn parts(
     kind: Kind,
     tokenizer: Option<&Tokenizer>,
     options: &DataOptions,
-    (chunk, group): (usize, usize),
+    chunk: usize,
+    group: usize,
 ) -> Result<Outcome, String> {
     let mut reader = Reader::in_parts(tokenizer, options, chunk, group);
     let read = reader.read("d", bytes, kind);
@@ -123,15 +124,15 @@ fn plain_windows(document: &Document, options: &DataOptions, rows: &mut Vec<Row>
 
 fn same(bytes: &[u8], kind: Kind, tokenizer: Option<&Tokenizer>, options: &DataOptions) {
     let expected = plain(bytes, kind, tokenizer, options);
-    for sizes in PARTS {
+    for (chunk, group) in PARTS {
         // Whole reports of long data would say nothing.
-        let found = parts(bytes, kind, tokenizer, options, sizes);
+        let found = parts(bytes, kind, tokenizer, options, chunk, group);
         let beginning = String::from_utf8_lossy(&bytes[..bytes.len().min(200)]);
         match (&found, &expected) {
             (Ok(found), Ok(expected)) if found == expected => {}
-            (Err(found), Err(expected)) => assert_eq!(found, expected, "{sizes:?} {beginning:?}"),
+            (Err(found), Err(expected)) => assert_eq!(found, expected, "{chunk} {group} {beginning:?}"),
             _ => panic!(
-                "{sizes:?} {options:?} {beginning:?}: {:?} for {:?}",
+                "{chunk} {group} {options:?} {beginning:?}: {:?} for {:?}",
                 found.map(|found| found.report),
                 expected.map(|expected| expected.report)
             ),
@@ -241,7 +242,7 @@ fn the_error_is_that_of_the_twin_whatever_the_parts() {
             }
         }
     }
-    let error = parts(files[2].as_bytes(), Kind::Jsonl, None, &options(4), (64, 3)).unwrap_err();
+    let error = parts(files[2].as_bytes(), Kind::Jsonl, None, &options(4), 64, 3).unwrap_err();
     assert!(error.starts_with("d:33: is not JSON"), "{error}");
 }
 

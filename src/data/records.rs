@@ -38,14 +38,14 @@ impl Kind {
     }
 }
 
-/// Who speaks in a message.
+/// The role of a message's author.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
     /// Instructions ahead of the conversation.
     System,
-    /// The one who asks.
+    /// The person who asks.
     User,
-    /// The one who is trained.
+    /// The model, whose texts have a loss.
     Assistant,
 }
 

@@ -26,7 +26,7 @@ pub struct RowBuilder {
     prompt: usize,
     /// The open window of the open document.
     window: Pairs,
-    /// Windows of the open document so far, and those of them that stay.
+    /// Number of windows of the open document so far, and of those that were kept.
     windows: usize,
     kept: usize,
     row: Row,
@@ -35,7 +35,7 @@ pub struct RowBuilder {
     dropped: usize,
 }
 
-/// Inputs and their targets, `(t)` each.
+/// Ids of inputs and their targets, `(t)` each.
 #[derive(Debug, Default)]
 struct Pairs {
     ids: Vec<u32>,
@@ -69,7 +69,7 @@ impl RowBuilder {
     /// Adds the windows of `document`; one without inputs counts as dropped.
     ///
     /// # Errors
-    /// When the folder of the rows takes no more.
+    /// When the folder of the rows cannot be written.
     pub fn push(&mut self, document: &Document) -> Result<()> {
         self.extend(&document.ids, &document.targets)?;
         self.end()
@@ -92,7 +92,7 @@ impl RowBuilder {
         Ok(())
     }
 
-    /// Ends the open document.
+    /// Ends the open document and adds its last window.
     ///
     /// # Errors
     /// As [`RowBuilder::push`].

@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 use super::records::Kind;
 use crate::error::{Error, Result};
 
-/// A part of the data, by what it is for.
+/// A part of the data, by its use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Split {
-    /// `train.*`
+    /// Training rows, `train.*`.
     Train,
-    /// `valid.*`
+    /// Held-out rows for evaluation during training, `valid.*`.
     Valid,
-    /// `test.*`
+    /// Rows that no training reads, `test.*`.
     Test,
 }
 
@@ -28,8 +28,8 @@ impl Split {
     }
 }
 
-/// The files of `split`: a file stands for itself whatever the split, a folder for its
-/// `train.*`, `valid.*` or `test.*` in the order of their names.
+/// The files of `split`: a file belongs to every split, and of a folder the files
+/// `train.*`, `valid.*` or `test.*` are taken, in the order of their names.
 ///
 /// # Errors
 /// No source, a path that is not there, a folder without files of the split, an extension that is

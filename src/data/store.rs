@@ -1,4 +1,4 @@
-//! Rows at rest: flat 32-bit numbers, in memory while they are few, else in a file that is mapped.
+//! Storage of rows: flat 32-bit numbers, in memory up to 1 MiB, else in a mapped file.
 
 use std::{
     fmt,
@@ -40,7 +40,7 @@ struct Store {
 
 enum Words {
     Heap(Vec<u32>),
-    /// A file without a name: it goes with the process, however that ends.
+    /// A file without a name: the system deletes it when the process ends.
     Mapped(Mmap),
 }
 
@@ -69,7 +69,7 @@ impl Store {
         RowRef { ids, targets: signed(targets), starts }
     }
 
-    /// Lets go of the pages of `words`: they stay in the system's cache of the file and are mapped
+    /// Unmaps the pages of `words`: they stay in the system's cache of the file and are mapped
     /// again when read. Without it a pass over the rows would hold the whole file.
     fn release(&self, words: Range<usize>) {
         #[cfg(unix)]
@@ -126,7 +126,7 @@ impl Rows {
         self.part.as_ref().map_or(self.store.rows, |part| part.len())
     }
 
-    /// Whether there is none.
+    /// Whether it has no row.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -136,7 +136,7 @@ impl Rows {
         self.store.row(self.place(index))
     }
 
-    /// Gives back the pages of row `index`, and those that the system brought with them.
+    /// Releases the pages of row `index`, and those that the system mapped together with them.
     pub(super) fn release(&self, index: usize) {
         let row = self.store.range(self.place(index));
         let end = self.store.words().len().min(row.end + AROUND);
@@ -206,7 +206,7 @@ impl fmt::Debug for Rows {
     }
 }
 
-/// Takes rows one by one.
+/// Writes rows one by one.
 #[derive(Debug)]
 pub(super) struct Writer {
     /// Folder for a file; `None`: everything stays in memory.
@@ -226,7 +226,7 @@ impl Writer {
     /// Adds a row; all three slices have its length.
     ///
     /// # Errors
-    /// When the folder takes no more.
+    /// When the folder cannot be written.
     pub(super) fn push(&mut self, row: RowRef) -> Result<()> {
         self.lengths.push(row.ids.len() as u32);
         self.waiting.extend_from_slice(row.ids);
@@ -238,7 +238,7 @@ impl Writer {
     /// The rows.
     ///
     /// # Errors
-    /// When the folder takes no more, or the file cannot be mapped.
+    /// When the folder cannot be written, or the file cannot be mapped.
     pub(super) fn finish(mut self) -> Result<Rows> {
         let rows = self.lengths.len();
         let mut begin = 0u64;
@@ -257,7 +257,7 @@ impl Writer {
         Ok(Rows::new(Arc::new(Store { words, rows }), None))
     }
 
-    /// Moves what waits into the file once it is enough.
+    /// Writes the waiting words to the file once they are 1 MiB.
     fn relieve(&mut self) -> Result<()> {
         let Some(folder) = self.folder.as_deref().filter(|_| self.waiting.len() >= WAITING) else {
             return Ok(());

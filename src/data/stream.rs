@@ -1,4 +1,4 @@
-//! Decoding while ids arrive: text that never ends inside a character.
+//! Decodes ids one by one into text that never ends inside a character.
 
 use super::tokenizer::Tokenizer;
 
@@ -23,7 +23,7 @@ impl<'a> DecodeStream<'a> {
         Self { tokenizer, pending: Vec::new(), ids: Vec::new(), given: String::new() }
     }
 
-    /// The text that `id` completes, if any.
+    /// The text that becomes complete with `id`, if any.
     pub fn push(&mut self, id: u32) -> Option<String> {
         let text = match self.tokenizer.bytes(id) {
             Some(bytes) => {
@@ -38,7 +38,7 @@ impl<'a> DecodeStream<'a> {
         Some(text).filter(|text| !text.is_empty())
     }
 
-    /// The text held back: an unfinished character becomes U+FFFD. The stream starts anew.
+    /// The text held back, an unfinished character as U+FFFD. The stream is then as new.
     pub fn finish(&mut self) -> Option<String> {
         let mut text = String::from_utf8_lossy(&std::mem::take(&mut self.pending)).into_owned();
         text += &self.unseen(false);

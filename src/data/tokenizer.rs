@@ -1,4 +1,4 @@
-//! Text to token ids and back, by the tokenizer files beside a base.
+//! Text to token ids and back, with the tokenizer files in a base's folder.
 
 use std::{fs, path::Path};
 
@@ -21,7 +21,7 @@ const PIECE_BYTES: usize = 64 << 10;
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     vocab_size: usize,
-    /// Where long texts are cut; `None`: nowhere.
+    /// The places where long texts may be cut; `None` if there are none.
     cuts: Option<Cuts>,
 }
 
@@ -126,7 +126,7 @@ impl Tokenizer {
         }
     }
 
-    /// The ids of each of `pieces`, encoded side by side.
+    /// The ids of each of `pieces`, encoded in parallel.
     ///
     /// # Errors
     /// As [`Tokenizer::encode`], for the first piece that fails.
@@ -202,7 +202,7 @@ impl Tokenizer {
 }
 
 fn lonely(present: &Path, missing: &str) -> Error {
-    Error::input(format!("{}: is there without {missing}; add {missing} beside it", present.display()))
+    Error::input(format!("{}: is there without {missing}; add {missing} to its folder", present.display()))
 }
 
 /// Inverse of GPT-2's `bytes_to_unicode` (openai/gpt-2, `src/encoder.py`): a printable byte is its
@@ -215,8 +215,8 @@ fn byte_of(character: char) -> Option<u8> {
     }
 }
 
-/// Where a text may be cut before a newline without changing a token, as far as the tokenizer's
-/// parts allow it at all.
+/// The places before a newline at which a text may be cut without changing a token, if the tokenizer's
+/// parts allow any.
 ///
 /// Under GPT-2's pre-tokenizer (contractions, ` ?\p{L}+`, ` ?\p{N}+`, ` ?[^\s\p{L}\p{N}]+`,
 /// `\s+(?!\S)`, `\s+`) a match ends before a newline
@@ -341,7 +341,9 @@ mod tests {
         fs::write(folder.path().join("vocab.json"), json["model"]["vocab"].to_string()).unwrap();
         let lonely = Tokenizer::from_folder(folder.path()).unwrap_err();
         assert!(
-            lonely.to_string().ends_with("vocab.json: is there without merges.txt; add merges.txt beside it")
+            lonely
+                .to_string()
+                .ends_with("vocab.json: is there without merges.txt; add merges.txt to its folder")
         );
         fs::write(folder.path().join("merges.txt"), format!("#version: 0.2\n{}\n", lines.join("\n")))
             .unwrap();

@@ -13,7 +13,7 @@ use crate::error::Result;
 pub enum AsyncCopier {
     /// The host, which copies at once.
     Host,
-    /// A device, which copies beside its kernels.
+    /// A device, which copies while its kernels run.
     #[cfg(feature = "cuda")]
     Cuda(cuda::async_copy::AsyncCopier),
 }

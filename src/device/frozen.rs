@@ -24,7 +24,7 @@ use crate::error::{Error, Result};
 
 /// Bytes that outlive every view on them: a mapped file, or data compiled into the program.
 pub trait Bytes: Send + Sync {
-    /// All of them.
+    /// All bytes.
     fn bytes(&self) -> &[u8];
 
     /// The mapping whose pages can be fetched and released, for bytes of a file.
@@ -244,7 +244,7 @@ impl Frozen {
     ///
     /// # Errors
     /// [`Error::Memory`] when there is no memory for it.
-    pub(crate) fn transposed(&self, (rows, cols): (usize, usize), width: usize) -> Result<Self> {
+    pub(crate) fn transposed(&self, rows: usize, cols: usize, width: usize) -> Result<Self> {
         let from: &[f16] = self.view().host();
         let (strip, len) = (cols * width, rows.next_multiple_of(width) * cols);
         let mut memory = in_memory("the head", (len * size_of::<f16>()).max(1))?;

@@ -25,7 +25,7 @@ pub struct OwnMemory {
     pub runtime: u64,
     /// The line of a memory plan that counts `runtime`.
     pub runtime_name: &'static str,
-    /// Bytes that kernels share whatever is computed, allocated at first use and kept.
+    /// Bytes that kernels always need, allocated at first use and kept.
     pub fixed: usize,
 }
 
@@ -42,7 +42,7 @@ pub struct DeviceKind {
     pub default_activations: DType,
     /// Types of activations that can be asked for.
     activations: &'static [DType],
-    /// Of those, types whose activations are stored as F32; only the factors of products are rounded to them.
+    /// Those of these types whose activations are stored as F32; only the factors of products are rounded.
     rounds_factors_to: &'static [DType],
     /// Element types of matrices that its kernels multiply with.
     weights: &'static [DType],
@@ -113,7 +113,7 @@ impl DeviceKind {
         self.own_memory.is_none()
     }
 
-    /// Where buffers go that are moved out of its memory: from a device to its host, from the host to a file.
+    /// Destination of buffers that are moved out of its memory: from a device to its host, from the host to a file.
     pub fn offload_placement(&self) -> Placement {
         if self.shares_host_memory() { Placement::Disk } else { Placement::Host }
     }

@@ -84,8 +84,8 @@ impl Device {
         }
     }
 
-    /// What results depend on besides `activations`: the vector level of a CPU and whether it has the products of
-    /// the type, the capability of a CUDA device.
+    /// Properties that change the bits of results: the vector level of a CPU and whether it has the products of
+    /// the type `activations`; the capability of a CUDA device.
     pub fn dispatch(self, activations: DType) -> String {
         match self {
             Self::Cpu => {
@@ -109,7 +109,7 @@ impl Device {
         }
     }
 
-    /// Its memory beside the host's; `None` of a device that computes in the host's memory.
+    /// The device's own memory; `None` for a device that computes in the host's memory.
     pub fn own_memory(self) -> Option<&'static OwnMemory> {
         self.kind().own_memory.as_ref()
     }

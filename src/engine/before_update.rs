@@ -21,14 +21,14 @@ pub struct PendingUpdate<'a> {
     pub gradient_scale: f64,
 }
 
-/// Something that acts between backward and update. The norm and the clipping see what it leaves.
+/// A step between backward and update. Norm and clipping are computed after it.
 ///
 /// A sum over processes multiplies the gradient by `supervised`, adds it up, and divides it by the sum of all
 /// `supervised`.
 pub trait BeforeUpdate: Send {
-    /// Sees every step once, before its norm is taken.
+    /// Called once in every step, before the norm is computed.
     ///
     /// # Errors
-    /// Whatever must end the run: the values are then as before.
+    /// An error that must end the run; the values are then unchanged.
     fn before_update(&mut self, update: PendingUpdate) -> Result<()>;
 }

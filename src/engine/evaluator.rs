@@ -12,7 +12,7 @@ use crate::{
     model::{AdapterBindings, Base, Limits, OutputScales, Policy, PrefixState, Stack, Trained},
 };
 
-/// A base, perhaps with an adapter, that only reads.
+/// A base with or without an adapter, for evaluation only.
 pub struct Evaluator {
     stack: Stack,
     values: Buffer,

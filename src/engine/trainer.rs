@@ -280,7 +280,7 @@ impl Trainer {
         self.hooks.push(hook);
     }
 
-    /// Hands the flat gradient and the number of supervised tokens to the hooks: the one place between
+    /// Calls the hooks with the flat gradient and the number of supervised tokens: the one place between
     /// backward and update.
     fn before_update(&mut self, step: u64, supervised: usize) -> Result<()> {
         let len = self.set.layout.len;
@@ -372,7 +372,7 @@ impl Trainer {
         self.optimizer.step()
     }
 
-    /// Everything that changes in training besides the count of steps: the values, then the
+    /// Everything that training changes, except the count of steps: the values, then the
     /// optimizer's state, by name. Views of the buffers, for a resume file.
     pub fn tensors(&self) -> Vec<StateTensor<'_>> {
         let values = self.values.view().slice(0, self.set.layout.len);

@@ -58,7 +58,7 @@ impl<'a> Chooser<'a> {
     }
 }
 
-/// Hides all but the `k` largest logits (0: none); equals of the k-th stay, as in Transformers.
+/// Hides all but the `k` largest logits (0: none); logits equal to the k-th stay, as in Transformers.
 fn keep_top_k(logits: &mut [f32], k: usize) {
     if k == 0 || k >= logits.len() {
         return;

@@ -1,4 +1,4 @@
-//! Generation: a prompt is read once, then each token is chosen from the logits of the one before.
+//! Generation: the prompt is processed once, then each token is chosen from the logits of the one before.
 
 mod choose;
 pub mod options;
@@ -25,7 +25,7 @@ use text::Text;
 /// Why a sample ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Finish {
-    /// The model said end-of-text.
+    /// The model chose end-of-text.
     EndOfText,
     /// One of the stop texts appeared.
     Stop,
@@ -34,7 +34,7 @@ pub enum Finish {
 }
 
 impl Finish {
-    /// As it stands in JSON.
+    /// Name of the reason in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::EndOfText => "end_of_text",
@@ -63,7 +63,7 @@ pub type Scaled<'a> = (&'a AdapterSet, &'a [f32], f32);
 /// A base with adapters, continuing prompts.
 pub struct Generator<'a> {
     base: Arc<Base>,
-    /// The base in the layout for many samples, once some were asked for.
+    /// The base in the layout for many samples; made when many samples are first requested.
     settled: OnceCell<Arc<Base>>,
     bindings: AdapterBindings,
     values: Vec<f32>,
@@ -96,7 +96,7 @@ impl<'a> Generator<'a> {
     /// `options.num_samples` continuations of `prompt`; sample i draws with `options.seed + i`.
     ///
     /// `options.micro_batch` samples are made at a time. `stream` gets the text of each sample, and a line
-    /// break after it; as it comes where one is made at a time, else when all of them are done. Nothing
+    /// break after it: token by token if one sample is made at a time, else when all are done. Nothing
     /// without a tokenizer.
     ///
     /// # Errors
@@ -133,8 +133,8 @@ impl<'a> Generator<'a> {
         Ok(samples)
     }
 
-    /// The base as so many samples are made fastest with. A copy cannot be dropped when memory gets short, as pages of a
-    /// file can: there must be memory for two.
+    /// The base in the fastest layout for this number of samples. Unlike pages of a file, a copy cannot be dropped
+    /// when memory gets short, so it is made only if there is memory for two.
     fn laid_out(&self, rows: usize, tokens: usize) -> Arc<Base> {
         if let Some(base) = self.settled.get() {
             return Arc::clone(base);
@@ -165,7 +165,7 @@ impl<'a> Generator<'a> {
             let full = decoder.position() == decoder.capacity();
             match running {
                 [alone] => alone.advance(full, stream)?,
-                // Choosing reads the whole vocabulary several times: of many samples on all threads.
+                // Choosing reads the whole vocabulary several times, so many samples are chosen on all threads.
                 _ => running
                     .par_iter_mut()
                     .filter(|sample| sample.finish.is_none())
@@ -174,7 +174,7 @@ impl<'a> Generator<'a> {
             if running.iter().all(|sample| sample.finish.is_some()) {
                 return Ok(());
             }
-            // A sample that has ended reads its last token again; nobody looks at what follows.
+            // A sample that has ended reads its last token again; the result is ignored.
             let last: Vec<u32> = running.iter().filter_map(|sample| sample.seen.last().copied()).collect();
             let logits = decoder.feed_each(&last)?.par_chunks_exact(vocab);
             running

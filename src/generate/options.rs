@@ -1,4 +1,4 @@
-//! How a text is continued.
+//! Options of generation.
 
 /// Settings of one call of generation.
 #[derive(Debug, Clone, PartialEq)]
@@ -26,7 +26,7 @@ pub struct GenerateOptions {
 }
 
 impl GenerateOptions {
-    /// The likeliest token each time, one sample, up to `max_new_tokens` tokens.
+    /// Greedy decoding: one sample of up to `max_new_tokens` tokens.
     pub fn greedy(max_new_tokens: usize) -> Self {
         Self {
             max_new_tokens,

@@ -19,7 +19,7 @@ impl<'a> Text<'a> {
         Self { stream: DecodeStream::new(tokenizer), stop, text: String::new(), shown: 0 }
     }
 
-    /// Adds a token and shows what can no longer become a stop text; whether one has appeared.
+    /// Adds a token and shows the text that cannot become part of a stop text. Returns whether a stop text has appeared.
     pub fn push(&mut self, id: u32, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<bool> {
         if let Some(piece) = self.stream.push(id) {
             self.text += &piece;

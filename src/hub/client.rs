@@ -15,29 +15,29 @@ const HUB: &str = "https://huggingface.co";
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// No byte for so long means that none comes any more.
+/// A connection that sends nothing for so long is given up.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Waits before each further try, when a failure may pass.
+/// Pauses before the further tries after a failure that may pass.
 const WAITS: [Duration; 3] =
     [Duration::from_millis(200), Duration::from_millis(400), Duration::from_millis(800)];
 
 const MOST_REDIRECTS: usize = 10;
 
-/// Why the hub gave nothing.
+/// The reason why a request to the hub failed.
 #[derive(Debug)]
 pub(super) enum Refusal {
-    /// It answered so; `code` is its own word for the reason.
+    /// It answered with this status; `code` is its own word for the reason.
     Status { status: StatusCode, code: Option<String> },
-    /// It did not answer.
+    /// There was no answer.
     Unreachable(String),
     /// The answer ended too early.
     Cut(String),
     /// The answer is not as long as the file.
     Size { status: StatusCode, sent: u64, size: u64 },
-    /// The answer lacks what a hub says.
+    /// The answer lacks a header that a hub sends.
     Answer(&'static str),
-    /// The disk refused.
+    /// Writing to the disk failed.
     Io(io::Error),
 }
 
@@ -48,7 +48,7 @@ impl From<io::Error> for Refusal {
 }
 
 impl Refusal {
-    /// Whether the cache may stand in: the hub could not say whether it has something newer.
+    /// Whether the cache may be used instead: the hub could not say whether it has a newer file.
     pub(super) fn is_passing(&self) -> bool {
         match self {
             Self::Unreachable(_) => true,
@@ -57,22 +57,22 @@ impl Refusal {
         }
     }
 
-    /// What a failed `read` of a body means.
+    /// The reason for a failed `read` of a body.
     pub(super) fn cut(cause: &io::Error) -> Self {
         let failure = cause.get_ref().and_then(|inner| inner.downcast_ref::<Failure>());
         Self::Cut(failure.map_or_else(|| cause.to_string(), reason))
     }
 }
 
-/// What the hub says of a file.
+/// The hub's answer about a file.
 pub(super) enum Head {
-    /// The file is there.
+    /// The file exists.
     File(Found),
     /// The repository, at this commit if the hub tells it, lacks the file, or there is no such repository.
     Absent { commit: Option<String> },
 }
 
-/// Where a file's bytes belong in the cache.
+/// Commit, name and size of a file's bytes in the cache.
 pub(super) struct Found {
     pub(super) commit: String,
     pub(super) etag: String,
@@ -160,7 +160,7 @@ impl Client {
             .map(|etag| etag.strip_prefix("W/").unwrap_or(etag).trim_matches('"'));
         let etag = etag.filter(|etag| is_file_name(etag)).ok_or(Refusal::Answer("no ETag"))?.to_owned();
         let commit = commit.ok_or(Refusal::Answer("no X-Repo-Commit"))?;
-        // Of a redirect, Content-Length is that of its own page.
+        // Content-Length of a redirect is that of the redirect's own page.
         let length = || text("content-length").filter(|_| status.is_success());
         let size = text("x-linked-size").or_else(length).and_then(|size| size.parse().ok());
         Ok(Head::File(Found { commit, etag, size }))

@@ -1,7 +1,7 @@
-//! Bringing one file of the hub into its cache, and going on where an earlier try was cut.
+//! Downloads one file of the hub into its cache, and continues a download that was cut.
 //!
 //! A file is written front to back into `blobs/<etag>.incomplete` and becomes `blobs/<etag>` when it is
-//! whole. A note beside it says that it was begun so: other programs leave files of that name with gaps.
+//! whole. A second file notes that it was written so: other programs leave files of that name with gaps.
 
 use std::{
     fs::{self, File},
@@ -13,10 +13,10 @@ use serde::{Deserialize, Serialize};
 
 use super::client::{Client, Found, Refusal};
 
-/// Bytes asked for at once when a download goes on: what a second cut can lose, and what is held in memory.
+/// Bytes requested at a time when a download is continued: the most that a second cut can lose, and the most in memory.
 const CHUNK: u64 = 8 << 20;
 
-/// Which blob a file's download writes to.
+/// The blob that a download writes to.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct Note {
     etag: String,
@@ -32,12 +32,12 @@ pub(super) struct Download<'a> {
     /// Name of the file in its repository.
     pub(super) file: &'a str,
     pub(super) found: &'a Found,
-    /// Told bytes on disk and bytes of the whole file; 0 for a size that is not known.
+    /// Called with the bytes on disk and the bytes of the whole file, 0 if that is unknown.
     pub(super) report: &'a dyn Fn(u64, u64),
 }
 
 impl Download<'_> {
-    /// Fetches the blob unless it is there; another process that fetches it is waited for.
+    /// Downloads the blob unless it exists; waits for another process that downloads it.
     pub(super) fn run(&self) -> Result<PathBuf, Refusal> {
         let blobs = self.repo.join("blobs");
         let blob = blobs.join(&self.found.etag);
@@ -83,7 +83,8 @@ impl Download<'_> {
         }
     }
 
-    /// Whether an earlier try could be completed. What it left is kept when this one is cut too.
+    /// Continues an earlier try, if there is one, and returns whether the file is complete. The bytes of a try that
+    /// is cut are kept.
     fn finish(&self, incomplete: &Path) -> Result<bool, Refusal> {
         let Some(size) = self.found.size else { return Ok(false) };
         let note =
@@ -120,7 +121,7 @@ impl Download<'_> {
         self.repo.join(".engraft").join(format!("{}.json", self.file.replace('/', "--")))
     }
 
-    /// Without a note the next try begins anew, which is no reason to stop this one.
+    /// Without the note the next try starts from the beginning, which is no reason to stop this one.
     fn note(&self, size: u64) {
         let path = self.note_path();
         let note = Note { etag: self.found.etag.clone(), size };

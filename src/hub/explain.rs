@@ -1,11 +1,11 @@
-//! What the hub's refusals mean for the user.
+//! Turns the hub's refusals into messages for the user.
 
 use ureq::http::StatusCode;
 
 use super::{HubOptions, client::Refusal};
 use crate::error::Error;
 
-/// What was asked for, as errors name it.
+/// The requested repository, as errors name it.
 pub(super) struct Asked<'a> {
     pub(super) id: &'a str,
     pub(super) options: &'a HubOptions,

@@ -31,7 +31,7 @@ pub struct HubOptions {
     pub revision: Option<String>,
     /// Whether only what the cache holds may be used.
     pub offline: bool,
-    /// Ways out of the network.
+    /// Proxies of the network.
     pub proxies: Proxies,
 }
 

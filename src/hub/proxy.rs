@@ -1,4 +1,4 @@
-//! Which proxy a request goes through.
+//! Choice of the proxy for a request.
 
 use std::net::IpAddr;
 

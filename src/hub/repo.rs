@@ -67,7 +67,7 @@ impl<'a> Repo<'a> {
                 self.note_absent(file, commit.as_deref());
                 Ok(None)
             }
-            // Without a network what the cache holds will do.
+            // Without a network the cached file is used.
             Err(refusal) => match self.cached(file).filter(|_| refusal.is_passing()) {
                 Some(path) => Ok(Some(path)),
                 None => Err(self.explain(file, refusal)),
@@ -75,7 +75,7 @@ impl<'a> Repo<'a> {
         }
     }
 
-    /// Why nothing of `files` was found: the repository, the revision, or only the file.
+    /// The error for `files` that were not found: no such repository, no such revision, or only no such file.
     pub(super) fn absent(&self, files: &str) -> Error {
         if self.options.offline {
             return self.asked().not_cached(files);
@@ -139,7 +139,7 @@ impl<'a> Repo<'a> {
         self.folder.join("refs").join(self.options.revision.as_deref().unwrap_or(MAIN))
     }
 
-    /// Lets the revision stand for `commit` in the cache.
+    /// Notes in the cache that the revision is `commit`.
     fn write_ref(&self, commit: &str) -> io::Result<()> {
         let path = self.ref_path();
         if self.known_commit().is_some() || fs::read_to_string(&path).is_ok_and(|text| text.trim() == commit)
@@ -172,7 +172,7 @@ impl<'a> Repo<'a> {
         self.commit.get().map(String::as_str).or(self.options.revision.as_deref()).unwrap_or(MAIN)
     }
 
-    /// What this repository is called in addresses.
+    /// Name of this repository in addresses.
     fn names(&self, revision: &str) -> Names {
         Names::with_revision(self.id.to_owned(), RepoType::Model, client::encode(revision))
     }
@@ -190,7 +190,7 @@ fn link(blob: &Path, path: &Path, depth: usize) -> io::Result<()> {
     let mut target = PathBuf::from("../".repeat(depth));
     target.push("blobs");
     target.push(blob.file_name().unwrap_or_default());
-    // Where there are no links, a copy will do.
+    // On systems without links, a copy is made.
     replace(path, |partial| symlink(&target, partial).or_else(|_| fs::copy(blob, partial).map(|_| ())))
 }
 
@@ -204,12 +204,12 @@ fn symlink(_: &Path, _: &Path) -> io::Result<()> {
     Err(io::ErrorKind::Unsupported.into())
 }
 
-/// Puts what `make` makes at `path` at once: others see what was there before or all of the new.
+/// Creates with `make` and renames to `path`: others see the old content or all of the new.
 fn replace(path: &Path, make: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<()> {
     static MADE: AtomicU64 = AtomicU64::new(0);
     let made = MADE.fetch_add(1, Ordering::Relaxed);
     let partial = path.with_file_name(format!(".engraft-{}-{made}", process::id()));
-    // A process that was killed may have had the same number.
+    // A process that was killed may have left a file with the same number.
     let _ = fs::remove_file(&partial);
     make(&partial)?;
     fs::rename(&partial, path).inspect_err(|_| drop(fs::remove_file(&partial)))

@@ -13,7 +13,8 @@ use crate::{
     error::Result,
     kernels::{
         activation::{self, Activation},
-        adamw, elementwise, matmul,
+        adamw, elementwise,
+        matmul::{self, DenseGradients, DenseShape},
     },
 };
 
@@ -103,10 +104,12 @@ impl PrefixState {
         let [before, after, _] = &mut self.hidden;
         let tensor = |at: usize, len: usize| store.slice(at, len);
         let (w, b) = (tensor(in_weight, hidden * c), tensor(in_bias, hidden));
-        matmul::dense_forward(tensor(embedding, p * c), w, b, before.view_mut(), (p, c, hidden));
+        let shape = DenseShape { n: p, inputs: c, outputs: hidden };
+        matmul::dense_forward(tensor(embedding, p * c), w, b, before.view_mut(), shape);
         activation::forward(Activation::Tanh, before.view(), after.view_mut());
         let (w, b) = (tensor(out_weight, outputs * hidden), tensor(out_bias, outputs));
-        matmul::dense_forward(after.view(), w, b, self.values.view_mut(), (p, hidden, outputs));
+        let shape = DenseShape { n: p, inputs: hidden, outputs };
+        matmul::dense_forward(after.view(), w, b, self.values.view_mut(), shape);
     }
 
     /// Keys and values `(p, 2 l c)` in the type of the activations, as of the last [`PrefixState::refresh`].
@@ -150,16 +153,17 @@ impl PrefixState {
         let (p, c, outputs) = (self.length, self.width, self.row);
         let [before, after, d_hidden] = &mut self.hidden;
         let w = store.slice(out_weight, outputs * hidden);
-        let shape = (p, hidden, outputs);
+        let shape = DenseShape { n: p, inputs: hidden, outputs };
         let (dw, db) = pair(grads.reborrow(), (out_weight, outputs * hidden), (out_bias, outputs));
-        let d_after = Some(d_hidden.view_mut());
-        matmul::dense_backward(self.gradient.view(), after.view(), w, (dw, db), d_after, shape);
+        let gradients = DenseGradients { dw, db, dx: Some(d_hidden.view_mut()) };
+        matmul::dense_backward(self.gradient.view(), after.view(), w, gradients, shape);
         activation::backward(Activation::Tanh, before.view(), d_hidden.view_mut());
         let (w, x) = (store.slice(in_weight, hidden * c), store.slice(embedding, p * c));
         let (dw, db) = pair(grads.reborrow(), (in_weight, hidden * c), (in_bias, hidden));
-        matmul::dense_backward(d_hidden.view(), x, w, (dw, db), None, (p, c, hidden));
+        let shape = DenseShape { n: p, inputs: c, outputs: hidden };
+        matmul::dense_backward(d_hidden.view(), x, w, DenseGradients { dw, db, dx: None }, shape);
         let d_embedding = grads.slice(embedding, p * c);
-        matmul::dense_input_gradient(d_hidden.view(), w, d_embedding, (p, c, hidden), true);
+        matmul::dense_input_gradient(d_hidden.view(), w, d_embedding, shape, true);
     }
 }
 

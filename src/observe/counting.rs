@@ -1,7 +1,7 @@
-//! Live bytes of the process and their peak: an allocator that counts, and the arenas beside it.
+//! Live bytes of the process and their peak: those of a counting allocator, and of arenas.
 //!
 //! A program installs it with `#[global_allocator] static HEAP: Counting = Counting;`. The library does
-//! not, so whoever links it keeps the choice; without it the heap reads 0. Arenas are mapped outside the
+//! not, so each program that links it can choose; without it the heap reads 0. Arenas are mapped outside the
 //! allocator and are counted by [`arena::mapped`], at their reserved size, touched or not.
 
 use std::{
@@ -69,8 +69,8 @@ unsafe impl GlobalAlloc for Counting {
         shrunk(layout.size());
     }
 
-    /// A failed call leaves the old block, and so the count. A copy inside the system's allocator, which
-    /// holds both blocks for a moment, is not counted.
+    /// A failed call leaves the old block, and so the count. The system's allocator may copy a block and then
+    /// has both for a moment; that is not counted.
     unsafe fn realloc(&self, memory: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         // SAFETY: the caller's promise is that of `System`.
         let moved = unsafe { System.realloc(memory, layout, size) };
@@ -101,13 +101,13 @@ pub fn measured() -> usize {
 
 /// Largest [`measured`] since the start or the last [`reset_peak`].
 ///
-/// An arena enters with the next allocation, which its own making brings about.
+/// An arena is counted at the next allocation, which creating it causes.
 pub fn measured_peak() -> usize {
     raise(&MEASURED_PEAK, measured());
     MEASURED_PEAK.load(Relaxed)
 }
 
-/// Both peaks begin anew at the bytes in use. For one thread: bytes that others allocate meanwhile may
+/// Resets both peaks to the bytes in use. Bytes that other threads allocate at the same time may
 /// be missed.
 pub fn reset_peak() {
     PEAK.store(live(), Relaxed);

@@ -26,11 +26,11 @@ pub struct Machine {
 /// Kernels sum these counters over CPUs lazily, so each may be off by some hundred KiB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Resident {
-    /// All of it (`VmRSS`).
+    /// All resident bytes (`VmRSS`).
     pub total: u64,
-    /// Heap, stacks, arenas (`RssAnon`).
+    /// Bytes of heap, stacks and arenas (`RssAnon`).
     pub anonymous: u64,
-    /// Mapped files: program, base weights; the kernel may drop these pages (`RssFile` and `RssShmem`).
+    /// Bytes of mapped files, such as program and base weights, whose pages the kernel may drop (`RssFile`, `RssShmem`).
     pub file: u64,
     /// Largest `total` since the process began (`VmHWM`).
     pub peak: u64,
@@ -41,7 +41,7 @@ pub fn available() -> Option<u64> {
     System::new("/").available()
 }
 
-/// Bytes the process could have if it were alone: the machine's memory or a smaller limit.
+/// Bytes the process could use if it were alone: the machine's memory or a smaller limit.
 pub fn limit() -> Option<u64> {
     System::new("/").limit()
 }
@@ -60,7 +60,7 @@ struct System {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Group {
     limit: u64,
-    /// In use, without file cache that the kernel can drop.
+    /// Bytes in use, without file cache that the kernel can drop.
     used: u64,
 }
 

@@ -7,29 +7,29 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-/// A part of a run that has a peak of memory of its own.
+/// A part of a run whose peak of memory is planned and recorded separately.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[repr(u8)]
 pub enum Phase {
     /// Opening the base, the adapter and the data; allocation.
     Loading,
-    /// Forward through the blocks.
+    /// Forward pass through the blocks.
     Forward,
-    /// Head and loss, forward and backward.
+    /// Head and loss, both forward and backward.
     Head,
-    /// Backward through the blocks.
+    /// Backward pass through the blocks.
     Backward,
-    /// Clipping and the optimizer.
+    /// Gradient norm, clipping and the optimizer's update.
     Update,
-    /// Losses of held-out data.
+    /// Forward passes over held-out data.
     Evaluation,
     /// Writing adapters and resume files.
     Saving,
 }
 
 impl Phase {
-    /// All of them, in the order in which a run comes to them.
+    /// All phases, in the order in which a run first enters them.
     pub const ALL: [Phase; 7] = [
         Self::Loading,
         Self::Forward,
@@ -40,7 +40,7 @@ impl Phase {
         Self::Saving,
     ];
 
-    /// Its name in tables and files.
+    /// Name of the phase in tables and files.
     pub fn name(self) -> &'static str {
         match self {
             Self::Loading => "loading",

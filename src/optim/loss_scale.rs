@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 const START: f64 = 65536.0;
 const GOOD_STEPS: u32 = 2000;
 
-/// A loss scale and its history: what a save keeps of it.
+/// A loss scale and its history, as a save contains them.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct LossScale {
     scale: f64,
@@ -27,7 +27,7 @@ fn yes() -> bool {
 }
 
 impl LossScale {
-    /// None: gradients are what they are.
+    /// No scale: gradients are computed as they are.
     pub const NONE: Self = Self { scale: 1.0, good: 0, skipped: 0, dynamic: false };
 
     /// The scale that a run in FP16 begins with.
@@ -35,22 +35,22 @@ impl LossScale {
         Self { scale: START, dynamic: true, ..Self::NONE }
     }
 
-    /// Whether there is one.
+    /// Whether gradients are scaled.
     pub fn is_dynamic(self) -> bool {
         self.dynamic
     }
 
-    /// What losses are multiplied with before they are differentiated.
+    /// Factor of losses before they are differentiated; 1 without a scale.
     pub fn factor(self) -> f64 {
         self.scale
     }
 
-    /// Gradients that were not finite so far, each computed again with a smaller scale.
+    /// Number of gradients so far that were not finite; each was computed again with a smaller scale.
     pub fn skipped(self) -> u64 {
         self.skipped
     }
 
-    /// After an update.
+    /// Counts an update; the scale doubles after 2000 of them in a row.
     pub fn succeeded(&mut self) {
         self.good += u32::from(self.dynamic);
         if self.good == GOOD_STEPS {
@@ -59,7 +59,7 @@ impl LossScale {
         }
     }
 
-    /// After the gradient of step `step` turned out to have a `norm` that is not finite.
+    /// Halves the scale after a gradient of step `step` whose `norm` is not finite.
     ///
     /// # Errors
     /// When there is no scale to lower.
@@ -94,7 +94,7 @@ mod tests {
         assert_eq!(scale.factor(), 131072.0);
         scale.overflowed(7, f64::INFINITY).unwrap();
         assert_eq!((scale.factor(), scale.skipped()), (65536.0, 1));
-        // The good steps in a row begin anew.
+        // The count of good steps starts again at 0.
         (0..GOOD_STEPS - 1).for_each(|_| scale.succeeded());
         scale.overflowed(8, f64::NAN).unwrap();
         assert_eq!(scale.factor(), 32768.0);

@@ -17,10 +17,10 @@ use crate::{
     kernels::adamw8,
 };
 
-/// How AdamW holds its moments.
+/// Number format of AdamW's moments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OptimizerKind {
-    /// FP32: 8 bytes a trainable.
+    /// FP32: 8 bytes per trainable value.
     #[default]
     AdamW,
     /// 8 bits with a scale for every 256 elements: 2.03 bytes a trainable. Tensors below 4096 elements
@@ -37,7 +37,7 @@ impl OptimizerKind {
         }
     }
 
-    /// Bytes of moments in memory at a time where they lie in a file: a window, the one before and the
+    /// Bytes of moments in memory at a time if they are in a file: a window, the one before and the
     /// one after it.
     pub fn window_bytes(self) -> u64 {
         // Tensors below 4096 elements have FP32 moments in either kind.
@@ -53,11 +53,11 @@ const SCALES: [&str; 2] = ["first_scales", "second_scales"];
 /// A named tensor as a save holds it.
 #[derive(Clone)]
 pub struct SavedTensor<'a> {
-    /// Its name.
+    /// Name of the tensor.
     pub name: &'a str,
-    /// Type of its elements.
+    /// Element type.
     pub dtype: DType,
-    /// Their bytes, of any alignment.
+    /// The elements' bytes, with any alignment.
     pub bytes: &'a [u8],
     /// The pages of the bytes, where they may be of a file.
     pub pages: Option<Region>,
@@ -67,11 +67,11 @@ pub struct SavedTensor<'a> {
 pub type StateTensor<'a> = (&'static str, View<'a>, Option<Region>);
 
 impl SavedTensor<'_> {
-    /// Hands over the bytes piece by piece, each with its place, and gives back the pages of those that have been
-    /// taken: moments in a file, and saves, are never in memory as a whole.
+    /// Calls `take` with the bytes piece by piece, each with its offset, and releases the pages of pieces that were
+    /// taken, so that moments in a file are never in memory as a whole.
     ///
     /// # Errors
-    /// The first of `take`.
+    /// The first error of `take`.
     pub fn each_piece<E>(&self, mut take: impl FnMut(usize, &[u8]) -> Result<(), E>) -> Result<(), E> {
         for (index, piece) in self.bytes.chunks(PIECE).enumerate() {
             take(index * PIECE, piece)?;
@@ -85,9 +85,9 @@ impl SavedTensor<'_> {
 
 /// The buffers of both moments.
 pub struct Moments {
-    /// Of each moment: what is FP32.
+    /// FP32 elements of the first and the second moment.
     wide: [Buffer; 2],
-    /// Of each moment: codes and scales.
+    /// Codes and scales of the 8-bit part of the first and the second moment.
     coded: Option<[(Buffer, Buffer); 2]>,
 }
 
@@ -141,14 +141,14 @@ impl Moments {
         )))
     }
 
-    /// Takes over tensors that [`Moments::check`] has accepted.
+    /// Copies tensors that [`Moments::check`] has accepted.
     pub(super) fn upload(&mut self, tensors: &[SavedTensor]) {
         let coded = self.coded.iter_mut().flatten().flat_map(|(codes, scales)| [codes, scales]);
         let own = self.wide.iter_mut().chain(coded).filter(|buffer| !buffer.is_empty());
         own.zip(tensors).for_each(|(buffer, stored)| upload(buffer, stored));
     }
 
-    /// The pages of what belongs to a window.
+    /// The pages of a window's moments.
     pub(super) fn regions(&self, window: &Window) -> Vec<Region> {
         let wide = self.wide.iter().map(|buffer| buffer.part(window.wide.clone()));
         let coded = self.coded.iter().flatten().flat_map(|(codes, scales)| {
@@ -157,7 +157,7 @@ impl Moments {
         wide.chain(coded).flatten().collect()
     }
 
-    /// What of them belongs to a window. FP32 moments alone leave the 8-bit parts empty.
+    /// The moments of a window. With FP32 moments the 8-bit parts are empty.
     pub(super) fn window(&mut self, window: &Window) -> adamw8::Moments<'_> {
         let [first, second] = &mut self.wide;
         let mut codes: [ViewMut; 2] = [<&mut [u8]>::default().into(), <&mut [u8]>::default().into()];
@@ -178,7 +178,7 @@ impl Moments {
     }
 }
 
-/// Writes what is stored into a buffer, in pieces.
+/// Copies a tensor's bytes into a buffer, in pieces.
 pub(crate) fn upload(buffer: &mut Buffer, stored: &SavedTensor) {
     let size = buffer.view().dtype().size();
     let Ok(()) = stored.each_piece(|start, piece| -> Result<(), Infallible> {

@@ -18,7 +18,7 @@ use crate::{
     },
 };
 
-/// Numbers of AdamW; the defaults are PyTorch's.
+/// Hyperparameters of AdamW; the defaults are PyTorch's.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamWOptions {
     /// Decay of the first and second moment.
@@ -36,7 +36,7 @@ impl Default for AdamWOptions {
 }
 
 impl AdamWOptions {
-    /// The numbers of update `step` for a group. A factor of exactly 1 leaves every bit of the learning rate.
+    /// Hyperparameters of update `step` for a group. A factor of exactly 1 keeps every bit of the learning rate.
     fn update(self, step: u64, lr: f64, factor: f64, group: Group) -> Update {
         let weight_decay = group.weight_decay.unwrap_or(self.weight_decay);
         let (betas, epsilon, lr) = (self.betas, self.eps, lr * group.lr_factor);
@@ -53,7 +53,7 @@ pub struct Optimizer {
     /// Values that are never updated.
     frozen: Vec<Range<usize>>,
     step: u64,
-    /// Moves the moments of windows where they lie in a file.
+    /// Prefetches and releases the moments of windows if they are in a file.
     pager: Option<Pager>,
 }
 
@@ -77,8 +77,8 @@ impl Optimizer {
     }
 
     /// One update of `values` by a gradient that is `scale` times too large; returns the norm of the true gradient
-    /// before clipping to `clip` (0: no clipping). Where that is not finite values and moments are left as they
-    /// were, and the update does not count. The gradient of frozen values is cleared first, so that the norm
+    /// before clipping to `clip` (0: no clipping). If the norm is not finite, values and moments stay as they
+    /// are, and the update does not count. The gradient of frozen values is cleared first, so that the norm
     /// is that of the others.
     pub fn update(&mut self, values: ViewMut, gradient: ViewMut, lr: f64, clip: f64, scale: f64) -> f64 {
         let mut gradient = gradient;
@@ -119,17 +119,17 @@ impl Optimizer {
         }
     }
 
-    /// Updates made so far.
+    /// Number of updates made so far.
     pub fn step(&self) -> u64 {
         self.step
     }
 
-    /// The stretches of the store that an update takes one after another.
+    /// The windows of the store, in the order in which an update takes them.
     pub fn windows(&self) -> &[Window] {
         &self.windows
     }
 
-    /// Everything a resume file must hold besides the values, by name.
+    /// The named tensors that a resume file must contain in addition to the values.
     pub fn tensors(&self) -> Vec<StateTensor<'_>> {
         self.moments.tensors()
     }
@@ -146,7 +146,7 @@ impl Optimizer {
     }
 }
 
-/// The update enters window `index`: the next one is fetched, the one before given back.
+/// Called before the update of window `index`: prefetches the next one and releases the one before.
 fn page_in(pager: &mut Option<Pager>, moments: &Moments, windows: &[Window], index: usize) {
     let Some(pager) = pager else { return };
     let regions = |index: Option<usize>| {
@@ -299,7 +299,9 @@ mod tests {
             let gradient = widened(&gradient[segment.range()]);
             if kind == OptimizerKind::AdamW8bit && segment.len >= adamw8::SMALLEST {
                 let ([c1, c2], [s1, s2]) = (&mut self.codes, &mut self.scales);
-                adamw8::reference::update(&mut self.values, &gradient, (c1, s1), (c2, s2), u);
+                let first = adamw8::reference::Coded { codes: c1, scales: s1 };
+                let second = adamw8::reference::Coded { codes: c2, scales: s2 };
+                adamw8::reference::update(&mut self.values, &gradient, first, second, u);
             } else {
                 let [m, v] = &mut self.wide;
                 adamw::reference::update(&mut self.values, &gradient, m, v, u);

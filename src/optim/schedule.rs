@@ -2,14 +2,14 @@
 
 use std::f64::consts::PI;
 
-/// How the learning rate goes after warm-up.
+/// Learning-rate decay after warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Schedule {
-    /// Stays.
+    /// Stays the same.
     Constant,
-    /// Falls to zero on a line.
+    /// Falls linearly to zero.
     Linear,
-    /// Falls to zero on half a cosine.
+    /// Falls to zero along half a cosine.
     Cosine,
 }
 

@@ -1,4 +1,4 @@
-//! The flat store in consecutive windows: what an update holds at a time.
+//! The flat store in consecutive windows, which an update processes one by one.
 
 use std::ops::Range;
 
@@ -7,19 +7,19 @@ use engraft_adapters::{Group, Segment};
 use super::OptimizerKind;
 use crate::kernels::adamw8::{self, Piece, SMALLEST};
 
-/// Elements of a window at most: 8 MiB of FP32 moments.
+/// Most elements of a window: 8 MiB of FP32 moments.
 pub const WINDOW: usize = 1 << 20;
 
-/// A stretch of the store and what belongs to it of the optimizer's buffers.
+/// A range of the store, and the same values' ranges in the optimizer's buffers.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Window {
-    /// Elements of values and gradient.
+    /// Range in the values and in the gradient.
     pub range: Range<usize>,
-    /// Elements of the FP32 moments.
+    /// Range in the FP32 moments.
     pub wide: Range<usize>,
-    /// Codes of each 8-bit moment.
+    /// Range in the codes of each 8-bit moment.
     pub codes: Range<usize>,
-    /// Scales of each 8-bit moment.
+    /// Range in the scales of each 8-bit moment.
     pub blocks: Range<usize>,
     /// The pieces it consists of.
     pub pieces: Vec<Piece>,

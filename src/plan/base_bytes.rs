@@ -13,21 +13,21 @@ use crate::{
 /// Bytes of the parts of a base that move together when it is streamed.
 #[derive(Debug, Clone, Copy)]
 pub struct BaseBytes {
-    /// Token and position embeddings.
+    /// Bytes of token and position embeddings.
     pub embeddings: u64,
     /// One block, its biases and norms included.
     pub block: u64,
-    /// All blocks together.
+    /// Bytes of all blocks together.
     pub blocks: u64,
     /// The head, where it is not the token embedding.
     pub own_head: u64,
-    /// The matrix of the head, wherever it is.
+    /// Bytes of the head's matrix, also if it is the token embedding.
     pub head: u64,
-    /// The last layer norm.
+    /// Bytes of the last layer norm.
     pub last_norm: u64,
     /// Tensors of a block, without scales.
     tensors: u64,
-    /// Tensors of scales beside each matrix.
+    /// Tensors of scales for each matrix.
     scales: u64,
 }
 
@@ -35,7 +35,7 @@ pub struct BaseBytes {
 const PAGE: u64 = 4096;
 
 impl BaseBytes {
-    /// Of a base with these sizes, its matrices kept as `dtype`.
+    /// The bytes of a base with these sizes whose matrices are kept as `dtype`.
     pub fn of(config: &Config, dtype: BaseDType) -> Self {
         let arch = Arch::of(config);
         Self::sum(&arch, config, |tensor| match tensor.shape[..] {
@@ -62,12 +62,12 @@ impl BaseBytes {
         }
     }
 
-    /// Matrices that are kept as `dtype` may have scales beside them.
+    /// Matrices that are kept as `dtype` may have tensors of scales.
     fn with_scales(self, dtype: BaseDType) -> Self {
         Self { scales: u64::from(dtype == BaseDType::Q8), ..self }
     }
 
-    /// Bytes of all parts.
+    /// Bytes of the whole base.
     pub fn total(&self) -> u64 {
         self.embeddings + self.blocks + self.own_head + self.last_norm
     }

@@ -12,14 +12,14 @@ pub enum Limit {
     /// Nine tenths of the free memory.
     #[default]
     Auto,
-    /// That many bytes, the whole process included.
+    /// This number of bytes for the whole process.
     Bytes(u64),
 }
 
 /// Part of the free memory that `auto` takes: others need some, and it changes.
 const OF_FREE: f64 = 0.9;
 
-/// Growth of a process while it runs, beside its plan: stacks of threads, the progress bar, buffers of
+/// Growth of a running process that its plan does not count: stacks of threads, the progress bar, buffers of
 /// writers, heap that the system's allocator does not give back.
 const GROWTH: u64 = 8 << 20;
 
@@ -34,7 +34,7 @@ pub fn bytes(limit: Limit, program: u64) -> Option<u64> {
     }
 }
 
-/// Bytes that this process holds now, and will hold beside its plan.
+/// Bytes that this process uses now, and the growth that its plan does not count.
 pub fn program() -> u64 {
     machine::resident().map_or(PROGRAM, |resident| resident.total + GROWTH)
 }

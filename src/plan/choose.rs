@@ -12,7 +12,7 @@ pub struct Predicted<C> {
     pub plan: Plan<C>,
     /// Seconds that it takes, on a machine of the rates it was predicted with.
     pub seconds: f64,
-    /// Whether those are rates of this machine.
+    /// Whether these are seconds on this machine.
     pub measured: bool,
 }
 
@@ -32,20 +32,20 @@ pub struct Alternative {
     pub bytes: i64,
     /// Its seconds over those of the chosen way.
     pub time: f64,
-    /// Whether it would fit.
+    /// Whether it would fit into the budget.
     pub fits: bool,
 }
 
 /// The chosen way and its alternatives.
 #[derive(Debug, Clone)]
 pub struct Selection<C> {
-    /// The plan to run.
+    /// The chosen plan.
     pub chosen: Predicted<C>,
-    /// The bytes it had to fit into; `None` for any number.
+    /// The budget in bytes; `None` if there was none.
     pub budget: Option<u64>,
     /// Other values of what was left to the choice.
     pub alternatives: Vec<Alternative>,
-    /// Options that take less memory, each by itself and whatever was asked for: at most three, the best
+    /// Options that each save memory on their own, also against the user's choice: at most three, the best
     /// first.
     pub remedies: Vec<String>,
 }
@@ -131,7 +131,7 @@ fn remedies<J: Candidates>(job: &J, chosen: &Predicted<J::Config>) -> Result<Vec
     for config in job.savings(now) {
         let Some(option) = only_difference(job, now, config) else { continue };
         let saved = chosen.peak().saturating_sub(plan(job, config)?.peak().1);
-        // Of several values of an option the one that saves most.
+        // Several values of an option are one remedy: the one that saves most.
         let name = |option: &str| option.split(' ').next().map(str::to_owned);
         match less.iter_mut().find(|(_, known)| name(known) == name(&option)) {
             Some(known) if known.0 < saved => *known = (saved, option),

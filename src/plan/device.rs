@@ -17,7 +17,7 @@ pub struct PlannedDevice {
 /// The cores of the host, as kernels use them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cores {
-    /// Threads of the pool.
+    /// Number of threads of the pool.
     pub threads: usize,
     /// Number type of factors in frozen products and attention.
     pub arithmetic: Arithmetic,
@@ -35,18 +35,18 @@ impl PlannedDevice {
         Self { kind, cores: (kind == Device::HOST.kind()).then(cores) }
     }
 
-    /// Memory beside the host's, which is then planned, and the host's only listed; `None`: the host's
-    /// memory holds everything, the process included.
+    /// The device's own memory. If there is one, it is planned and the host's is only listed; `None`: the host's
+    /// memory is planned, the process included.
     pub fn own_memory(self) -> Option<&'static OwnMemory> {
         self.kind.own_memory.as_ref()
     }
 
-    /// Where buffers go that are moved out of the planned memory.
+    /// Destination of buffers that are moved out of the planned memory.
     pub fn away(self) -> Placement {
         self.kind.offload_placement()
     }
 
-    /// Where buffers of an arena at `place` are: the memory of the host has one name in a plan.
+    /// Placement of buffers from an arena at `place`; the memory of the host has one name in a plan.
     pub(super) fn place(self, place: Placement) -> Placement {
         match place {
             Placement::Memory if self.own_memory().is_none() => Placement::Host,

@@ -22,7 +22,7 @@ pub trait Job {
     /// Every buffer that it would cut from arenas.
     ///
     /// # Errors
-    /// When it cannot be done at all, whatever the memory.
+    /// When the job cannot be done with any amount of memory.
     fn buffers(&self, config: Self::Config) -> Result<Vec<TableRow>>;
 
     /// When a buffer is needed, in words for the table.
@@ -49,7 +49,7 @@ pub trait Candidates: Job {
     /// Factor on the predicted seconds before ways are compared, for time that the prediction leaves out.
     fn risk(&self, config: Self::Config) -> f64;
 
-    /// Whether two ways differ at most in sizes that rounding depends on.
+    /// Whether two ways differ only in sizes that rounding depends on, or not at all.
     fn are_alike(&self, one: Self::Config, other: Self::Config) -> bool;
 
     /// The options in which `other` differs from `now`, with the values of `other`.

@@ -1,4 +1,4 @@
-//! How long counted work takes at the speeds of this machine.
+//! Predicts times: counted work at the speeds of a machine.
 //!
 //! Counted are products (2 FLOP a weight and row; weights are widened once a call), attention, the
 //! pointwise ops by their bytes, the head by chunks, recomputation, the optimizer, and bytes
@@ -28,7 +28,7 @@ pub struct MicroBatch<'a> {
     pub base: PlannedBase<'a>,
     /// The adapter, whose gradient is wanted.
     pub set: &'a AdapterSet,
-    /// The device that computes.
+    /// The device that runs the pass.
     pub device: PlannedDevice,
     /// Sequences b of the pass.
     pub batch: usize,
@@ -118,13 +118,13 @@ impl MicroBatch<'_> {
 /// Norm, clipping and AdamW.
 #[derive(Debug, Clone, Copy)]
 pub struct Update {
-    /// Number of trainable values.
+    /// Number of values that are trained; frozen ones have no moments and are not updated.
     pub trainables: usize,
-    /// Time of an update over that with FP32 moments.
+    /// Time of an update divided by that of one with FP32 moments.
     pub work: f64,
-    /// Bytes of moments a trainable.
+    /// Bytes of moments per trainable value.
     pub bytes: f64,
-    /// Where the moments are.
+    /// Memory that holds the moments.
     pub moments: Placement,
 }
 
@@ -193,7 +193,7 @@ impl Block {
         self.norm.0 + self.c_fc
     }
 
-    /// With the norms' and the activation's outputs made again.
+    /// Includes computing the outputs of norms and activation again.
     fn backward(&self) -> f64 {
         self.products_backward
             + self.attention.1

@@ -38,13 +38,13 @@ pub struct Row {
     pub dtype: Option<DType>,
     /// Shape of one of them, outermost first.
     pub shape: Vec<usize>,
-    /// How many there are.
+    /// Number of alike buffers.
     pub count: usize,
     /// Bytes of all of them together.
     pub bytes: u64,
-    /// Where they are; without a device that has memory of its own, memory is the host's.
+    /// Where they are; "memory" is the device's own, or the host's if it has none.
     pub place: Placement,
-    /// When they are needed.
+    /// When they are needed, in words.
     pub lifetime: &'static str,
     /// Bytes of them in the planned memory.
     pub(super) resident: ByPhase,
@@ -124,7 +124,7 @@ impl<C> Plan<C> {
         self.rows.iter().filter(counts).map(|row| row.bytes).sum()
     }
 
-    /// Bytes of each phase.
+    /// Bytes of the planned memory in each phase.
     pub fn by_phase(&self) -> [(Phase, u64); Phase::ALL.len()] {
         Phase::ALL.map(|phase| (phase, self.at(phase)))
     }

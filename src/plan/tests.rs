@@ -56,7 +56,7 @@ struct Server<'a> {
     requests: usize,
 }
 
-/// Requests at a time.
+/// Number of requests that are served at a time.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Together(usize);
 

@@ -3,36 +3,13 @@
 use std::{collections::BTreeMap, path::Path, sync::Arc};
 
 use engraft_adapters::{
-    AdapterSet, AdapterSpec, BaseDescription, LoraSpec, PrefixSpec, PrefixValues, Targets, peft,
+    AdapterSet, AdapterSpec, BaseDescription, Kind, Kinds, LoraSpec, PrefixSpec, PrefixValues, Targets, peft,
 };
 
 use crate::{
     error::{Error, Result},
     model::{Base, prefix_from_text},
 };
-
-/// Which kinds of adapter are trained.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Kinds {
-    /// Whether a LoRA is trained.
-    pub lora: bool,
-    /// Whether a prefix is trained.
-    pub prefix: bool,
-}
-
-impl Kinds {
-    fn of(spec: &AdapterSpec) -> Self {
-        Self { lora: spec.lora.is_some(), prefix: spec.prefix.is_some() }
-    }
-
-    fn name(self) -> &'static str {
-        match (self.lora, self.prefix) {
-            (true, true) => "lora+prefix",
-            (false, true) => "prefix",
-            _ => "lora",
-        }
-    }
-}
 
 /// The initial value of a new prefix.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,39 +22,48 @@ pub enum PrefixStart {
     Zero,
 }
 
-/// Properties of the adapter, those that were asked for. `None` leaves them to the defaults of
-/// [`AdapterSpec`], or to the adapter a run starts from.
+/// Requested properties of the adapter. `None` leaves one to the default of its spec, or to the adapter
+/// that a run starts from.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct AdapterOptions {
-    /// LoRA, prefix or both.
+    /// Kinds of methods to train, such as `lora+prefix`.
     pub kinds: Option<Kinds>,
-    /// Rank of the LoRA.
+    /// Rank r of every delta that no pattern names.
     pub rank: Option<usize>,
-    /// Numerator of the LoRA's scale.
+    /// Numerator of the LoRA's scale alpha / r.
     pub alpha: Option<f64>,
     /// Sites that the LoRA adapts.
     pub targets: Option<Targets>,
     /// Layers that the LoRA adapts, from 0.
     pub layers: Option<Vec<usize>>,
-    /// Dropout on its input; a matter of training, so never in contradiction to an adapter.
+    /// Dropout on the LoRA's input, in 0 .. 1. May differ from that of an adapter that a run starts from.
     pub dropout: Option<f64>,
-    /// Scale by the root of the rank.
+    /// Whether the scale is alpha / sqrt(r).
     pub rslora: Option<bool>,
-    /// Ranks of single sites.
+    /// Ranks by regular expression of the site.
     pub rank_pattern: Option<BTreeMap<String, usize>>,
-    /// Alphas of single sites.
+    /// Alphas by regular expression of the site.
     pub alpha_pattern: Option<BTreeMap<String, f64>>,
-    /// Length of the prefix.
+    /// Length p of the prefix in virtual tokens.
     pub prefix_length: Option<usize>,
-    /// Width of the prefix's projection.
+    /// Hidden width of the prefix's projection.
     pub projection: Option<usize>,
 }
 
 impl AdapterOptions {
+    /// The kinds that are trained if nothing else is asked for: a LoRA.
+    pub fn default_kinds() -> Kinds {
+        Kinds::from(&LoraSpec::KIND)
+    }
+
     /// A new adapter with these properties and defaults for the others.
     pub fn spec(&self) -> AdapterSpec {
-        let kinds = self.kinds.unwrap_or(Kinds { lora: true, prefix: false });
-        AdapterSpec { lora: kinds.lora.then(|| self.lora()), prefix: kinds.prefix.then(|| self.prefix()) }
+        let kinds = self.kinds.clone().unwrap_or_else(Self::default_kinds);
+        let has = |kind: Kind| kinds.contains(kind.name);
+        AdapterSpec {
+            lora: has(LoraSpec::KIND).then(|| self.lora()),
+            prefix: has(PrefixSpec::KIND).then(|| self.prefix()),
+        }
     }
 
     fn lora(&self) -> LoraSpec {
@@ -101,10 +87,10 @@ impl AdapterOptions {
         }
     }
 
-    /// Refuses what was asked for if the adapter of `spec`, in the folder `dir`, is something else.
+    /// Compares the requested properties with `spec`, the adapter in the folder `dir`.
     ///
     /// # Errors
-    /// One error that names every contradiction.
+    /// One [`Error::Input`] that names every option with another value than the adapter has.
     pub fn check_against(&self, spec: &AdapterSpec, dir: &Path) -> Result<()> {
         let asked = self.lora();
         let mut wrong = Vec::new();
@@ -114,13 +100,8 @@ impl AdapterOptions {
                 wrong.push(format!("--{option} {asked} (the adapter has {found})"));
             }
         };
-        let kinds = Kinds::of(spec);
-        compare(
-            "method",
-            self.kinds.is_some(),
-            self.kinds.unwrap_or(kinds).name().into(),
-            Some(kinds.name().into()),
-        );
+        let kinds = self.kinds.clone().map(String::from).unwrap_or_default();
+        compare("method", self.kinds.is_some(), kinds, Kinds::of(spec).map(String::from));
         macro_rules! lora {
             ($option:literal, $field:ident, $show:expr) => {
                 let show = $show;
@@ -232,7 +213,7 @@ mod tests {
     #[test]
     fn every_contradiction_is_named_at_once() {
         let options = AdapterOptions {
-            kinds: Some(Kinds { lora: true, prefix: true }),
+            kinds: Some("lora+prefix".parse().unwrap()),
             rank: Some(4),
             alpha: Some(16.0),
             prefix_length: Some(5),

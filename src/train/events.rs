@@ -14,7 +14,7 @@ pub trait Reporter {
     fn event(&mut self, event: &Event<'_>) -> Result<()>;
 }
 
-/// One thing that happened.
+/// An event of a training run.
 #[derive(Debug)]
 pub enum Event<'a> {
     /// Everything is loaded and the run begins.
@@ -25,7 +25,7 @@ pub enum Event<'a> {
     Note(&'a str),
     /// An optimizer step is done.
     Step(&'a Step),
-    /// An evaluation is done.
+    /// An evaluation is finished.
     Eval(&'a Eval),
     /// A save is on disk.
     Saved(&'a Path),
@@ -36,7 +36,7 @@ pub enum Event<'a> {
 /// A run before its first step.
 #[derive(Debug)]
 pub struct Start {
-    /// Name of the base.
+    /// Name of the base, a hub id or a folder.
     pub base: String,
     /// One line for each kind of site that is adapted.
     pub matched: Vec<String>,
@@ -102,9 +102,9 @@ impl Eval {
 /// Bytes of heap and arenas at their peak.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Counted {
-    /// Bytes that the plan says.
+    /// Planned bytes.
     pub planned: u64,
-    /// Bytes that were counted.
+    /// Counted bytes.
     pub counted: u64,
 }
 
@@ -113,9 +113,9 @@ pub struct Counted {
 pub struct Done {
     /// Number of steps done.
     pub step: u64,
-    /// Folder of the adapter.
+    /// Path of the adapter's folder.
     pub adapter: PathBuf,
-    /// Planned peak of memory.
+    /// Planned peak of memory in bytes.
     pub peak_bytes: u64,
     /// Measured peak of the process's resident memory; `None` where the system does not tell.
     pub measured_bytes: Option<u64>,

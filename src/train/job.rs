@@ -27,13 +27,13 @@ use crate::{
 pub struct PlanConfig {
     /// Sequences per forward and backward pass.
     pub micro_batch: usize,
-    /// Recompute, chunks, streaming, placement.
+    /// Recompute, head rows, streaming and placements.
     pub policy: Policy,
     /// How the optimizer keeps its moments.
     pub optimizer: OptimizerKind,
 }
 
-/// As options are written.
+/// Written as options: `--micro-batch 4 --recompute none ..`.
 impl fmt::Display for PlanConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let options = self.options().map(|(option, value)| format!("--{option} {value}"));
@@ -42,7 +42,7 @@ impl fmt::Display for PlanConfig {
 }
 
 impl PlanConfig {
-    /// The options that ask for it.
+    /// Names and values of the options that fix it.
     fn options(&self) -> [(&'static str, String); 7] {
         let Policy { recompute, head_rows, stream, inputs, moments, .. } = self.policy;
         let on = |flag: bool| if flag { "on" } else { "off" }.to_owned();
@@ -58,7 +58,7 @@ impl PlanConfig {
     }
 }
 
-/// The fixed parts of a [`PlanConfig`]; `None` leaves it to the choice.
+/// The fixed parts of a [`PlanConfig`]; `None` leaves a part to the plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Constraints {
     /// Sequences per forward and backward pass.
@@ -81,7 +81,7 @@ pub struct Constraints {
     pub resumed: bool,
 }
 
-/// All is left to the choice but the optimizer: the memory of a machine then changes results by rounding
+/// Fixes only the optimizer: the memory of a machine then changes results by rounding
 /// alone.
 impl Default for Constraints {
     fn default() -> Self {
@@ -90,7 +90,7 @@ impl Default for Constraints {
 }
 
 impl Constraints {
-    /// Everything is left to the choice.
+    /// Nothing is fixed.
     pub const NONE: Self = Self {
         micro_batch: None,
         recompute: None,
@@ -104,10 +104,10 @@ impl Constraints {
     };
 }
 
-/// A training run, whatever the memory of the machine.
+/// A training run to plan.
 #[derive(Debug, Clone, Copy)]
 pub struct TrainingJob<'a> {
-    /// Sizes of the base.
+    /// Config of the base, for its sizes.
     pub config: &'a Config,
     /// Type that its matrices are kept in.
     pub base_dtype: BaseDType,
@@ -117,9 +117,9 @@ pub struct TrainingJob<'a> {
     pub batch: usize,
     /// Tokens of the longest row, those of a prompt included.
     pub seq_len: usize,
-    /// The device that computes.
+    /// The device that trains.
     pub device: PlannedDevice,
-    /// Bytes of code, runtime, tokenizer and whatever else the process holds beside the plan.
+    /// Bytes of code, runtime, tokenizer and everything else in the process that the plan does not count.
     pub program: u64,
     /// Bytes of tokenised rows on the heap.
     pub rows_on_heap: u64,
@@ -255,7 +255,7 @@ impl Candidates for TrainingJob<'_> {
         candidates(self, self.constraints)
     }
 
-    /// Of an optimizer step.
+    /// Seconds of an optimizer step.
     fn seconds(&self, config: PlanConfig, rates: &Rates) -> f64 {
         let PlanConfig { micro_batch, policy, optimizer } = config;
         let passes = self.batch.div_ceil(micro_batch.max(1)) as f64;
@@ -265,7 +265,7 @@ impl Candidates for TrainingJob<'_> {
             OptimizerKind::AdamW => (1.0, 8.0),
             OptimizerKind::AdamW8bit => (EIGHT_BIT, 2.0),
         };
-        let update = Update { trainables: set.layout.len, work, bytes, moments: policy.moments };
+        let update = Update { trainables: set.trainables(), work, bytes, moments: policy.moments };
         passes * pass.seconds(rates) + update.seconds(rates)
     }
 
@@ -278,7 +278,7 @@ impl Candidates for TrainingJob<'_> {
         last * (1.0 + MOVING_RISK * moving.into_iter().filter(|moves| *moves).count() as f64)
     }
 
-    /// But for the micro-batch and the head's chunk.
+    /// Whether they differ at most in micro-batch and head rows.
     fn are_alike(&self, one: PlanConfig, other: PlanConfig) -> bool {
         let policy = Policy { head_rows: other.policy.head_rows, ..one.policy };
         PlanConfig { micro_batch: other.micro_batch, policy, ..one } == other

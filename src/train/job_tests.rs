@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use engraft_adapters::{AdapterSpec, LoraSpec, PrefixSpec};
+use engraft_adapters::{AdapterSpec, Group, LoraSpec, PrefixSpec};
 
 use super::*;
 use crate::{
@@ -342,6 +342,25 @@ fn what_a_device_offloads_is_listed_and_not_counted() {
     let without = least(Constraints { inputs: Some(false), moments: Some(false), ..constraints });
     // 46 inputs of 3.1 MiB, and moments of 2.3 M trainables.
     assert!(least(constraints) + 143 + 4 < without, "{} and {without} MiB", least(constraints));
+}
+
+#[test]
+fn frozen_values_take_no_time_in_the_update() {
+    let config = xl();
+    let all = set(&config, "all-linear");
+    let mut half = all.clone();
+    let frozen = Group { trainable: false, ..Group::DEFAULT };
+    half.layout.groups.push(frozen);
+    for slot in half.layout.tensors.iter_mut().step_by(2) {
+        slot.group = 1;
+    }
+    assert!(half.trainables() > 0 && half.trainables() < all.trainables());
+    let rates = Rates::NOMINAL_CPU;
+    let seconds = |set| job(&config, set, 1).seconds(config_of(Policy::default()), &rates);
+    let saved = seconds(&all) - seconds(&half);
+    let frozen = (all.trainables() - half.trainables()) as f64;
+    let expected = frozen / rates.adamw;
+    assert!((saved - expected).abs() < 1e-3 * expected, "{saved} s, not {expected}");
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! Which memory plan a run takes: its budget, the parts that options or a save have fixed, and the next
-//! smaller plan when the machine has less memory than it said.
+//! Chooses the memory plan of a run: its budget, the parts that options or a save fix, and the next
+//! smaller plan if less memory is free than the system reported.
 
 use std::{path::Path, sync::Arc};
 
@@ -58,7 +58,7 @@ pub(super) fn job<'a>(
 /// Refuses activations that a device cannot compute with.
 ///
 /// # Errors
-/// [`Error::Input`] with the option.
+/// [`Error::Input`] that names `--precision`.
 fn check_planned_activations(constraints: Constraints, device: PlannedDevice) -> Result<()> {
     match constraints.activations {
         Some(activations) => check_activations(device.kind, activations),
@@ -192,7 +192,7 @@ fn held(base: &Base, job: &TrainingJob) -> u64 {
 /// within three quarters of what the other wanted.
 ///
 /// # Errors
-/// When there is none.
+/// [`Error::Memory`] when there is no smaller plan.
 pub(super) fn smaller(
     options: &RunOptions,
     base: &Base,
@@ -207,7 +207,7 @@ pub(super) fn smaller(
 /// Refuses a plan that wants more than is free.
 ///
 /// # Errors
-/// [`Error::Memory`] with both numbers.
+/// [`Error::Memory`] with the planned and the free bytes.
 fn check(selection: &Selection<PlanConfig>, free: Option<u64>) -> Result<()> {
     let wanted = budget::wanted(&selection.chosen.plan);
     match free {

@@ -11,7 +11,7 @@ mod resume;
 pub mod run;
 pub mod save;
 
-pub use adapter::{AdapterOptions, Kinds, PrefixStart};
+pub use adapter::{AdapterOptions, PrefixStart};
 pub use events::{Event, Reporter};
 pub use folder::RunFolder;
 pub use job::{Constraints, PlanConfig, TrainingJob};

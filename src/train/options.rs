@@ -9,20 +9,20 @@ use crate::{
     plan::budget::Limit,
 };
 
-/// Everything a run needs besides the base and its tokenizer.
+/// Everything a run needs, except the base and its tokenizer.
 #[derive(Debug, Clone)]
 pub struct RunOptions {
-    /// Properties of the adapter.
+    /// Requested properties of the adapter.
     pub adapter: AdapterOptions,
     /// An adapter to start from.
     pub init_adapter: Option<PathBuf>,
-    /// Whether that adapter may come from another base.
+    /// Whether that adapter may have been trained on another base.
     pub allow_base_mismatch: bool,
     /// The initial value of a new prefix.
     pub prefix_start: PrefixStart,
-    /// Where the training data comes from.
+    /// Source of the training data.
     pub data: DataSource,
-    /// Held-out data of its own.
+    /// Held-out files.
     pub eval_data: Vec<PathBuf>,
     /// Part of the training rows that is held out instead, in (0, 1).
     pub eval_fraction: Option<f64>,
@@ -32,21 +32,21 @@ pub struct RunOptions {
     pub pack: bool,
     /// Whether each line of a text file is a document.
     pub line_by_line: bool,
-    /// Whether prompts carry a loss.
+    /// Whether prompts have a loss.
     pub train_on_prompt: bool,
-    /// Whether rows are shuffled.
+    /// Whether rows are shuffled in every epoch.
     pub shuffle: bool,
-    /// Rows per optimizer step.
+    /// Rows b per optimizer step.
     pub batch: usize,
-    /// When the run ends.
+    /// Number of steps or epochs.
     pub length: Length,
     /// Learning rate after the warm-up.
     pub lr: f64,
     /// Learning-rate decay after the warm-up.
     pub schedule: Schedule,
-    /// Length of the warm-up.
+    /// Length of the learning rate's warm-up.
     pub warmup: Warmup,
-    /// Betas, eps and decay.
+    /// Betas, eps and weight decay.
     pub adamw: AdamWOptions,
     /// Largest global gradient norm; 0 for any.
     pub clip: f64,
@@ -56,13 +56,13 @@ pub struct RunOptions {
     pub constraints: Constraints,
     /// Most memory that the plan may take.
     pub memory: Limit,
-    /// Where memory over time is recorded.
+    /// JSON file for memory over time.
     pub memory_trace: Option<PathBuf>,
     /// Bytes of memory that are free, as the system says; asked before the first step and between steps.
     pub free_memory: fn() -> Option<u64>,
-    /// Folder that keeps the speeds measured of this machine.
+    /// Folder for the measured speeds of this machine.
     pub cache: Option<PathBuf>,
-    /// Seed of everything random.
+    /// Seed of initial values, order of the data and dropout.
     pub seed: u64,
     /// Steps between saves; 0: only at the end.
     pub save_every: u64,
@@ -80,16 +80,16 @@ pub struct RunOptions {
     pub machine: Machine,
 }
 
-/// Where training data comes from.
+/// A source of training data.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DataSource {
-    /// Compiled into the program.
+    /// The example data in the program.
     Embedded,
     /// Text, JSONL, or folders of them.
     Files(Vec<PathBuf>),
 }
 
-/// When a run ends.
+/// The length of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Length {
     /// After that many optimizer steps.
@@ -98,10 +98,10 @@ pub enum Length {
     Epochs(f64),
 }
 
-/// Length of the warm-up.
+/// Length of the learning rate's warm-up.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Warmup {
-    /// That many optimizer steps.
+    /// Number of optimizer steps.
     Steps(u64),
     /// That part of all steps, in [0, 1), rounded up.
     Fraction(f64),

@@ -26,7 +26,7 @@ pub(super) struct Prepared {
     pub train: Dataset,
     pub eval: Option<Dataset>,
     pub sampler: Sampler,
-    /// Optimizer steps in all.
+    /// Number of optimizer steps of the whole run.
     pub steps: u64,
     pub warmup: u64,
     pub seq_len: usize,
@@ -62,7 +62,7 @@ impl Prepared {
 /// there. Rows too many for memory go to a nameless file in `spool`.
 ///
 /// # Errors
-/// Whatever is wrong with the data, the adapter, or their lengths on this base.
+/// When the data or the adapter is invalid, or their lengths do not fit the base.
 pub(super) fn prepare(
     options: &RunOptions,
     base: &Arc<Base>,
@@ -155,7 +155,7 @@ fn load_rows(
     Ok((train, eval))
 }
 
-/// Whether data bring held-out rows of their own.
+/// Whether the data folders contain held-out rows.
 ///
 /// # Errors
 /// When a folder cannot be read.

@@ -1,4 +1,4 @@
-//! Whether a run may go on from a save: only if it then ends in the very same adapter.
+//! Decides whether a run may go on from a save: only if the result is the same as without the interruption.
 
 use std::path::Path;
 
@@ -104,7 +104,7 @@ pub(super) fn changed_length(
 /// Refuses a save with a value that is not finite: no step can come of it.
 ///
 /// # Errors
-/// When there is one.
+/// [`Error::Input`] when there is such a value.
 pub(super) fn check_finite(past: &Save) -> Result<()> {
     let finite =
         |bytes: &[u8]| bytes.as_chunks::<4>().0.iter().all(|four| f32::from_le_bytes(*four).is_finite());

@@ -34,7 +34,7 @@ use crate::{
 /// The result of a run.
 #[derive(Debug)]
 pub struct Finished {
-    /// Folder of the adapter.
+    /// Path of the adapter's folder.
     pub adapter: PathBuf,
     /// Beginning of a held-out row (else of a training row): its prompt, or a few tokens of a text.
     pub prompt: Vec<u32>,
@@ -74,7 +74,7 @@ pub fn run(
     finished
 }
 
-/// As [`run`], and may leave an empty folder behind.
+/// As [`run`], but may leave an empty folder.
 fn go(
     options: &RunOptions,
     base: &Arc<Base>,
@@ -145,20 +145,20 @@ struct Planned {
     smaller: Option<String>,
 }
 
-/// The parts of a trainer besides rows and plan.
+/// Everything that a trainer is made from, except rows and plan.
 struct Setup<'a> {
     options: &'a RunOptions,
     base: &'a Arc<Base>,
     tokenizer: Option<&'a Tokenizer>,
     /// The save that the run goes on from.
     past: Option<&'a SaveInfo>,
-    /// Folder of nameless files.
+    /// Folder for nameless files.
     spool: &'a Path,
 }
 
 impl Setup<'_> {
-    /// Allocates the memory of `selection`. When the machine has less than it said, somebody took it
-    /// meanwhile, and the next smaller plan is tried, once.
+    /// Allocates the memory of `selection`. If less is free than the system reported, another process took
+    /// it, and the next smaller plan is tried, once.
     fn allocate(&self, prepared: &mut Prepared, selection: Selection<PlanConfig>) -> Result<Planned> {
         let &Self { options, base, tokenizer, past, spool } = self;
         let before = counting::measured();
@@ -245,8 +245,8 @@ impl Run<'_> {
         self.finish(trainer, per_second(tokens, seconds), reporter)
     }
 
-    /// Whether steps of `tokens_per_s` say that the plan's rates are wrong: that a machine is slower than
-    /// they are may be the work of others.
+    /// Whether steps of `tokens_per_s` show that the plan's rates are too low. A machine may be slower than
+    /// its rates because of other programs, so slow steps show nothing.
     fn is_faster_than_planned(&self, tokens_per_s: f64) -> bool {
         let chosen = &self.selection.chosen;
         let tokens = self.options.batch * self.prepared.longest();
@@ -382,7 +382,7 @@ impl Run<'_> {
     fn counted(&self) -> Option<events::Counted> {
         let planned = self.before as u64 + self.selection.chosen.plan.counted();
         let counted = counting::measured_peak() as u64;
-        // Of a device's run the host holds what no plan counts.
+        // The plan of a run on a device does not count the host's memory.
         (counting::peak() > 0 && self.base.device.own_memory().is_none())
             .then_some(events::Counted { planned, counted })
     }

@@ -9,7 +9,7 @@ use crate::{
     observe::machine::Machine,
     optim::{AdamWOptions, schedule::Schedule},
     plan::budget::Limit,
-    train::{AdapterOptions, Constraints, DataSource, Kinds, Length, PrefixStart, Warmup},
+    train::{AdapterOptions, Constraints, DataSource, Length, PrefixStart, Warmup},
 };
 
 thread_local! {
@@ -50,7 +50,7 @@ impl Reporter for Events {
 
 fn options() -> RunOptions {
     RunOptions {
-        adapter: AdapterOptions { kinds: Some(Kinds { lora: true, prefix: false }), ..Default::default() },
+        adapter: AdapterOptions { kinds: Some(AdapterOptions::default_kinds()), ..Default::default() },
         init_adapter: None,
         allow_base_mismatch: false,
         prefix_start: PrefixStart::Random,

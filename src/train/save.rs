@@ -42,7 +42,7 @@ const EXTENSION: &str = "safetensors";
 /// The description of a save and of the run it belongs to.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SaveInfo {
-    /// [`FORMAT`] of the writer.
+    /// Version of the format, [`FORMAT`] of the writer.
     pub format: u32,
     /// Number of optimizer steps done.
     pub step: u64,
@@ -50,7 +50,7 @@ pub struct SaveInfo {
     pub steps: u64,
     /// Options that change results, name -> value as written.
     pub options: BTreeMap<String, String>,
-    /// Fingerprint of the base.
+    /// Fingerprint of the base's weights.
     pub base: String,
     /// Fingerprint of the training rows.
     pub data: String,
@@ -69,7 +69,7 @@ pub struct SaveInfo {
 
 /// A verified save: its description, and where its tensors are in the file.
 pub struct Save {
-    /// Where and of what.
+    /// Path and description of the save.
     pub info: SaveInfo,
     source: Arc<dyn Bytes>,
     tensors: Vec<Extent>,
@@ -123,7 +123,7 @@ pub fn write(folder: &Path, info: &SaveInfo, tensors: &[StateTensor]) -> Result<
 
 fn stream(file: &mut dyn Write, info: &SaveInfo, tensors: &[StateTensor]) -> io::Result<()> {
     let info = serde_json::to_string(info)?;
-    // Of a device a copy, made once.
+    // Tensors of a device are copied to the host once.
     let held: Vec<_> = tensors.iter().map(|(_, view, _)| view.to_bytes()).collect();
     let stored = || {
         let stored = tensors.iter().zip(&held);
@@ -224,7 +224,7 @@ fn describe(text: &str) -> Result<SaveInfo, String> {
     serde_json::from_str(text).map_err(unknown)
 }
 
-/// Where the tensors are, in the order of their bytes.
+/// Ranges of the tensors in the file, in the order of their bytes.
 fn places(bytes: &[u8]) -> Result<Vec<Extent>, String> {
     let file = SafeTensors::deserialize(bytes).map_err(|cause| format!("it is damaged ({cause})"))?;
     let mut places = Vec::new();

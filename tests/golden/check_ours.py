@@ -1,4 +1,4 @@
-"""Does PEFT accept an adapter folder that another program wrote, whole and without a word of complaint?
+"""Checks that PEFT accepts an adapter folder that another program wrote, completely and without a warning.
 
     python tests/golden/check_ours.py ADAPTER_DIR BASE_DIR IDS.safetensors
 

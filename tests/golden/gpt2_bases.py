@@ -114,7 +114,7 @@ def write_old(folder, c, weights):
 
 
 def with_edges(weights):
-    """Puts into wte[0] what rounding to F16 gets wrong most easily: ties, subnormals, underflow, -0."""
+    """Puts into wte[0] values that rounding to F16 easily gets wrong: ties, subnormals, underflow, -0."""
     edge = [1 + 2**-11, 1 + 3 * 2**-11, -(1 + 2**-11), 2**-24, 2**-25, 3 * 2**-25, 1.5 * 2**-25, -(2**-26), -0.0]
     weights["transformer.wte.weight"][0, : len(edge)] = torch.tensor(edge)
     return weights
@@ -157,7 +157,7 @@ def write_all(root):
     for k, (name, change) in enumerate(differ.items()):
         c = config(**change)
         weights = draw(c, 10 + k)
-        if name == "ln_eps":  # a small input variance, so that the epsilon is felt
+        if name == "ln_eps":  # a small input variance, so that the epsilon matters
             weights["transformer.wte.weight"] *= 0.1
             weights["transformer.wpe.weight"] *= 0.1
         write(root / name, c, half(weights))

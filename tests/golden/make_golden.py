@@ -2,7 +2,7 @@
 
     python tests/golden/make_golden.py
 
-What each file holds is in README.md. The same versions on the same kind of CPU give the same bytes.
+README.md describes each file. The same versions on the same kind of CPU give the same bytes.
 """
 import json
 import os
@@ -144,7 +144,7 @@ def lora_qv():
 
 def prefix_case(base, seed, **fields):
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", SECOND_TIME)  # wrapping a base that holds LoRA is what we mean
+        warnings.filterwarnings("ignore", SECOND_TIME)  # wrapping a base that holds LoRA is intended
         model = get_peft_model(base, PrefixTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM", **fields))
     encoder = model.prompt_encoder["default"]
     if encoder.prefix_projection:
@@ -250,7 +250,7 @@ def record(case, ids, labels):
 
 
 def in_f64(build, ids, labels):
-    """The same case in f64 from the same initial values: what F32 itself loses."""
+    """The same case in f64 from the same initial values, to show the rounding error of F32."""
     case = build()
     case.model.double()
     return record(case, ids, labels)

@@ -48,7 +48,7 @@ fn frozen(tensor: &Frozen, shape: &[usize]) -> Result<Tensor> {
     constant(tensor.view().host::<f16>().iter().map(|half| half.to_f64()).collect(), shape)
 }
 
-/// The values of a matrix, whatever it is kept in; FP32 has room for each of them.
+/// The values of a matrix of any type; FP32 holds each of them exactly.
 fn matrix(matrix: &FrozenMatrix) -> Result<Tensor> {
     let values = matrix.view().to_floats();
     constant(values.into_iter().map(f64::from).collect(), &[matrix.rows, matrix.cols])

@@ -94,7 +94,7 @@ fn golden_bases_load() {
     assert_eq!(of("odd_heads").config.width % 2, 1);
 }
 
-/// What PyTorch wrote, as candle reads it whole, against our stream.
+/// Files that PyTorch wrote: candle's reader, which reads a file at once, against our streaming reader.
 #[test]
 fn a_pytorch_file_gives_its_rounded_values() {
     let cache = tempfile::tempdir().unwrap();
@@ -297,7 +297,7 @@ fn values_that_fp16_cannot_hold_are_counted() {
         assert!(error.contains("model.safetensors: transformer.h.1.mlp.c_fc.weight"), "{error}");
         assert!(error.contains(wanted), "{error}");
     }
-    // What a tied model repeats is looked at as well.
+    // The second copy of a tied head is checked as well.
     let mut values = values("transformer.");
     values.insert("lm_head.weight".into(), (vec![11, 6], vec![f32::NAN; 66]));
     assert!(refused(folder(&values, Dtype::F16).path()).contains("lm_head.weight holds 66 values"));
@@ -346,7 +346,7 @@ fn damaged_pickles_are_refused() {
     }
 }
 
-/// Whatever a byte of a header or a pickle becomes, loading ends in a value or an error, never in a panic.
+/// With any byte of a header or a pickle changed, loading returns a value or an error and never panics.
 #[test]
 fn flipped_bytes_never_panic() {
     let cache = tempfile::tempdir().unwrap();

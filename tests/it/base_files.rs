@@ -1,4 +1,4 @@
-//! A small GPT-2 written by the tests in every form that uploads have, and what loading it should give.
+//! A small GPT-2 that tests write in every form that uploads have, and the expected result of loading it.
 
 use std::{
     collections::BTreeMap,

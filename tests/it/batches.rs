@@ -112,8 +112,8 @@ fn packed_documents_are_rows_of_their_own() {
     within(worst, PACKING, "gradients of packed rows");
 }
 
-/// Clipping scales the whole gradient: the reported norm is that of before, and Adam's first moment
-/// shows what was taken.
+/// Clipping scales the whole gradient: the reported norm is that before clipping, and Adam's first moment
+/// shows the clipped gradient.
 #[test]
 fn clipping_is_by_the_norm_of_all_micro_batches() {
     let base = golden("tiny");

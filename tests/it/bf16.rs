@@ -1,7 +1,7 @@
-//! `--precision bf16` on a CPU: training beside F32, and the hint about it. Its kernels have their own tests.
+//! `--precision bf16` on a CPU: training compared with F32, and the hint about it. Its kernels have their own tests.
 //!
-//! CPUs may execute the instructions without telling of them, and engraft uses them only where they are fast. So
-//! the training runs in a process of its own that insists on them, and may die of it where there are none.
+//! CPUs may execute the instructions without reporting them, and engraft uses them only where they are fast. So
+//! the training runs in a separate process that always uses them, and that the CPU ends if it lacks them.
 
 use std::{env, os::unix::process::ExitStatusExt, path::Path, process::Command, sync::Arc};
 
@@ -115,7 +115,7 @@ fn losses() {
     assert!(exact.iter().zip(&rounded).any(|(a, b)| a != b), "BF16 was not used");
     for (step, (exact, rounded)) in exact.iter().zip(&rounded).enumerate() {
         let error = (rounded - exact).abs() / exact;
-        assert!(error < 1e-2, "step {step}: {rounded} beside {exact}");
+        assert!(error < 1e-2, "step {step}: {rounded} in BF16, {exact} in F32");
     }
     println!(
         "largest distance {:?}",

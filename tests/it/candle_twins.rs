@@ -1,4 +1,4 @@
-//! What candle has for the same purpose, as a second opinion: its AdamW, its cross-entropy, its autograd of an adapted layer.
+//! Compares with candle: its AdamW, its cross-entropy, its autograd of an adapted layer.
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW, loss::cross_entropy};

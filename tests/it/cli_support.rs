@@ -91,17 +91,17 @@ fn words(line: &str) -> Vec<&str> {
 pub struct Finished(pub Output);
 
 impl Finished {
-    /// The exit code.
+    /// The exit code; `None` if a signal ended the program.
     pub fn code(&self) -> Option<i32> {
         self.0.status.code()
     }
 
-    /// Standard output.
+    /// Standard output as text.
     pub fn stdout(&self) -> String {
         String::from_utf8(self.0.stdout.clone()).unwrap()
     }
 
-    /// Standard error.
+    /// Standard error as text.
     pub fn stderr(&self) -> String {
         String::from_utf8(self.0.stderr.clone()).unwrap()
     }

@@ -1,4 +1,4 @@
-//! Generation with a cache is the full pass: however a text is fed, cut or taken back.
+//! Generation with a cache gives the logits of a full pass, for any way to feed, cut or rewind a text.
 
 use std::{ops::Range, sync::Arc};
 

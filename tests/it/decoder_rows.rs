@@ -1,4 +1,4 @@
-//! Rows of a decoder that are read together, of any lengths and adapters, give what each of them gives alone.
+//! Rows of a decoder that are read together, of any lengths and adapters, have the logits of each row alone.
 
 use std::sync::Arc;
 
@@ -55,7 +55,7 @@ fn alone(base: &Arc<Base>, cases: &[Case], adapter: usize, ids: &[u32]) -> Vec<f
     wide(decoder.feed(ids).unwrap())
 }
 
-/// A row of the tests: what it is given, and what it has read so far.
+/// A row of the tests: its text, and the tokens that it has read so far.
 struct Reader {
     row: usize,
     adapter: usize,
@@ -63,7 +63,7 @@ struct Reader {
     ids: Vec<u32>,
 }
 
-/// Gives each reader its next tokens, `take` of them, in one call; returns the largest difference from each alone.
+/// Feeds each reader its next `take` tokens in one call; returns the largest difference from each row alone.
 fn read(
     decoder: &mut Decoder,
     base: &Arc<Base>,
@@ -105,7 +105,7 @@ fn rows_of_any_lengths_and_adapters_give_what_each_gives_alone() {
     for _ in 0..3 {
         worst = worst.max(read(&mut decoder, base, &cases, &mut readers, |_| 1));
     }
-    // Prompts beside single tokens, and some rows alone.
+    // Prompts together with single tokens, and some rows alone.
     worst = worst.max(read(&mut decoder, base, &cases, &mut readers[..7], |index| 1 + 5 * (index % 3)));
     worst = worst.max(read(&mut decoder, base, &cases, &mut readers[2..5], |_| 1));
     readers.swap(0, 6);
@@ -144,7 +144,7 @@ fn a_fork_is_a_fresh_prefill() {
     for adapter in 0..=cases.len() {
         let prompt = row(2, 90, 0, SIZES.vocab).ids;
         let mut forked = together(base, &cases, 5, 120);
-        // What the targets have read and been before is forgotten.
+        // The earlier content of the target rows is forgotten.
         forked.assign(0, 1).unwrap();
         forked.feed(&[1, 2, 3]).unwrap();
         forked.assign(2, adapter).unwrap();

@@ -1,4 +1,4 @@
-//! What PEFT and PyTorch computed, against what we compute: logits, loss, every gradient, ten steps.
+//! Compares with results of PEFT and PyTorch: logits, loss, every gradient, ten steps.
 //!
 //! The files and their reading are described in tests/golden/README.md; docs/NUMERICS.md holds the bounds.
 

@@ -17,7 +17,7 @@ use tempfile::TempDir;
 
 use crate::hub_server::{COMMIT, Hub, Server};
 
-/// Nobody listens there.
+/// An address that refuses connections.
 const NOBODY: &str = "http://127.0.0.1:9";
 
 /// The tiny golden base, with files that nobody needs.
@@ -92,7 +92,7 @@ fn fetches_what_is_needed_into_the_shared_layout() {
     let pinned = HubOptions { revision: Some(COMMIT.into()), ..options(NOBODY, &cache) };
     assert_eq!(fetch("owner/tiny", &pinned).unwrap(), source);
 
-    // Without a network what the cache holds will do.
+    // Without a network the cached files are used.
     assert_eq!(fetch("owner/tiny", &options(NOBODY, &cache)).unwrap(), source);
 }
 
@@ -328,7 +328,7 @@ fn concurrent_fetches_share_one_cache() {
     });
     assert!(sources.iter().all(|source| *source == sources[0]), "{sources:?}");
 
-    // Each file was downloaded once, whoever came first.
+    // Each file was downloaded once, by any of the four.
     let log = server.log();
     let downloads = |file: &str| {
         let is_of = |line: &&String| line.starts_with("GET /tiny/") && line.ends_with(&format!("/{file}"));

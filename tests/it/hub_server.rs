@@ -11,7 +11,7 @@ use std::{
 
 pub const COMMIT: &str = "607a30d783dfa663caf39e06633721c8d4cfcd7e";
 
-/// What the hub holds and how it behaves.
+/// Files and behaviour of the hub.
 #[derive(Default)]
 pub struct Hub {
     pub id: &'static str,

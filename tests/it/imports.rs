@@ -1,4 +1,4 @@
-//! Who may import whom: the real imports of every file, kept to the order of the house.
+//! Checks the real imports of every file against the order of the rooms.
 //!
 //! Files are parsed, not searched for words: `modules` finds which module each file is, `visit` and `tokens`
 //! the paths that it names, `resolve` what they mean, through re-exports too, and `graph` who is reached that

@@ -1,4 +1,4 @@
-//! Integration tests, one binary: a module a topic.
+//! Integration tests in one binary, a module for each topic.
 
 mod autograd;
 mod base;

@@ -1,5 +1,5 @@
-//! The memory engine by its program: plans without weights, refusals, planned against measured bytes
-//! counted, everything together against nothing at all.
+//! Memory plans through the programs: plans without weights, refusals, planned against counted bytes,
+//! and every saving together against none.
 
 use engraft::device::cpu::bf16 as fast_bf16;
 use serde_json::Value;
@@ -41,7 +41,7 @@ fn a_plan_is_for_the_threads_and_the_precision_that_were_asked_for() {
     let one = scratch("--threads 1");
     assert!(one > 0);
     assert_eq!(scratch("--threads 3"), 3 * one);
-    // Of each token as many inputs as a panel is deep, of two bytes.
+    // For each token two bytes for each step of a panel.
     let rounded = if fast_bf16() { 4 * 128 * 768 * 2 } else { 0 };
     assert_eq!(scratch("--threads 1 --precision bf16"), one + rounded);
 }
@@ -99,7 +99,7 @@ fn a_streamed_base_evaluates_and_generates_the_same() {
     assert_eq!(generated("").split(',').count(), 9);
 }
 
-/// What a plan says was chosen is a command that chooses it.
+/// The options that a plan prints as chosen are a command that chooses the same.
 #[test]
 fn a_chosen_setting_can_be_typed() {
     let sandbox = Sandbox::new();

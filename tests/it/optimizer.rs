@@ -85,7 +85,7 @@ fn another_optimizer_does_not_go_on_and_saves_less() {
         fs::metadata(sandbox.path("run/saves/step-00000001.safetensors")).unwrap().len()
     };
     let (wide, coded) = (size("adamw"), size("adamw8bit"));
-    // 12 bytes a trainable against 4 + 2.03, besides a description of a few KB.
+    // 12 bytes per trainable against 4 + 2.03, and a description of a few KB.
     assert!(coded as f64 <= 0.53 * wide as f64, "{coded} of {wide} bytes");
     sandbox.train(&format!("{LARGE} --steps 2 --optimizer adamw8bit")).succeeds();
     sandbox
@@ -155,7 +155,7 @@ impl BeforeUpdate for Clearing {
     }
 }
 
-/// Without decay a value whose gradient is zero stays; a frozen one stays, whatever its gradient.
+/// Without decay a value whose gradient is zero stays; a frozen value stays with any gradient.
 #[test]
 fn a_hook_acts_before_the_norm_and_a_frozen_tensor_stays() {
     let base = golden("tiny");

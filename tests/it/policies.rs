@@ -1,5 +1,5 @@
-//! What may change memory and time and no result: recompute, threads, chunks, micro-batches, packing.
-//! And what a step must do (move every trainable) and must never do (touch the base, half a step).
+//! Settings that may change memory and time but no result: recompute, threads, chunks, micro-batches, packing.
+//! Also: a step moves every trainable, never changes the base, and is never made by half.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ use crate::setup::{
 /// A sum of m FP32 terms errs by about sqrt(m) 2^-24 of its size (6e-8), a few such sums follow one
 /// another, and a gradient that is a difference of larger terms keeps their absolute error.
 const CHUNKS: f64 = 5e-6;
-/// Of a loss: the mean of a few dozen FP32 losses.
+/// Bound of a loss: the mean of a few dozen FP32 losses.
 pub const LOSS: f64 = 1e-6;
 
 pub const VOCAB: usize = 61;
@@ -105,8 +105,8 @@ pub fn same(found: &Outcome, expected: &Outcome, what: &str) {
     assert_eq!(found.2, expected.2, "state of {what}");
 }
 
-/// Weights that come and go, and inputs of blocks and moments that wait in a file, or in buffers that they leave and come
-/// back to, alone and together with recompute; also where the lowest blocks are not adapted.
+/// Streamed weights, and inputs of blocks and moments that are in a file, or in buffers that are copied away and
+/// back, alone and together with recompute; also where the lowest blocks are not adapted.
 #[test]
 fn streaming_and_offloading_change_no_bit() {
     let base = golden("tiny");
@@ -295,7 +295,7 @@ fn evaluation_changes_nothing_and_sees_neither_dropout_nor_smoothing() {
             let mut none = std::iter::empty();
             assert!(first.evaluate(&mut none).is_err(), "nothing to evaluate is an error");
 
-            // Training goes on as if nobody had looked.
+            // The evaluation does not change the training.
             let mut second = trainer(&base, &case, options);
             restore(&mut second, &before).unwrap();
             assert_eq!(first.step(&batches, 1e-2).unwrap(), second.step(&batches, 1e-2).unwrap());

@@ -46,7 +46,7 @@ fn matrices(base: &Base) -> Vec<&FrozenMatrix> {
     all
 }
 
-/// Everything else.
+/// All other matrices.
 fn vectors(base: &Base) -> Vec<&Frozen> {
     let weights = &base.weights;
     let mut all = vec![&weights.wpe, &weights.ln_f.gain, &weights.ln_f.bias];
@@ -120,7 +120,7 @@ fn a_base_is_coded_once_from_whatever_it_was() {
     );
     assert_eq!(tensors.tensor(&format!("{name}.scales")).unwrap().shape(), [6, 1]);
 
-    // FP16 beside it stays what it is, and a damaged copy is made again.
+    // The FP16 copy stays as it is, and a damaged copy is made again.
     assert!(crate::base_files::load(half.path(), cache.path()).unwrap().weights.wte.scales.is_none());
     fs::write(&model, b"short").unwrap();
     assert_eq!(codes(&load(&source, cache.path())), wanted);

@@ -1,4 +1,4 @@
-//! What several topics start from: bases, adapters with no zero in them, rows of tokens, differences.
+//! Helpers of several topics: bases, adapters without zeros, rows of tokens, differences.
 
 use std::{path::Path, sync::Arc};
 
@@ -116,7 +116,7 @@ pub fn case(name: &'static str, base: &Base, lora: Option<LoraSpec>, prefix: Opt
     Case { name, set, values }
 }
 
-/// What every policy has to treat alike.
+/// Cases that every policy has to treat alike.
 pub fn cases(base: &Base, dropout: f64) -> Vec<Case> {
     let all = || Some(lora("all-linear", dropout));
     let parts = || Some(lora("q,k,v,attn.c_proj,c_fc,mlp.c_proj", dropout));
@@ -151,7 +151,7 @@ pub fn values(set: &AdapterSet) -> Vec<f32> {
 pub struct TrainerState {
     pub step: u64,
     pub values: Vec<f32>,
-    /// What the optimizer keeps: name, type, bytes.
+    /// The optimizer's tensors: name, type, bytes.
     pub moments: Vec<(&'static str, DType, Vec<u8>)>,
 }
 

@@ -1,6 +1,6 @@
 //! Rust source as the rules of `tidy` see it: code apart from comments, strings and test parts.
 
-/// A Rust file.
+/// A Rust file of the tree.
 pub struct Source {
     /// Path from the root of the tree, with forward slashes.
     pub path: String,
@@ -31,7 +31,7 @@ impl Source {
     }
 }
 
-/// Files that only tests compile; `test_files_are_declared_behind_cfg_test` holds them to it.
+/// Files that only tests compile; `test_files_are_declared_after_cfg_test` holds them to it.
 pub fn is_test_file(path: &str) -> bool {
     let name = path.rsplit('/').next().unwrap_or(path);
     path.starts_with("tests/") || matches!(name, "tests.rs" | "testing.rs") || name.ends_with("_tests.rs")
@@ -59,7 +59,7 @@ pub fn without_comments_and_strings(text: &str) -> String {
     out
 }
 
-/// Where the comment, string or character that begins at `at` ends.
+/// The end of the comment, string or character that begins at `at`.
 fn skipped(chars: &[char], at: usize) -> Option<usize> {
     let next = |offset: usize| chars.get(at + offset).copied();
     let until = |from: usize, stop: &str| {
@@ -106,7 +106,7 @@ fn block_comment(chars: &[char], start: usize) -> usize {
     chars.len()
 }
 
-/// Blanks out each item behind `#[cfg(test)]`: up to its `;` or its closing brace.
+/// Blanks out each item after `#[cfg(test)]`: up to its `;` or its closing brace.
 pub fn without_tests(bare: &str) -> String {
     let mut rest = bare;
     let mut out = String::with_capacity(bare.len());

@@ -1,5 +1,5 @@
-//! Gross losses of speed: each hand-written kernel and its plain twin, alternately, in a process of its own (the level
-//! is one for a whole process). Ratios alone count, so a busy machine does not matter.
+//! Finds large losses of speed: times each hand-written kernel and its plain twin alternately, in a separate
+//! process, because a process has one level. Only ratios count, so a busy machine does not matter.
 
 use std::{env, process::Command, time::Instant};
 
@@ -53,7 +53,7 @@ fn ratios() {
     let mut check = |name: &str, run: &mut dyn FnMut()| {
         for &level in &levels {
             let gross = if Some(&level) == levels.last() { GROSS } else { GROSS_BELOW };
-            // A slow kernel stays slow; one that met other work is measured again.
+            // Measured again: a slow kernel stays slow, one that was disturbed by other work does not.
             let mut ratio = ratio(level, run);
             for _ in 1..TRIES {
                 if ratio > gross {

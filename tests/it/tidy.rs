@@ -1,8 +1,8 @@
-//! The rules of the house that a machine can police: what never stands in a source file.
+//! Rules for source files that a test can check: what no file may contain.
 //!
-//! Each rule reads the tree and names file and line of whatever breaks it; `every_rule_can_fail` breaks
+//! Each rule reads the tree and names file and line of each violation; `every_rule_can_fail` breaks
 //! each of them once, in memory. Unless a rule says otherwise it sees code alone: comments, the contents
-//! of strings and whatever stands behind `#[cfg(test)]` are blanked out first. Rules about imports are in
+//! of strings and items after `#[cfg(test)]` are blanked out first. Rules about imports are in
 //! `imports`, which parses the files.
 
 use std::{
@@ -105,8 +105,8 @@ fn files_say_what_they_are(sources: &[Source]) -> Vec<String> {
     silent.map(|source| format!("{}:1: opens without //!", source.path)).collect()
 }
 
-/// Lines without the part behind `#[cfg(test)]`; a file of tests counts whole.
-fn files_fit_a_mind(sources: &[Source]) -> Vec<String> {
+/// Number of lines without the items after `#[cfg(test)]`; a file of tests is counted as a whole.
+fn files_are_short(sources: &[Source]) -> Vec<String> {
     let length = |source: &Source| {
         let bare = without_comments_and_strings(&source.text);
         let kept = without_tests(&bare);
@@ -143,7 +143,7 @@ fn models_open_no_file(sources: &[Source]) -> Vec<String> {
 }
 
 /// A file named as tests are must be declared as tests are, or its code would escape the rules.
-fn test_files_are_declared_behind_cfg_test(sources: &[Source]) -> Vec<String> {
+fn test_files_are_declared_after_cfg_test(sources: &[Source]) -> Vec<String> {
     let named =
         sources.iter().filter(|source| is_test_file(&source.path) && !source.path.starts_with("tests/"));
     let declared = |source: &&Source| {
@@ -165,7 +165,7 @@ fn test_files_are_declared_behind_cfg_test(sources: &[Source]) -> Vec<String> {
     named
         .filter(|source| !declared(source))
         .map(|source| {
-            format!("{}:1: is named as tests are, but no neighbour declares it behind cfg(test)", source.path)
+            format!("{}:1: is named as tests are, but no neighbour declares it after cfg(test)", source.path)
         })
         .collect()
 }
@@ -209,7 +209,7 @@ fn every_file_opens_with_what_it_is() {
 
 #[test]
 fn no_file_is_longer_than_500_lines() {
-    hold(files_fit_a_mind, "cut the file, or move its tests behind #[cfg(test)]");
+    hold(files_are_short, "cut the file, or move its tests after #[cfg(test)]");
 }
 
 #[test]
@@ -224,7 +224,7 @@ fn the_model_opens_no_file() {
 
 #[test]
 fn test_files_are_tests() {
-    hold(test_files_are_declared_behind_cfg_test, "declare the file behind #[cfg(test)] or rename it");
+    hold(test_files_are_declared_after_cfg_test, "declare the file after #[cfg(test)] or rename it");
 }
 
 #[test]
@@ -257,7 +257,7 @@ fn every_rule_can_fail() {
         (nothing_stops_on_input, "src/a.rs", "let x = \".unwrap()\"; // .unwrap()", false),
         (nothing_stops_on_input, "src/tests.rs", "x.unwrap()", false),
         (files_say_what_they_are, "src/a.rs", "use x;\n//! late", true),
-        (files_fit_a_mind, "src/a.rs", &long, true),
+        (files_are_short, "src/a.rs", &long, true),
         (only_the_command_line_speaks, "src/a.rs", "println!(\"x\");", true),
         (only_the_command_line_speaks, "src/a.rs", "let x = std::env::var(y);", true),
         (only_the_command_line_speaks, "src/a.rs", "let x = env!(\"A\"); let y = r#\"println!\"#;", false),
@@ -265,7 +265,7 @@ fn every_rule_can_fail() {
         (models_open_no_file, "src/model/a.rs", "use std::{fs::File, io};", true),
         (models_open_no_file, "src/model/weights/a.rs", "use std::fs;", false),
         (models_open_no_file, "src/device/cuda/a.rs", "use std::fs;", true),
-        (test_files_are_declared_behind_cfg_test, "src/x_tests.rs", "fn x() {}", true),
+        (test_files_are_declared_after_cfg_test, "src/x_tests.rs", "fn x() {}", true),
     ];
     for (rule, path, text, breaks) in cases {
         let found = rule(&[Source::new(path, text)]);
@@ -276,7 +276,7 @@ fn every_rule_can_fail() {
         Source::new("src/x.rs", "#[cfg(test)]\n#[path = \"x_tests.rs\"]\nmod tests;"),
         Source::new("src/x_tests.rs", "fn x() {}"),
     ];
-    assert!(test_files_are_declared_behind_cfg_test(&declared).is_empty());
+    assert!(test_files_are_declared_after_cfg_test(&declared).is_empty());
     for folder in somebodys_folders() {
         assert!(names_a_place(&format!("see {folder}x")) && !names_a_place(&format!("https://a.b{folder}x")));
     }

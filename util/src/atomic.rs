@@ -17,9 +17,9 @@ use tempfile::{Builder, TempDir};
 #[derive(Debug, thiserror::Error)]
 #[error("{}: cannot be written: {cause}; free space or choose another folder", .path.display())]
 pub struct WriteError {
-    /// File or folder.
+    /// The file or folder that cannot be written.
     pub path: PathBuf,
-    /// What the system said.
+    /// The system's error.
     pub cause: io::Error,
 }
 
@@ -36,7 +36,7 @@ pub type Result<T, E = WriteError> = std::result::Result<T, E>;
 /// Bytes that wait before they go to a file.
 pub const BUFFER: usize = 1 << 20;
 
-/// Writes a file atomically.
+/// Replaces a file atomically: a crash leaves the old file or the new one.
 ///
 /// # Errors
 /// [`WriteError`] if any step fails; the old file is then untouched.

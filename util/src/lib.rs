@@ -1,4 +1,4 @@
-//! What engraft's crates share and what is not about adapters, models or devices: files that are
+//! Helpers that engraft's crates share, independent of adapters, models and devices: files that are
 //! replaced as a whole, headers of tensor files, the counter-based random numbers, the number types of reference maths.
 
 pub mod atomic;

@@ -6,7 +6,7 @@ use std::{iter::Sum, ops::AddAssign};
 pub trait Real: num_traits::Float + AddAssign + Sum + std::fmt::Debug + Send + Sync + 'static {
     /// The nearest value of this type.
     fn of(value: f64) -> Self;
-    /// The error function.
+    /// The error function erf.
     fn erf(self) -> Self;
 }
 

@@ -30,7 +30,7 @@ pub fn name(text: &str) -> u64 {
         .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
 }
 
-/// 64 uniform bits.
+/// 64 uniformly distributed bits.
 #[inline]
 pub fn bits(key: u64, index: u64) -> u64 {
     // Two rounds: with one, the streams of two keys would be shifted copies of each other.

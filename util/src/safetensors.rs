@@ -22,7 +22,7 @@ pub const PREFIX: u64 = 8;
 pub struct Header {
     /// Names, types, shapes and places of the tensors, and the strings of the file.
     pub metadata: Metadata,
-    /// Where in the file the first byte of a tensor is.
+    /// Offset in the file of the first byte of the tensors.
     pub start: u64,
 }
 
@@ -35,7 +35,7 @@ pub enum HeaderError {
     /// The file ends before the length of its header does.
     #[error("{size} bytes are too few for a header length")]
     Short {
-        /// Bytes of the file.
+        /// Size of the file in bytes.
         size: u64,
     },
     /// The header would be longer than the file or than the caller allows.
@@ -43,7 +43,7 @@ pub enum HeaderError {
     Length {
         /// Bytes that the header claims.
         length: u64,
-        /// Bytes after the length.
+        /// Size in bytes of the file after the length field.
         rest: u64,
     },
     /// The text is no header, or its tensors overlap, leave holes or have other sizes than their shapes.
@@ -54,7 +54,7 @@ pub enum HeaderError {
     Data {
         /// Bytes of the tensors in the header.
         described: u64,
-        /// Bytes after the header.
+        /// Size in bytes of the file after the header.
         held: u64,
     },
 }
@@ -87,11 +87,11 @@ impl Header {
 /// A tensor of a header to be written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
-    /// Its name.
+    /// Name of the tensor.
     pub name: String,
-    /// Type of its elements.
+    /// Element type.
     pub dtype: Dtype,
-    /// Outermost size first.
+    /// Sizes, outermost first.
     pub shape: Vec<usize>,
     /// How many bytes it takes.
     pub bytes: usize,

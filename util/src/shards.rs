@@ -14,17 +14,17 @@ pub enum IndexError {
     /// The file cannot be read.
     #[error("{}: cannot be read: {cause}", .path.display())]
     Read {
-        /// The index.
+        /// Path of the index file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         cause: io::Error,
     },
     /// The file is no index. The message is a sentence for the user.
     #[error("{}: {what}; get the file again", .path.display())]
     Wrong {
-        /// The index.
+        /// Path of the index file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The broken rule, as the end of a sentence.
         what: String,
     },
 }
@@ -46,8 +46,9 @@ pub fn names(index: &Path) -> Result<Vec<String>, IndexError> {
         let name = value.as_str().filter(|name| {
             !name.contains(['/', '\\']) && (name.ends_with(".safetensors") || name.ends_with(".bin"))
         });
-        let name = name
-            .ok_or_else(|| wrong(format!("names the shard {value}, which is no weights file beside it")))?;
+        let name = name.ok_or_else(|| {
+            wrong(format!("names the shard {value}, which is no weights file in the same folder"))
+        })?;
         names.insert(name.to_owned());
     }
     if names.is_empty() {

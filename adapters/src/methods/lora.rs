@@ -36,7 +36,7 @@ const PLAIN_INITS: [&str; 4] = ["gaussian", "orthogonal", "eva", "true"];
 pub struct LoraSpec {
     /// Rank r of the delta; of each part's delta where parts are targets.
     pub rank: usize,
-    /// Numerator of the scale.
+    /// Numerator alpha of the scale.
     pub alpha: f64,
     /// Modules or parts the LoRA attaches to.
     pub targets: Targets,
@@ -77,13 +77,15 @@ impl LoraSpec {
 }
 
 impl LoraSpec {
-    pub(crate) const KIND: Kind =
-        Kind { name: "lora", peft_type: "LORA", claims: |_| true, read: StoredLora::read };
+    /// The kind `lora`.
+    pub const KIND: Kind = Kind { name: "lora", peft_type: "LORA", claims: |_| true, read: StoredLora::read };
 
+    /// The delta of rank `rank` and scale [`Self::scale`] on `one`, and its two tensors.
     fn push(
         &self,
         one: Selected,
-        (rank, alpha): (usize, f64),
+        rank: usize,
+        alpha: f64,
         base: &BaseDescription,
         slots: &mut Slots,
     ) -> Result<Lora> {
@@ -116,7 +118,7 @@ impl Method for LoraSpec {
         let chosen = targets::select(&self.targets, self.layers.as_deref(), base)?;
         let values = ranks_and_alphas(self, &chosen, base)?;
         let each = chosen.iter().zip(values);
-        let loras = each.map(|(&one, values)| self.push(one, values, base, slots));
+        let loras = each.map(|(&one, (rank, alpha))| self.push(one, rank, alpha, base, slots));
         Ok(Contribution { loras: loras.collect::<Result<_>>()?, ..Contribution::default() })
     }
 
@@ -256,7 +258,7 @@ fn check_values(lora: &LoraSpec) -> Result<()> {
 // ---- PEFT's config ----
 
 impl LoraSpec {
-    /// The config, in fields that PEFT has had for long and with which its formulas give our scales.
+    /// The config, in fields that old versions of PEFT read too; PEFT's formulas then give our scales.
     fn config(&self, modules: &[Module], fused: bool, base: &BaseDescription) -> String {
         let fields = [
             ("bias", json!("none")),
@@ -361,7 +363,7 @@ impl Stored for StoredLora {
         &LoraSpec::KIND
     }
 
-    /// What was asked for before parts were fused, where the file says so.
+    /// The spec before parts were fused, if the file contains it.
     fn spec(&self, tensors: &TensorFile) -> AdapterSpec {
         let own = tensors.metadata(META_SPEC).and_then(|text| serde_json::from_str::<LoraSpec>(text).ok());
         own.unwrap_or_else(|| self.spec.clone()).into()

@@ -74,7 +74,7 @@ methods! {
     /// Learned keys and values in front of every sequence.
     prefix: PrefixSpec,
     ; in tests:
-    /// Every part there is.
+    /// Has every kind of part.
     toy: toy::ToySpec,
 }
 
@@ -83,7 +83,7 @@ methods! {
 pub struct Kind {
     /// Name for users; also that of its folder where several methods are saved together.
     pub name: &'static str,
-    /// What PEFT's config says in `peft_type`.
+    /// Value of `peft_type` in PEFT's config.
     pub peft_type: &'static str,
     /// Whether a config with that `peft_type` is of this kind; where several are, the last one registered wins.
     pub(crate) claims: fn(&Fields) -> bool,
@@ -103,10 +103,10 @@ pub(crate) trait Method: Debug {
     /// Writes the initial values of the method's tensors into `values`, the flat store, which holds zeros.
     fn init(&self, set: &AdapterSet, values: &mut [f32], from: &Init) -> Result<()>;
 
-    /// What it attaches to, a line for each thing.
+    /// A line for each site or other part of the model that it changes.
     fn matched(&self, set: &AdapterSet, base: &BaseDescription) -> Vec<String>;
 
-    /// What a description says of it: a name of at most 12 letters and a text for each line.
+    /// Lines of a description: a name of at most 12 letters, and a text.
     fn lines(&self) -> Vec<(&'static str, String)>;
 
     /// Its PEFT files. `derived` is what the model computes from the values and PEFT stores in their stead.
@@ -132,7 +132,7 @@ pub(crate) trait Method: Debug {
 
 /// A method as a PEFT config has it, before a base was looked at.
 pub(crate) trait Stored: Debug {
-    /// Its names.
+    /// The kind, with its names.
     fn kind(&self) -> &'static Kind;
 
     /// The method for a description, as far as the files tell.
@@ -147,7 +147,7 @@ pub(crate) trait Stored: Debug {
     ) -> Option<AdapterSet>;
 }
 
-/// A text for every kind: `a, b LAST c`.
+/// The text of every kind, the last one after `last`: with " or " `lora or prefix`.
 pub(crate) fn list(text: impl Fn(&Kind) -> String, last: &str) -> String {
     let mut texts: Vec<String> = kinds().into_iter().map(text).collect();
     match texts.pop() {

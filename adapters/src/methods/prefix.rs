@@ -23,7 +23,7 @@ const PROMPT: &str = "prompt_embeddings";
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PrefixSpec {
-    /// Virtual tokens, P.
+    /// Length P in virtual tokens.
     pub length: usize,
     /// Hidden width of the two-layer network that makes the prefix; `None` learns it directly.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -37,7 +37,8 @@ impl Default for PrefixSpec {
 }
 
 impl PrefixSpec {
-    pub(crate) const KIND: Kind =
+    /// The kind `prefix`.
+    pub const KIND: Kind =
         Kind { name: "prefix", peft_type: "PREFIX_TUNING", claims: |_| true, read: StoredPrefix::read };
 }
 

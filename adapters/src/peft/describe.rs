@@ -1,4 +1,4 @@
-//! What an adapter's files say of themselves, without a base to compare them with.
+//! Describes an adapter from its files, without comparing it with a base.
 
 use std::{
     collections::BTreeSet,
@@ -27,35 +27,35 @@ pub struct Described {
     pub spec: AdapterSpec,
     /// Name of the base it was made for.
     pub base: Option<String>,
-    /// Revision of that base.
+    /// Revision of that base on the hub.
     pub revision: Option<String>,
-    /// Fingerprint of that base.
+    /// Fingerprint of that base's weights.
     pub fingerprint: Option<String>,
     /// Ranks that occur among its tensors (of parts fused by PEFT's layout: their sum).
     pub ranks: Vec<usize>,
     /// Values in all tensors of the file.
     pub parameters: usize,
-    /// The tensors, by name.
+    /// The tensors, sorted by name.
     pub tensors: Vec<DescribedTensor>,
-    /// What of it is not supported.
+    /// Reasons why this version cannot load it; empty if it can.
     pub unsupported: Vec<String>,
 }
 
 /// A tensor in an adapter's file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct DescribedTensor {
-    /// Name.
+    /// Name in the file.
     pub name: String,
-    /// Type, such as `F32`.
+    /// Element type, such as `F32`.
     pub dtype: String,
-    /// Shape.
+    /// Sizes, outermost first.
     pub shape: Vec<usize>,
 }
 
 /// Describes the adapter in a folder, or the methods below it. Tensor values are not read.
 ///
 /// # Errors
-/// Files that cannot be read, as [`load`](super::load) has them. What is not supported is no error here.
+/// When files cannot be read, as [`load`](super::load). Unsupported features are no error here.
 pub fn describe(dir: &Path) -> Result<Description> {
     let adapters = folders(dir)?.into_iter().map(describe_folder).collect::<Result<_>>()?;
     Ok(Description { adapters })
@@ -64,7 +64,7 @@ pub fn describe(dir: &Path) -> Result<Description> {
 fn describe_folder(folder: PathBuf) -> Result<Described> {
     let config = Config::read(&folder.join(CONFIG_FILE))?;
     let file = TensorFile::open(&folder.join(TENSOR_FILE))?;
-    let tensors: Vec<_> = file.tensors().into_iter().map(tensor).collect();
+    let tensors: Vec<_> = file.tensors().into_iter().map(|(name, info)| tensor(name, info)).collect();
     let a = tensors.iter().filter(|tensor| tensor.name.ends_with(".lora_A.weight"));
     let ranks: BTreeSet<usize> = a.filter_map(|tensor| tensor.shape.first().copied()).collect();
     Ok(Described {
@@ -80,7 +80,7 @@ fn describe_folder(folder: PathBuf) -> Result<Described> {
     })
 }
 
-fn tensor((name, info): (String, &safetensors::tensor::TensorInfo)) -> DescribedTensor {
+fn tensor(name: String, info: &safetensors::tensor::TensorInfo) -> DescribedTensor {
     DescribedTensor { name, dtype: info.dtype.to_string(), shape: info.shape.clone() }
 }
 

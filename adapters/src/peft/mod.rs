@@ -1,7 +1,7 @@
 //! Adapters as PEFT 0.21.2 writes and reads them, strictly.
 //!
 //! A folder holds `adapter_config.json` and `adapter_model.safetensors`. Several methods together have no
-//! single PEFT folder: each has one of its name below a common one. What PEFT has no field for (the base's
+//! single PEFT folder: each has a subfolder of its name. Data for which PEFT has no field (the base's
 //! fingerprint, the parts of fused modules) is in the tensor file's metadata, which PEFT ignores. The fields
 //! and tensors of a method are in its own file; here is what all methods share.
 
@@ -56,7 +56,7 @@ fn folders(path: &Path) -> Result<Vec<PathBuf>> {
         (false, false) => Ok(below),
         (true, false) => {
             let names = methods::list(|kind| format!("{}/", kind.name), " or ");
-            Err(not_an_adapter(format!("it holds an adapter_config.json beside {names}")))
+            Err(not_an_adapter(format!("it holds an adapter_config.json and also {names}")))
         }
         (false, true) => Err(not_an_adapter("it holds no adapter_config.json".to_owned())),
     }

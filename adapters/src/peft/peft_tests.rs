@@ -241,7 +241,7 @@ fn what_peft_itself_writes_beside_is_accepted() {
         "megatron_core": "megatron.core", "peft_version": "0.21.2", "qalora_group_size": 16, "use_dora": false,
         "layers_pattern": "h", "layers_to_transform": [], "init_lora_weights": "gaussian", "runtime_config": {},
     })).unwrap();
-    // The smallest config there is, and a name that matches nothing beside one that does.
+    // The smallest config, and a name that matches nothing next to one that does.
     fs::write(
         saved.dir().join(CONFIG_FILE),
         r#"{"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": ["c_attn", "q_proj", "q"]}"#,
@@ -416,7 +416,7 @@ fn folders_without_a_readable_adapter_say_what_is_there() {
     assert!(matches!(read(), Error::Read { .. }));
     fs::create_dir(folder.path().join("lora")).unwrap();
     fs::copy(&config, folder.path().join("lora").join(CONFIG_FILE)).unwrap();
-    assert!(read().to_string().contains("beside lora/"));
+    assert!(read().to_string().contains("and also lora/"));
 }
 
 #[test]

@@ -13,11 +13,11 @@ use crate::{AdapterSet, AdapterSpec, BaseDescription, Error, Problem, Result, me
 /// An adapter, read and found to fit.
 #[derive(Debug)]
 pub struct Loaded {
-    /// The adapters, resolved.
+    /// The adapters, resolved against the base.
     pub set: AdapterSet,
     /// The flat store, as `set.layout` lays it out.
     pub values: Vec<f32>,
-    /// What the user may want to know; nothing in it is an error.
+    /// Sentences for the user about the files; none of them is an error.
     pub hints: Vec<String>,
 }
 
@@ -79,7 +79,7 @@ impl Source {
     }
 }
 
-/// What was found while reading.
+/// Problems and hints found while reading.
 #[derive(Default)]
 pub(crate) struct Findings {
     allow_base_mismatch: bool,
@@ -142,7 +142,7 @@ impl Findings {
     }
 }
 
-/// Of methods saved together, each must be in the folder of its name.
+/// Checks that each of several methods saved together is in the folder of its name.
 fn refuse_wrong_folders(sources: &[Source], findings: &mut Findings) {
     if sources.len() < 2 {
         return;

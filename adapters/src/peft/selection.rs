@@ -10,9 +10,9 @@ use crate::{BaseDescription, Problem, Targets, targets};
 /// Modules as a config chooses them.
 #[derive(Debug)]
 pub(crate) struct Selection {
-    /// `target_modules`.
+    /// The field `target_modules`.
     pub targets: Targets,
-    /// `layers_to_transform`; `None` for all.
+    /// The field `layers_to_transform`; `None` for all layers.
     pub layers: Option<Vec<usize>>,
     layers_pattern: Vec<String>,
     exclude: Option<Targets>,

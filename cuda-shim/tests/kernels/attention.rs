@@ -1,5 +1,5 @@
-//! Attention forward and backward, plain and on tensor cores: batch, heads, packed documents, prefix, cache,
-//! sizes that are no multiple of a tile, against the twin head by head.
+//! Attention forward and backward, plain and on tensor cores, against the twin head by head: batch, heads,
+//! packed documents, prefix, cache, and sizes that are no multiple of a tile.
 
 use cuda_shim::{Launcher, kernels};
 use engraft::kernels::attention::reference::{self, Shape as Head};
@@ -79,7 +79,7 @@ impl Kernels {
     }
 }
 
-/// As the kernels take them.
+/// The structs that the kernels take.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Heads<T> {
@@ -145,12 +145,12 @@ impl Case<'_> {
     }
 }
 
-/// Rows of `width` numbers at column `at` of rows that stand `row` apart.
+/// Rows of `width` numbers at column `at` of rows that are `row` numbers apart.
 fn columns(data: &[f64], row: usize, at: usize, width: usize) -> Vec<f64> {
     data.chunks(row).flat_map(|row| row[at..at + width].to_vec()).collect()
 }
 
-/// What a type's rounding of probabilities and results allows.
+/// The tolerance for a type's rounding of probabilities and results.
 fn tolerance<T: Activation>() -> f64 {
     3.0 * T::ROUNDING + 1e-5
 }
@@ -332,7 +332,7 @@ fn after<T: Activation>(case: Case, past: usize, counted: bool) {
     let (operands, qkv, prompt) = Operands::<T>::new(case);
     let caches = [(); 2].map(|()| Device::<T>::poisoned(batch * capacity * c));
     let sizes = [batch, c].map(|x| x as i32);
-    // Where the device counts, it also says which row of the cache a row is: the last one is first.
+    // Where the device has the counts, it also has the rows' places in the cache: the last row comes first.
     let numbers = Device::<u32>::of(&vec![past as f64; batch]);
     let last_first = Device::<u32>::of(&(0..batch).rev().map(|row| row as f64).collect::<Vec<_>>());
     let none = std::ptr::null_mut();
@@ -423,6 +423,6 @@ fn a_cache_gives_the_rows_of_its_twin() {
     cached::<f32>(plain, 70);
     cached::<f16>(Case { width: 64, ..plain }, 70);
     cached::<bf16>(Case { p: 0, ..plain }, 70);
-    // More shares than keys that are seen.
+    // More shares than visible keys.
     cached::<f32>(Case { batch: 1, t: 4, p: 0, starts: &[0, 0, 0, 2], ..plain }, 3);
 }

@@ -10,11 +10,11 @@ const GUARD: usize = 64;
 
 /// An element of device memory.
 pub trait Number: Copy + PartialEq + std::fmt::Debug {
-    /// The value of guards and of what is not written yet: NaN where the type has one.
+    /// The value of guards and of elements that are not written yet: NaN if the type has one.
     const POISON: Self;
     /// The nearest value of this type.
     fn of(value: f64) -> Self;
-    /// The value in f64.
+    /// The value converted to f64.
     fn wide(self) -> f64;
     /// Whether both have the same bits.
     fn same(self, other: Self) -> bool;
@@ -69,11 +69,11 @@ impl Activation for bf16 {
     const INDEX: usize = 2;
 }
 
-/// Numbers that a kernel may read and write, 16-byte aligned, between guards.
+/// A buffer that a kernel may read and write, 16-byte aligned, between guards.
 pub struct Device<T>(UnsafeCell<Vec<T>>, usize);
 
 impl<T: Number> Device<T> {
-    /// Holds `values`.
+    /// A buffer with these values.
     pub fn new(values: &[T]) -> Self {
         let mut all = vec![T::POISON; values.len() + 2 * GUARD];
         // SAFETY: only the address is looked at.
@@ -95,13 +95,13 @@ impl<T: Number> Device<T> {
         Self::new(&vec![T::POISON; len])
     }
 
-    /// Where element `at` lies, for a kernel.
+    /// Address of element `at`, for a kernel.
     pub fn at(&self, at: usize) -> *mut T {
         // SAFETY: no reference to the elements is alive; the address stays inside.
         unsafe { (*self.0.get()).as_mut_ptr().add(self.1 + at) }
     }
 
-    /// Where the elements begin.
+    /// Address of the first element, for a kernel.
     pub fn head(&self) -> *mut T {
         self.at(0)
     }
@@ -117,14 +117,14 @@ impl<T: Number> Device<T> {
         all[self.1..end].to_vec()
     }
 
-    /// The elements in f64.
+    /// The elements converted to f64.
     #[track_caller]
     pub fn wide(&self) -> Vec<f64> {
         self.get().into_iter().map(Number::wide).collect()
     }
 }
 
-/// Orders of threads to try.
+/// Seeds, each of which is another order of threads.
 pub const SEEDS: [u64; 3] = [1, 2, 3];
 
 /// Launches `kernel`; panics when it breaks a rule of the shim.

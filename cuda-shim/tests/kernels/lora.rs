@@ -40,7 +40,7 @@ struct Kernels {
     finish: Launcher,
 }
 
-/// As the kernels take it.
+/// The struct that the kernels take.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Dropout {
@@ -151,7 +151,7 @@ fn check<T: Activation>(s: Shape, p: f32, splits: usize, seed: u64) {
             rank_
         ];
         run(kernels.both, [outputs.div_ceil(32) + (n * rank).div_ceil(8), splits, 1], 256, 0, seed, args);
-        assert_eq!(both.wide(), small.wide(), "xa beside a product");
+        assert_eq!(both.wide(), small.wide(), "xa with a product");
         let y = Device::<T>::poisoned(n * outputs);
         let args = args![
             parts.head(),

@@ -10,7 +10,7 @@ use crate::{args, harness::*};
 
 kernels!(square_sum_parts_launch, square_sum_finish_launch, adamw_launch, adamw8_launch);
 
-/// As the kernels take it.
+/// The struct that the kernels take.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Factors {
@@ -36,7 +36,7 @@ impl Factors {
     }
 }
 
-/// What `square_sum_finish` writes: 24 bytes.
+/// The result of `square_sum_finish`, 24 bytes.
 struct Control(Device<u32>);
 
 impl Control {
@@ -148,7 +148,9 @@ fn adamw8_matches_its_twin() {
             let mut twin_scales = [scales[0].wide(), scales[1].wide()];
             {
                 let ([m, v], [m_scales, v_scales]) = (&mut twin_codes, &mut twin_scales);
-                adamw8::reference::update(&mut wide, &gradient, (m, m_scales), (v, v_scales), u);
+                let m = adamw8::reference::Coded { codes: m, scales: m_scales };
+                let v = adamw8::reference::Coded { codes: v, scales: v_scales };
+                adamw8::reference::update(&mut wide, &gradient, m, v, u);
             }
             let (m, v) = ((codes[0].head(), scales[0].head()), (codes[1].head(), scales[1].head()));
             let (factors, at) = (Factors::new(u), control.0.head());

@@ -1,4 +1,4 @@
-//! Casts, flat sums, activations.
+//! Casts between element types, flat sums, and activations, against their twins.
 
 use cuda_shim::{Launcher, kernels};
 use engraft::kernels::activation::{Activation as Kind, reference};
@@ -22,7 +22,7 @@ kernels!(
     activation_backward_bf16_launch,
 );
 
-/// Not a multiple of a vector, more than a block.
+/// Numbers of elements that are no multiple of a vector, and more than a block takes.
 const COUNTS: [usize; 3] = [1, 7, 4099];
 
 fn grid(count: usize) -> [usize; 3] {
@@ -36,7 +36,7 @@ fn cast<A: Number, B: Number>(kernel: Launcher, to: fn(A) -> B) {
         let special =
             [0.0, -0.0, 1.0 + 2f64.powi(-11), 1.0 + 3.0 * 2f64.powi(-9), 65519.0, 65520.0, 1e-7, -3e38];
         values.iter_mut().zip(special).for_each(|(value, special)| *value = special);
-        // From one element on, so that vectors are not aligned.
+        // Starts at the second element, so that vectors are not aligned.
         for shift in [0, 1] {
             let (x, y) = (Device::<A>::of(&values), Device::<B>::poisoned(count));
             run(kernel, grid(count), 256, 0, 1, args![x.at(shift), y.at(shift), (count - shift) as i64]);

@@ -1,4 +1,4 @@
-//! Products of few rows, starts of outputs, sums over rows.
+//! Products of small batches, initial values of outputs, and sums over rows, against their twins.
 
 use cuda_shim::{Launcher, kernels};
 use half::{bf16, f16};

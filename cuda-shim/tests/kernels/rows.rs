@@ -1,4 +1,4 @@
-//! Kernels that take rows: embedding, layer norm, gather and scatter, cross-entropy.
+//! Kernels that work row by row, against their twins: embedding, layer norm, gather and scatter, cross-entropy.
 
 use cuda_shim::{Launcher, kernels};
 use engraft::kernels::{head_loss, layernorm::reference};
@@ -214,7 +214,7 @@ fn cross_entropy<T: Activation>(kernel: Launcher, v: usize, smoothing: f64, in_p
     assert_close(&losses.wide(), &expected, 4e-6, "loss");
     logits.get();
     for row in 0..m {
-        // SAFETY: the row lies inside the buffer that the kernel wrote.
+        // SAFETY: the row is inside the buffer that the kernel wrote.
         let found = unsafe { std::slice::from_raw_parts(dz.add(row * ld_dz), ld) };
         let expected: Vec<f64> =
             (0..ld).map(|j| if j < v { d_expected[row * v + j] * f64::from(factor) } else { 0.0 }).collect();

@@ -1,10 +1,10 @@
-//! Options that both programs have: the base, and what computes.
+//! Options that both programs have: the base and the device.
 
 use serde::{Deserialize, Serialize};
 
 use super::{
     options::{Check, OnResume, options, switch, unless, value},
-    values::{BaseDtype, DeviceName, Precision, Switch},
+    values::{BaseDtypeName, DeviceName, Precision, Switch},
 };
 
 options! {
@@ -22,23 +22,23 @@ options! {
         /// Use the hub's local cache only
         offline: bool => switch().on_resume(OnResume::OfTheCall);
         /// Type of the base's matrices: f16, or q8 for 8 bits with a scale for each 32 weights
-        base_dtype: BaseDtype = BaseDtype::F16 => value("TYPE");
+        base_dtype: BaseDtypeName = BaseDtypeName::F16 => value("TYPE");
         /// Accept an adapter that was trained on another base
         allow_base_mismatch: bool => switch().on_resume(OnResume::Free);
     }
 }
 
-/// More threads than any machine has cores.
+/// A larger number of threads is taken for a typing error.
 const MOST_THREADS: usize = 4096;
 
 options! {
-    /// What computes.
+    /// Options of the device.
     #[derive(Serialize, Deserialize)]
     #[serde(rename_all = "kebab-case", default)]
     ComputeArgs {}
 
     "Device and memory" {
-        /// Where to compute: cpu, cuda, cuda:N, or auto for CUDA if there is a device
+        /// Device: cpu, cuda, cuda:N, or auto for CUDA if there is a device
         device: DeviceName = DeviceName::Auto => value("DEVICE").on_resume(OnResume::OwnRule);
         /// Type of activations: f32, bf16 (on a CPU in products and attention, if it has fast BF16 products),
         /// or f16 (CUDA only)
@@ -57,7 +57,7 @@ options! {
 }
 
 impl ComputeArgs {
-    /// Whether the base is streamed where no memory plan decides it.
+    /// Whether the base is streamed in a command without a memory plan.
     pub fn streams(&self) -> bool {
         self.stream_base().fixed().unwrap_or(false)
     }

@@ -1,4 +1,4 @@
-//! Downloads as people see them.
+//! Shows the progress of downloads.
 
 use std::{
     cell::RefCell,

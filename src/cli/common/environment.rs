@@ -11,7 +11,7 @@ use crate::{
     hub::{HubOptions, Proxies},
 };
 
-/// What the environment says about caches and the hub.
+/// Settings of caches and the hub from environment variables.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Environment {
     /// `None` where no variable tells a folder for caches: what needs none works all the same.

@@ -1,4 +1,4 @@
-//! What both programs need: options and their values, the environment, signals, opening a base, output.
+//! Code that both programs use: options and their values, the environment, signals, opening a base, output.
 
 pub mod args;
 pub mod download;

@@ -12,7 +12,7 @@ use super::{
     download::Download,
     environment::Environment,
     output::write_note,
-    values::{BaseDtype, DeviceName, Precision},
+    values::{BaseDtypeName, DeviceName, Precision},
 };
 use crate::{
     data::Tokenizer,
@@ -33,23 +33,23 @@ const RUN_ADAPTER: &str = "adapter";
 
 /// A base, ready to use.
 pub struct Opened {
-    /// The base.
+    /// The base on its device.
     pub base: Arc<Base>,
     /// Its tokenizer, if it has one.
     pub tokenizer: Option<Tokenizer>,
 }
 
-/// What computes, and in which type of activations.
+/// The device, and the type of activations on it.
 #[derive(Debug, Clone, Copy)]
 pub struct Compute {
-    /// The device, opened.
+    /// The opened device.
     pub device: Device,
-    /// Type of activations.
+    /// Element type of activations.
     pub activations: DType,
 }
 
 impl Compute {
-    /// The host's cores.
+    /// The host's cores in F32.
     pub const CPU: Self = Self { device: Device::HOST, activations: DType::F32 };
 
     /// Opens what was asked for.
@@ -89,7 +89,7 @@ pub fn hint_at_f32(kind: &DeviceKind, activations: DType) {
 pub fn faster_in_bf16(
     kind: &DeviceKind,
     precision: Option<Precision>,
-    dtype: Option<BaseDtype>,
+    dtype: Option<BaseDtypeName>,
 ) -> Option<&'static str> {
     let f16_base = dtype.is_none_or(|dtype| dtype.kept() == BaseDType::F16);
     let is_faster = kind.default_activations == DType::F32 && kind.has_fast_bf16();

@@ -1,8 +1,8 @@
 //! One definition for each option: name, help, default, check, config key and resume rule.
 //!
-//! [`options!`] takes the definitions of a group of options and makes a struct of them, which clap fills
-//! from the command line and serde from a config file. Everything else that must know the options asks
-//! [`Options::facts`]: the help text, the layers of config files, the identity of a run, the tests of the manual.
+//! [`options!`] turns the definitions of a group of options into a struct, which clap fills from the command
+//! line and serde from a config file. The help text, the layers of config files, the identity of a run and
+//! the tests of the manual read the definitions through [`Options::facts`].
 
 use std::fmt::Display;
 
@@ -23,7 +23,7 @@ pub struct Definition<G, T> {
     excludes: Option<&'static str>,
 }
 
-/// A switch: `--name` alone is true, `--name=false` takes back what a config file says.
+/// A switch: `--name` alone means true; `--name=false` overrides a config file.
 pub const fn switch<G>() -> Definition<G, bool> {
     value("BOOL")
 }
@@ -43,53 +43,53 @@ pub const fn value<G, T>(name: &'static str) -> Definition<G, T> {
 }
 
 impl<G, T> Definition<G, T> {
-    /// The value where none is given, which may depend on other options of the group.
+    /// The value if none is given; it may depend on other options of the group.
     pub const fn default(mut self, default: fn(&G) -> Option<T>) -> Self {
         self.default = default;
         self
     }
 
-    /// What the help names as default where it is no value.
+    /// The default in words, for the help, where it is not a value of the option.
     pub const fn otherwise(mut self, text: &'static str) -> Self {
         self.otherwise = text;
         self
     }
 
-    /// Refuses values that make no sense.
+    /// Sets the rule for values.
     pub const fn check(mut self, check: Check<T>) -> Self {
         self.check = check;
         self
     }
 
-    /// What a resumed run may do with the option.
+    /// Sets the rule for resumed runs.
     pub const fn on_resume(mut self, rule: OnResume) -> Self {
         self.on_resume = rule;
         self
     }
 
-    /// Means something for that part alone, and is part of an adapter's config.
-    pub const fn of(mut self, part: Part) -> Self {
-        self.part = part;
+    /// The option belongs to the method of this kind, whose adapter config contains its value.
+    pub const fn of(mut self, kind: &'static str) -> Self {
+        self.part = Part::Method(kind);
         self.from_adapter = true;
         self
     }
 
-    /// Whether the config of an adapter to start from gives it.
+    /// Whether the config of an adapter to start from contains it.
     pub const fn in_adapter(mut self, in_adapter: bool) -> Self {
         self.from_adapter = in_adapter;
         self
     }
 
-    /// Says the same as the option `other` in another way: a layer may give one of the two.
+    /// Sets the same property as the option `other`: a layer may give one of the two.
     pub const fn excludes(mut self, other: &'static str) -> Self {
         self.excludes = Some(other);
         self
     }
 
-    /// Refuses `value` if it makes no sense.
+    /// Checks `value`.
     ///
     /// # Errors
-    /// A sentence with the option, the value and the remedy.
+    /// [`Error::Input`] with the option, the value and the remedy if the value breaks the rule.
     pub fn refuse(&self, name: &str, value: Option<&T>) -> Result<()> {
         let Check { refused, fault, remedy } = self.check;
         match value.and_then(refused) {
@@ -98,14 +98,14 @@ impl<G, T> Definition<G, T> {
         }
     }
 
-    /// The value if none is given, where `group` has the other options.
+    /// The default; `group` has the other options.
     pub fn usual(&self, group: &G) -> Option<T> {
         (self.default)(group)
     }
 }
 
 impl<G: Default, T: Serialize> Definition<G, T> {
-    /// What does not depend on the type of values.
+    /// The definition without the type of its values.
     pub fn facts(&self, field: &str, heading: &'static str) -> Facts {
         let default = self.usual(&G::default()).and_then(|value| shown(&Value::try_from(value).ok()?));
         let otherwise = Some(self.otherwise.to_owned()).filter(|text| !text.is_empty());
@@ -127,9 +127,9 @@ impl<G: Default, T: Serialize> Definition<G, T> {
 pub struct Check<T> {
     /// The value as text, if it breaks the rule.
     pub refused: fn(&T) -> Option<String>,
-    /// Follows the option and the value in the message.
+    /// The part of the message after option and value: `is too small`.
     pub fault: &'static str,
-    /// Ends the message, and says what to give where the value cannot be read at all.
+    /// The end of the message, `give ..`; also used for values that cannot be parsed.
     pub remedy: &'static str,
 }
 
@@ -141,7 +141,7 @@ impl<T> Clone for Check<T> {
 
 impl<T> Copy for Check<T> {}
 
-/// `value` as text, unless it is good.
+/// `value` as text, if it is not `good`.
 pub fn unless(good: bool, value: impl Display) -> Option<String> {
     (!good).then(|| value.to_string())
 }
@@ -162,7 +162,7 @@ pub const fn above_zero(remedy: &'static str) -> Check<f64> {
     }
 }
 
-/// Finite numbers from 0.
+/// Finite numbers of at least 0.
 pub const fn from_zero(remedy: &'static str) -> Check<f64> {
     Check {
         refused: |&number| unless(number.is_finite() && number >= 0.0, number),
@@ -171,36 +171,34 @@ pub const fn from_zero(remedy: &'static str) -> Check<f64> {
     }
 }
 
-/// Parts of a whole that leave something of it.
+/// Fractions in 0 .. 1, without 1.
 pub const BELOW_ONE: Check<f64> = Check {
     refused: |number| unless((0.0..1.0).contains(number), number),
     fault: "is not from 0 to below 1",
     remedy: "give a number from 0 to below 1, such as 0.1",
 };
 
-/// What a resumed run may do with an option.
+/// The rule for an option of a resumed run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnResume {
     /// It must be the same as in the run, because results depend on it.
     Same,
-    /// It has a rule of its own: base and data are compared by fingerprint, device and precision as the
-    /// machine, a choice of the memory plan is kept, and the length may grow.
+    /// It has its own rule: base and data are compared by fingerprint, device and precision as properties of
+    /// the machine, a choice of the memory plan is kept, and the length may grow.
     OwnRule,
-    /// It may change: it never reaches the adapter.
+    /// It may change: no result depends on it.
     Free,
     /// It belongs to one call: it may change and is not written to the run folder.
     OfTheCall,
 }
 
-/// What an option means something for.
+/// The runs that an option belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Part {
-    /// Every run.
+    /// All runs.
     Run,
-    /// Runs that train a LoRA.
-    Lora,
-    /// Runs that train a prefix.
-    Prefix,
+    /// Runs that train a method of this kind, by its name in [`engraft_adapters::kinds`].
+    Method(&'static str),
 }
 
 /// An option without the type of its values.
@@ -208,26 +206,26 @@ pub enum Part {
 pub struct Facts {
     /// Long name without the dashes, which is also the key in a config file.
     pub name: String,
-    /// What the help calls a value; `BOOL` for a switch.
+    /// Name of a value in the help; `BOOL` for a switch.
     pub value: &'static str,
     /// Heading in the help; empty for none.
     pub heading: &'static str,
     /// The default as the help shows it.
     pub default: Option<String>,
-    /// What to give instead of a value that cannot be read; empty where the type says it.
+    /// The advice for a value that cannot be parsed, `give ..`; empty where the type has its own.
     pub remedy: &'static str,
-    /// What a resumed run may do with it.
+    /// The rule for resumed runs.
     pub on_resume: OnResume,
-    /// What it means something for.
+    /// The runs that it belongs to.
     pub part: Part,
-    /// Whether the config of an adapter to start from gives it.
+    /// Whether the config of an adapter to start from contains it.
     pub from_adapter: bool,
-    /// The option that says the same in another way.
+    /// The option that sets the same property in another way.
     pub excludes: Option<&'static str>,
 }
 
 impl Facts {
-    /// Completes what clap knows of the option.
+    /// `arg` with the value's name, the heading and the default.
     pub fn complete(&self, arg: clap::Arg) -> clap::Arg {
         let mut arg = arg.value_name(self.value);
         if self.value == "BOOL" {
@@ -243,7 +241,7 @@ impl Facts {
     }
 }
 
-/// A default as the help shows it; nothing for a switch that is off.
+/// A default as the help shows it; `None` for a switch that is off.
 fn shown(value: &Value) -> Option<String> {
     match value {
         Value::Boolean(false) => None,
@@ -265,19 +263,19 @@ pub trait Options: Sized {
     /// Fills in the defaults of options that are `wanted` and were not given.
     fn fill(&mut self, wanted: &dyn Fn(&Facts) -> bool);
 
-    /// Refuses values that make no sense.
+    /// Checks all given values.
     ///
     /// # Errors
-    /// The first such value.
+    /// [`Error::Input`] for the first value that breaks its rule.
     fn check(&self) -> Result<()>;
 }
 
-/// A struct of options from their definitions.
+/// Declares a struct of options.
 ///
 /// The fields in braces after the name are groups of options. The options follow under the headings of the
-/// help: the help text as doc comment, the field (whose name with dashes is the option), the type, perhaps a
-/// default that depends on nothing, and after `=>` the rest of the [`Definition`]. Each option is an `Option`
-/// field; one with such a default also gets a method of its name that gives the value or the default.
+/// help: the help text as doc comment, the field (its name with dashes is the option), the type, optionally a
+/// constant default, and after `=>` the rest of the [`Definition`]. Each option is an `Option` field; one with
+/// a constant default also gets a method of its name that returns the value or the default.
 macro_rules! options {
     (
         $(#[$of_struct:meta])*

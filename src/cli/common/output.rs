@@ -1,4 +1,4 @@
-//! What the programs print: results on standard output, all else on standard error.
+//! Printing: results on standard output, all else on standard error.
 
 use std::io::{self, Write};
 

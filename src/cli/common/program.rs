@@ -17,7 +17,7 @@ use super::{
 };
 use crate::error::{Error, Result};
 
-/// What was typed; `None` after `--help` or `--version`, whose text is then printed.
+/// The parsed command line; `None` after `--help` or `--version`, whose text is then printed.
 ///
 /// `options` gives the options of a command.
 ///
@@ -67,7 +67,7 @@ pub fn usage_error(usage: &clap::Error, options: &[Facts]) -> Error {
     hints.fold(Error::input(sentence), Error::hint)
 }
 
-/// What to say of a value that its option cannot read.
+/// The message for a value that its option cannot parse.
 fn wrong_value(usage: &clap::Error, options: &[Facts]) -> Option<String> {
     let text = |kind| match usage.get(kind) {
         Some(ContextValue::String(text)) => Some(text.as_str()),

@@ -6,13 +6,13 @@ use crate::error::{Error, Result};
 
 /// Set when the loop should stop.
 static STOP: AtomicBool = AtomicBool::new(false);
-/// Whether a loop looks at [`STOP`].
+/// Whether a loop checks [`STOP`].
 static WATCHED: AtomicBool = AtomicBool::new(false);
 
 /// Exit code after a signal.
 const INTERRUPTED: i32 = 130;
 
-/// Installs the handler.
+/// Installs the handler of both signals.
 ///
 /// # Errors
 /// When the system refuses it.

@@ -28,7 +28,7 @@ options! {
     GenerateArgs { base: BaseArgs, compute: ComputeArgs }
 
     "" {
-        /// Adapter folder, with =SCALE if wished; repeatable, LoRAs are summed
+        /// Adapter folder, optionally with =SCALE; repeatable, LoRAs are summed
         adapter: Vec<ScaledAdapter> => value("DIR[=SCALE]");
         /// One JSON object per sample on stdout, nothing else there
         json: bool => switch();
@@ -93,7 +93,7 @@ struct Prompt {
 /// Runs `engraft-infer generate`.
 ///
 /// # Errors
-/// When an option makes no sense, or anything named cannot be read or does not fit together.
+/// When an option is invalid, or a base, adapter or file cannot be read or does not fit the others.
 pub fn run(args: &GenerateArgs) -> Result<()> {
     signals::install()?;
     let options = options(args)?;

@@ -2,26 +2,27 @@
 
 use std::path::PathBuf;
 
-use engraft_adapters::{LoraSpec, PrefixSpec, Targets};
+use engraft_adapters::{Kinds, LoraSpec, PrefixSpec, Targets};
 use serde::{Deserialize, Serialize};
 
 use crate::{
     cli::common::{
         args::{BaseArgs, ComputeArgs},
         options::{
-            BELOW_ONE, Check, FROM_ONE, OnResume, Part, above_zero, from_zero, options, switch, unless, value,
+            BELOW_ONE, Check, FROM_ONE, OnResume, above_zero, from_zero, options, switch, unless, value,
         },
         values::{
-            LayerList, MemoryName, Method, Optimizer, Pattern, PrefixInit, RecomputeName, RowsName,
-            ScheduleName, Switch, Warmup,
+            LayerList, MemoryName, Optimizer, Pattern, PrefixInit, RecomputeName, RowsName, ScheduleName,
+            Switch, Warmup,
         },
     },
     optim::AdamWOptions,
     plan::budget::Limit,
+    train::AdapterOptions,
 };
 
 options! {
-    /// Which data, and how rows are made of them.
+    /// Data files, and how rows are made from them.
     #[derive(Serialize, Deserialize)]
     #[serde(rename_all = "kebab-case", default)]
     DataArgs {}
@@ -53,9 +54,9 @@ impl DataArgs {
     }
 }
 
-/// More rows per step than anybody waits for.
+/// A larger batch is taken for a typing error.
 const LARGEST_BATCH: usize = 1_000_000;
-/// Larger ranks are typing errors: no base is that wide.
+/// A larger rank is taken for a typing error: no base is that wide.
 const LARGEST_RANK: f64 = 1e6;
 
 /// At least one row, or `auto`.
@@ -66,7 +67,7 @@ const ROWS: Check<RowsName> = Check {
 };
 
 options! {
-    /// Options of `train` as typed, or as read from a TOML file whose keys are the options' names.
+    /// Options of `train`, from the command line or from a TOML file whose keys are the options' names.
     #[derive(Serialize, Deserialize)]
     #[serde(rename_all = "kebab-case", default)]
     TrainArgs {
@@ -102,29 +103,29 @@ options! {
     }
 
     "Adapter" {
-        /// Method to train
-        method: Method => value("METHOD")
-            .default(|args: &TrainArgs| args.init_adapter.is_none().then_some(Method::Lora))
+        /// Kind of adapter to train: lora, prefix, or lora+prefix
+        method: Kinds => value("METHOD")
+            .default(|args: &TrainArgs| args.init_adapter.is_none().then(AdapterOptions::default_kinds))
             .in_adapter(true);
         /// Start from this adapter (PEFT files), whose config gives the method and the options below
         init_adapter: PathBuf => value("DIR");
         /// Rank of the LoRA
-        rank: usize = LoraSpec::default().rank => value("R").of(Part::Lora).check(FROM_ONE);
+        rank: usize = LoraSpec::default().rank => value("R").of(LoraSpec::KIND.name).check(FROM_ONE);
         /// Scale the LoRA's delta by alpha / rank
         alpha: f64 = LoraSpec::default().alpha =>
-            value("A").of(Part::Lora).check(above_zero("give a number such as 16"));
+            value("A").of(LoraSpec::KIND.name).check(above_zero("give a number such as 16"));
         /// c_attn, attn.c_proj, c_fc, mlp.c_proj, q, k, v, all-linear, a list of them, or /regex/
-        targets: Targets = LoraSpec::default().targets => value("LIST").of(Part::Lora);
+        targets: Targets = LoraSpec::default().targets => value("LIST").of(LoraSpec::KIND.name);
         /// Layers with a LoRA, such as 0,2,5-11
-        layers: LayerList => value("LIST").of(Part::Lora)
+        layers: LayerList => value("LIST").of(LoraSpec::KIND.name)
             .default(|_| LoraSpec::default().layers.map(LayerList)).otherwise("all");
         /// Dropout on the LoRA's input
         lora_dropout: f64 = LoraSpec::default().dropout =>
-            value("P").of(Part::Lora).in_adapter(false).check(BELOW_ONE);
+            value("P").of(LoraSpec::KIND.name).in_adapter(false).check(BELOW_ONE);
         /// Scale by alpha / sqrt(rank)
-        rslora: bool = LoraSpec::default().rslora => switch().of(Part::Lora);
+        rslora: bool = LoraSpec::default().rslora => switch().of(LoraSpec::KIND.name);
         /// Another rank for sites that match KEY, a regular expression; repeatable
-        rank_pattern: Vec<Pattern> => value("KEY=R").of(Part::Lora).check(Check {
+        rank_pattern: Vec<Pattern> => value("KEY=R").of(LoraSpec::KIND.name).check(Check {
             refused: |patterns| refused_pattern(patterns, |rank| {
                 rank.fract() == 0.0 && (1.0..=LARGEST_RANK).contains(&rank)
             }),
@@ -132,21 +133,21 @@ options! {
             remedy: "give a whole number from 1, such as h.0.attn.c_attn=4",
         });
         /// Another alpha for sites that match KEY, a regular expression; repeatable
-        alpha_pattern: Vec<Pattern> => value("KEY=A").of(Part::Lora).check(Check {
+        alpha_pattern: Vec<Pattern> => value("KEY=A").of(LoraSpec::KIND.name).check(Check {
             refused: |patterns| refused_pattern(patterns, |alpha| alpha.is_finite() && alpha > 0.0),
             fault: "has no finite alpha above 0",
             remedy: "give a number such as h.0.attn.c_attn=16",
         });
         /// Length of the prefix in virtual tokens
-        prefix_len: usize = PrefixSpec::default().length => value("P").of(Part::Prefix).check(FROM_ONE);
+        prefix_len: usize = PrefixSpec::default().length => value("P").of(PrefixSpec::KIND.name).check(FROM_ONE);
         /// Initial value of the prefix; with --prefix-projection always random
-        prefix_init: PrefixInit => value("INIT").of(Part::Prefix).default(|args: &TrainArgs| {
+        prefix_init: PrefixInit => value("INIT").of(PrefixSpec::KIND.name).default(|args: &TrainArgs| {
             Some(if args.prefix_projection.is_some() { PrefixInit::Random } else { PrefixInit::Text })
         });
         /// Text that --prefix-init text reads
-        prefix_text: String => value("TEXT").of(Part::Prefix).otherwise("the first training row");
+        prefix_text: String => value("TEXT").of(PrefixSpec::KIND.name).otherwise("the first training row");
         /// Train the prefix through a tanh layer of this width
-        prefix_projection: usize => value("HIDDEN").of(Part::Prefix).check(FROM_ONE);
+        prefix_projection: usize => value("HIDDEN").of(PrefixSpec::KIND.name).check(FROM_ONE);
     }
 
     "Optimization" {
@@ -190,7 +191,7 @@ options! {
         label_smoothing: f64 = 0.0 => value("E").check(BELOW_ONE);
         /// adamw, adamw8bit (moments in a quarter of the memory), or auto (8 bits only if nothing else fits)
         optimizer: Optimizer = Optimizer::Adamw => value("NAME").on_resume(OnResume::OwnRule);
-        /// Seed of everything random
+        /// Seed of initial values, order of the data and dropout
         seed: u64 = 0 => value("N");
     }
 
@@ -221,7 +222,7 @@ options! {
         save_every: u64 = 100 => value("N").on_resume(OnResume::Free);
         /// Keep the newest N saves
         keep: usize = 2 => value("N").on_resume(OnResume::Free).check(FROM_ONE);
-        /// Evaluate every N steps too, besides before and after; 0 does not
+        /// Evaluate every N steps too, not only before and after; 0 turns this off
         eval_every: u64 = 0 => value("N").on_resume(OnResume::Free);
         /// Continue the run in --output; options not given come from its config.toml
         resume: bool => switch().on_resume(OnResume::OfTheCall);

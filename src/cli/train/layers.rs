@@ -1,7 +1,8 @@
-//! Where an option's value comes from: command line, config file, run folder, embedded defaults, defaults.
+//! Joins the sources of option values: command line, config file, run folder, embedded defaults, defaults.
 
 use std::path::{Path, PathBuf};
 
+use engraft_adapters::Kinds;
 use toml::Table;
 
 use super::{args::TrainArgs, config_file};
@@ -43,7 +44,7 @@ fn refuse_both(facts: &[Facts], layer: &Table) -> Result<()> {
     }
 }
 
-/// Removes from the layer `below` what a decision above makes meaningless.
+/// Removes from the layer `below` the options that the layer `above` overrules.
 fn hide(facts: &[Facts], above: &Table, below: &mut Table) {
     for pair in exclusive(facts) {
         if pair.iter().any(|key| above.contains_key(*key)) {
@@ -51,12 +52,12 @@ fn hide(facts: &[Facts], above: &Table, below: &mut Table) {
         }
     }
     let from_adapter = above.contains_key("init-adapter");
-    let meaningless = match above.get("method").and_then(|name| name.as_str()) {
-        Some("prefix") => Some(Part::Lora),
-        Some("lora") => Some(Part::Prefix),
-        _ => None,
+    let kinds = above.get("method").and_then(|kinds| kinds.as_str()?.parse::<Kinds>().ok());
+    let is_of_another = |facts: &Facts| match (facts.part, &kinds) {
+        (Part::Method(kind), Some(kinds)) => !kinds.contains(kind),
+        _ => false,
     };
-    let hidden = |facts: &&Facts| from_adapter && facts.from_adapter || Some(facts.part) == meaningless;
+    let hidden = |facts: &&Facts| from_adapter && facts.from_adapter || is_of_another(facts);
     facts.iter().filter(hidden).for_each(|facts| drop(below.remove(&facts.name)));
 }
 
@@ -64,11 +65,10 @@ fn hide(facts: &[Facts], above: &Table, below: &mut Table) {
 pub fn with_defaults(mut args: TrainArgs) -> TrainArgs {
     args.fill(&|facts| facts.part == Part::Run);
     // An adapter to start from gives these; its method is not known here.
-    if let Some(method) = args.method.filter(|_| args.init_adapter.is_none()) {
+    if let Some(kinds) = args.method.clone().filter(|_| args.init_adapter.is_none()) {
         args.fill(&|facts| match facts.part {
             Part::Run => false,
-            Part::Lora => method.lora(),
-            Part::Prefix => method.prefix(),
+            Part::Method(kind) => kinds.contains(kind),
         });
     }
     // `pack` now says what both options say.
@@ -109,8 +109,8 @@ pub fn with_absolute_paths(mut args: TrainArgs) -> Result<TrainArgs> {
     Ok(args)
 }
 
-/// A base that is a folder, by a name that does not depend on the current folder: adapters carry the
-/// name, and a resumed run writes the very same files.
+/// The name of a base; for a folder its absolute path, because adapter files contain the name and a
+/// resumed run must write the same bytes.
 ///
 /// # Errors
 /// When there is no current folder.
@@ -125,8 +125,10 @@ fn absolute(path: &Path) -> Result<PathBuf> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use clap::Args as _;
+    use engraft_adapters::kinds;
+
+    use super::*;
 
     fn args(text: &str) -> TrainArgs {
         config_file::parse(text, "test.toml").unwrap()
@@ -172,6 +174,16 @@ mod tests {
             compared += 1;
         }
         assert!(compared > 20, "{compared}");
+    }
+
+    #[test]
+    fn help_names_every_method() {
+        let command = TrainArgs::augment_args(clap::Command::new("train"));
+        let method = command.get_arguments().find(|option| option.get_long() == Some("method")).unwrap();
+        let help = method.get_help().unwrap().to_string();
+        for kind in kinds() {
+            assert!(help.contains(kind.name), "{}: {help}", kind.name);
+        }
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The program `engraft`: what was typed, what it means, what is printed.
+//! The program `engraft`: parses options, turns them into a run, prints.
 //!
 //! `args` holds one definition for each option of `train`; `layers` joins command line, files and
 //! defaults; `resolve` turns the result into values the library takes; `report` prints.
@@ -38,13 +38,13 @@ enum Command {
     /// Train an adapter; with no option at all, a LoRA on the embedded base and data
     #[command(args_override_self = true, allow_negative_numbers = true)]
     Train(Box<TrainArgs>),
-    /// Tell what a training run would take of memory and time; trains nothing, needs no weights
+    /// Show the memory and time of a training run; trains nothing, needs no weights
     #[command(args_override_self = true, allow_negative_numbers = true)]
     Plan(Box<TrainArgs>),
     /// Loss and perplexity of a base with an adapter, or alone
     #[command(args_override_self = true, allow_negative_numbers = true)]
     Eval(eval::EvalArgs),
-    /// Tell what an adapter, a base or a run folder is
+    /// Describe an adapter, a base or a run folder
     #[command(args_override_self = true, allow_negative_numbers = true)]
     Inspect(inspect::InspectArgs),
 }

@@ -1,4 +1,4 @@
-//! What a run prints: lines and a progress bar for people, or one JSON object per line.
+//! Prints the events of a run: lines and a progress bar for people, or one JSON object per line.
 
 use std::{
     io::{self, IsTerminal},
@@ -189,7 +189,7 @@ impl Reporter for HumanReporter {
 }
 
 impl Drop for HumanReporter {
-    /// What is printed after a run that ended early begins on a line of its own.
+    /// Ends the bar of a run that ended early, so that the next output begins on a new line.
     fn drop(&mut self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();

@@ -1,4 +1,5 @@
-//! What the options of `train` mean. Whatever cannot go together is refused here, before anything loads.
+//! Turns the options of `train` into a run. Options that contradict each other are refused here, before
+//! anything is loaded.
 
 use std::{collections::BTreeMap, path::PathBuf};
 
@@ -7,19 +8,19 @@ use crate::{
     cli::common::{
         open::{Compute, EMBEDDED},
         options::{Facts, OnResume, Options, Part},
-        values::{Method, Optimizer, Pattern, Precision, PrefixInit, ScheduleName, Warmup},
+        values::{Optimizer, Pattern, Precision, PrefixInit, ScheduleName, Warmup},
     },
     cli::train::table,
     error::{Error, Result},
     observe::machine::{self, Machine},
     optim::{AdamWOptions, OptimizerKind, schedule::Schedule},
-    train::{self, AdapterOptions, Constraints, DataSource, Kinds, Length, PrefixStart, RunOptions},
+    train::{self, AdapterOptions, Constraints, DataSource, Length, PrefixStart, RunOptions},
 };
 
-/// The run that `args`, joined and with defaults, ask for; `cache` keeps what is measured of the machine.
+/// The run that `args`, joined and with defaults, describe; `cache` is the folder for measured speeds.
 ///
 /// # Errors
-/// The first option with a value that makes no sense, or options that exclude each other.
+/// [`Error::Input`] with the first invalid value, or with options that exclude each other.
 pub fn run_options(args: &TrainArgs, machine: Machine, cache: Option<PathBuf>) -> Result<RunOptions> {
     args.check()?;
     refuse_combinations(args)?;
@@ -76,7 +77,7 @@ pub fn run_options(args: &TrainArgs, machine: Machine, cache: Option<PathBuf>) -
     })
 }
 
-/// What results depend on besides the options.
+/// The properties of device and CPU that change the bits of a result.
 pub fn machine(compute: Compute) -> Machine {
     Machine {
         device: compute.device.kind().name.to_owned(),
@@ -85,7 +86,7 @@ pub fn machine(compute: Compute) -> Machine {
     }
 }
 
-/// What of the memory plan is fixed.
+/// The choices of the memory plan that options fix.
 fn constraints(args: &TrainArgs) -> Constraints {
     Constraints {
         micro_batch: args.micro_batch().fixed(),
@@ -113,21 +114,7 @@ fn refuse_combinations(args: &TrainArgs) -> Result<()> {
             "--micro-batch {rows}: does not divide --batch {batch}; give a divisor such as {divisor}"
         )));
     }
-    let meaningless = match args.method {
-        Some(Method::Lora) => Some((Part::Prefix, "lora", "prefix or lora+prefix")),
-        Some(Method::Prefix) => Some((Part::Lora, "prefix", "lora or lora+prefix")),
-        Some(Method::LoraPrefix) | None => None,
-    };
-    if let Some((part, method, other)) = meaningless {
-        let given = config_file::table(args)?;
-        let is_given = |facts: &Facts| facts.part == part && given.contains_key(&facts.name);
-        if let Some(facts) = TrainArgs::facts().iter().find(|facts| is_given(facts)) {
-            return Err(Error::input(format!(
-                "--{}: means nothing with --method {method}; leave it out or give --method {other}",
-                facts.name
-            )));
-        }
-    }
+    refuse_options_of_other_methods(args)?;
     let init = args.prefix_init;
     if args.prefix_text.is_some() && init.is_some_and(|init| init != PrefixInit::Text) {
         return Err(Error::input("--prefix-text: needs --prefix-init text; leave one of the two out"));
@@ -152,6 +139,23 @@ fn refuse_combinations(args: &TrainArgs) -> Result<()> {
     Ok(())
 }
 
+fn refuse_options_of_other_methods(args: &TrainArgs) -> Result<()> {
+    let Some(kinds) = &args.method else { return Ok(()) };
+    let given = config_file::table(args)?;
+    for Facts { name, part, .. } in TrainArgs::facts() {
+        if let Part::Method(kind) = part
+            && !kinds.contains(kind)
+            && given.contains_key(&name)
+        {
+            let both = kinds.with(kind);
+            return Err(Error::input(format!(
+                "--{name}: means nothing with --method {kinds}; leave it out or give --method {kind} or {both}"
+            )));
+        }
+    }
+    Ok(())
+}
+
 fn adapter_options(args: &TrainArgs) -> AdapterOptions {
     let by_key = |patterns: &[Pattern]| -> BTreeMap<String, f64> {
         patterns.iter().map(|pattern| (pattern.key.clone(), pattern.number)).collect()
@@ -159,7 +163,7 @@ fn adapter_options(args: &TrainArgs) -> AdapterOptions {
     let ranks =
         |patterns: &[Pattern]| by_key(patterns).into_iter().map(|(key, rank)| (key, rank as usize)).collect();
     AdapterOptions {
-        kinds: args.method.map(|method| Kinds { lora: method.lora(), prefix: method.prefix() }),
+        kinds: args.method.clone(),
         rank: args.rank,
         alpha: args.alpha,
         targets: args.targets.clone(),
@@ -173,7 +177,7 @@ fn adapter_options(args: &TrainArgs) -> AdapterOptions {
     }
 }
 
-/// The options that results depend on, as they are written.
+/// The options that change results: name and value as TOML. A resumed run must have the same.
 fn identity(args: &TrainArgs) -> Result<BTreeMap<String, String>> {
     let table = config_file::table(args)?;
     let same = TrainArgs::facts().into_iter().filter(|facts| facts.on_resume == OnResume::Same);
@@ -193,7 +197,7 @@ pub fn default_output(args: &TrainArgs) -> PathBuf {
     let plain: String =
         last.chars().map(|c| if c.is_alphanumeric() || "._-".contains(c) { c } else { '_' }).collect();
     let plain = if plain.trim_matches('.').is_empty() { "base".to_owned() } else { plain };
-    let method = args.method.map_or("adapter", Method::in_file_name);
+    let method = args.method.as_ref().map_or_else(|| "adapter".to_owned(), |kinds| kinds.names().join("-"));
     train::folder::free_name("runs".as_ref(), &format!("{plain}-{method}"))
 }
 

@@ -48,7 +48,7 @@ pub fn short(selection: &Selection<PlanConfig>) -> String {
     format!("{}\n{}", aligned(&lines, &[2]), summary(selection, 4))
 }
 
-/// What was chosen, what it takes, and up to `most` alternatives.
+/// The choice, its memory and time, and up to `most` alternatives.
 fn summary(selection: &Selection<PlanConfig>, most: usize) -> String {
     let plan = &selection.chosen.plan;
     let (phase, peak) = plan.peak();
@@ -84,12 +84,12 @@ fn sentence(other: &Alternative) -> String {
     format!("{}: {sign}{}, {time}{fits}", other.option, size(other.bytes.unsigned_abs()))
 }
 
-/// What a step takes, where the speeds are those of this machine.
+/// The time of a step, if the speeds are those of this machine.
 fn time(chosen: &Predicted<PlanConfig>) -> String {
     if chosen.measured { format!("; about {} a step", duration(chosen.seconds)) } else { String::new() }
 }
 
-/// Seconds for people.
+/// Seconds with a suitable unit.
 fn duration(seconds: f64) -> String {
     match seconds {
         s if s < 0.1 => format!("{:.0} ms", s * 1e3),
@@ -124,7 +124,7 @@ fn aligned<const N: usize>(lines: &[[String; N]], right: &[usize]) -> String {
     lines.iter().map(text).collect::<Vec<_>>().join("\n")
 }
 
-/// The event `plan`.
+/// The JSON event `plan`.
 pub fn event(selection: &Selection<PlanConfig>) -> Value {
     let plan = &selection.chosen.plan;
     let (phase, peak) = plan.peak();

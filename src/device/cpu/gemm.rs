@@ -4,7 +4,7 @@ use super::{
     level::vectors,
     simd::{
         at_level,
-        product::{Operand, product, scratch},
+        product::{Operand, Product, product, scratch},
     },
     strides::Strides,
 };
@@ -14,7 +14,10 @@ use super::{
 ///
 /// # Safety
 /// The three matrices are valid for their strides, and nothing else writes or reads `dst` meanwhile.
-#[allow(clippy::too_many_arguments, reason = "a matrix product has three matrices, three sizes, two factors")]
+#[allow(
+    clippy::too_many_arguments,
+    reason = "as in BLAS: three matrices with strides, three sizes, two factors"
+)]
 #[inline]
 pub unsafe fn gemm(
     (m, n, k): (usize, usize, usize),
@@ -27,11 +30,23 @@ pub unsafe fn gemm(
     rhs_strides: Strides,
     scale: f32,
 ) {
-    assert!(dst_strides.column == 1 && (keep == 0.0 || keep == 1.0), "a product as it is meant");
-    let operands = (Operand { data: lhs, strides: lhs_strides }, Operand { data: rhs, strides: rhs_strides });
-    let dst_row = (dst, dst_strides.row);
+    assert!(
+        dst_strides.column == 1 && (keep == 0.0 || keep == 1.0),
+        "rows in one piece, and 0 or 1 times dst"
+    );
+    let it = Product {
+        m,
+        n,
+        k,
+        dst,
+        dst_row: dst_strides.row,
+        keep: keep == 1.0,
+        lhs: Operand { data: lhs, strides: lhs_strides },
+        rhs: Operand { data: rhs, strides: rhs_strides },
+        scale,
+    };
     // SAFETY: promised by the caller.
-    if at_level!(s => unsafe { product(s, (m, n, k), dst_row, keep == 1.0, operands, scale) }).is_some() {
+    if at_level!(s => unsafe { product(s, it) }).is_some() {
         return;
     }
     // SAFETY: promised by the caller.

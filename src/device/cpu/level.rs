@@ -1,4 +1,4 @@
-//! Which instructions of this CPU kernels use: found once, the same for the whole process.
+//! The instruction level of CPU kernels: found once, the same for the whole process.
 
 use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 
@@ -117,7 +117,7 @@ fn insisted() -> bool {
 #[cfg(test)]
 use tests::insisted;
 
-/// Makes [`bf16`] true on any CPU with AVX-512, whatever the CPU reports. For tests and measurements.
+/// Makes [`bf16`] true on any CPU with AVX-512, even if the CPU does not report it. For tests and measurements.
 ///
 /// # Safety
 /// The CPU executes the instructions of AVX-512 BF16; one that does not ends the process.
@@ -170,7 +170,7 @@ mod tests {
 
     const PAIRS: &str = "Bf16";
 
-    /// Whether this run of the tests uses BF16 products, whatever the CPU reports.
+    /// Whether this run of the tests uses BF16 products even if the CPU does not report them.
     pub(super) fn insisted() -> bool {
         env::var(LEVEL).is_ok_and(|wanted| wanted == PAIRS)
     }

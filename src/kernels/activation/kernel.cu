@@ -1,4 +1,4 @@
-// The pointwise function of the MLP half and its derivative, in FP32 whatever the type of activations.
+// The activation function of the MLP and its derivative, computed in FP32 for every type of activations.
 //
 // Grid: ceil(count / 2048) blocks of 256 threads; a thread takes 8 elements. `kind` numbers the variants of
 // `Activation` in their order.
@@ -68,7 +68,7 @@ template <int KIND, class T> __device__ void backward(const T *x, T *d, i64 coun
   store(gradient, count - at, d + at);
 }
 
-// One kind a grid: the branch is the same for every thread.
+// A grid has one kind, so the branch is the same for every thread.
 #define BY_KIND(function)                                                                                        \
   switch (kind) {                                                                                                \
   case GELU_TANH: return function<GELU_TANH>(x, y, count);                                                       \

@@ -1,7 +1,7 @@
 // Norm and finite check of the gradient, and AdamW over the flat FP32 store, in one launch each.
 #include "adamw.cuh"
 
-constexpr int PIECE = 1 << 15; // elements that a block adds
+constexpr int PIECE = 1 << 15; // elements that a block sums up
 
 /// parts (ceil(count / 32768)): sums of squares of pieces of g (count), in f64. Grid: a block of 256 for each piece.
 extern "C" __global__ void square_sum_parts(const float *g, i64 count, double *parts) {

@@ -54,9 +54,9 @@ pub struct Clipping(Norm);
 
 #[derive(Debug, Clone, Copy)]
 enum Norm {
-    /// Of the unscaled gradient, with the factor for unscaling and clipping.
+    /// Norm of the unscaled gradient, and the factor for unscaling and clipping.
     Known { norm: f64, factor: f64 },
-    /// Still computed there. An [`update`] of a gradient that is not finite then changes nothing.
+    /// In the memory of the device. An [`update`] of a gradient that is not finite then changes nothing.
     #[cfg(feature = "cuda")]
     OnDevice(&'static Gpu),
 }

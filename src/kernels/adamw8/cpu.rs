@@ -30,7 +30,7 @@ struct Task<'a> {
 }
 
 pub fn update(values: &mut [f32], gradient: &[f32], moments: Moments, pieces: &[Piece], u: Update) {
-    let (factors, signed, unsigned) = (Factors::new(u), &*SIGNED, &*UNSIGNED);
+    let (factors, books) = (Factors::new(u), Books { signed: &SIGNED, unsigned: &UNSIGNED });
     tasks(values, gradient, moments, pieces).into_par_iter().with_max_len(1).for_each(|task| {
         let Task { values, gradient, moments } = task;
         match moments {
@@ -40,7 +40,7 @@ pub fn update(values: &mut [f32], gradient: &[f32], moments: Moments, pieces: &[
             ),
             Own::Coded { first, second } => vectorised(
                 #[inline(always)]
-                || piece(factors, signed, unsigned, values, gradient, first, second),
+                || piece(factors, books, values, gradient, first, second),
             ),
         }
     });
@@ -87,11 +87,17 @@ fn cut<'a, T>(rest: &mut &'a mut [T], len: usize) -> &'a mut [T] {
     own
 }
 
+/// The codebooks of the first and of the second moment.
+#[derive(Clone, Copy)]
+struct Books<'a> {
+    signed: &'a Codebook,
+    unsigned: &'a Codebook,
+}
+
 #[inline(always)]
 fn piece(
     factors: Factors,
-    signed: &Codebook,
-    unsigned: &Codebook,
+    Books { signed, unsigned }: Books,
     values: &mut [f32],
     gradient: &[f32],
     first: Coded,
@@ -136,7 +142,7 @@ fn decode(book: &Codebook, codes: &[u8], scale: f32, moment: &mut [f32]) {
 }
 
 /// The largest absolute value, found by its bits: their order is that of the values, and a maximum of whole
-/// numbers becomes vector code. An infinite one would make its neighbours NaN when decoded.
+/// numbers becomes vector code. At most the largest float: with an infinite scale, neighbours would decode to NaN.
 #[inline(always)]
 fn scale(moment: &[f32]) -> f32 {
     let most = moment.iter().fold(0, |most: u32, x| most.max(x.to_bits() & 0x7fff_ffff));

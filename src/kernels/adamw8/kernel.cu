@@ -18,7 +18,7 @@ __device__ int nearest(const float *values, int size, float x) {
   return double(x) > border ? high : low;
 }
 
-/// The largest absolute value of the block; finite, since an infinite one would make its neighbours NaN.
+/// The largest absolute value of the block, at most the largest float: an infinite scale would decode to NaN.
 __device__ float scale_of(float x) {
   SHARED(float[BLOCK / 32], parts);
   float most = warp_max(fabsf(x));

@@ -4,8 +4,13 @@ use super::BLOCK;
 use crate::kernels::adamw::{self, Update};
 use engraft_util::real::Real;
 
-/// A moment of one tensor: codes, and a scale for every [`BLOCK`] of them.
-pub type Coded<'a, T> = (&'a mut [u8], &'a mut [T]);
+/// A moment of one tensor of n elements.
+pub struct Coded<'a, T> {
+    /// Index into the codebook of each element, `(n)`.
+    pub codes: &'a mut [u8],
+    /// A scale for every [`BLOCK`] of codes, `(n / BLOCK, rounded up)`.
+    pub scales: &'a mut [T],
+}
 
 /// The book of the first (`signed`) or second moment, ascending.
 pub fn book<T: Real>(signed: bool) -> Vec<T> {
@@ -44,7 +49,8 @@ pub fn decode<T: Real>(book: &[T], codes: &[u8], scales: &[T]) -> Vec<T> {
 }
 
 /// Codes and scales for a moment; `floor`: the lowest code of an element above zero.
-pub fn encode<T: Real>(book: &[T], moment: &[T], (codes, scales): Coded<T>, floor: u8) {
+pub fn encode<T: Real>(book: &[T], moment: &[T], to: Coded<T>, floor: u8) {
+    let Coded { codes, scales } = to;
     let blocks = moment.chunks(BLOCK).zip(codes.chunks_mut(BLOCK)).zip(scales);
     for ((moment, codes), scale) in blocks {
         *scale = moment.iter().fold(T::zero(), |most, x| most.max(x.abs()));
@@ -61,8 +67,8 @@ pub fn encode<T: Real>(book: &[T], moment: &[T], (codes, scales): Coded<T>, floo
 /// One update of `values`, a whole tensor, and both its moments.
 pub fn update<T: Real>(values: &mut [T], gradient: &[T], first: Coded<T>, second: Coded<T>, u: Update) {
     let (signed, unsigned) = (book(true), book(false));
-    let mut m = decode(&signed, first.0, first.1);
-    let mut v = decode(&unsigned, second.0, second.1);
+    let mut m = decode(&signed, first.codes, first.scales);
+    let mut v = decode(&unsigned, second.codes, second.scales);
     adamw::reference::update(values, gradient, &mut m, &mut v, u);
     encode(&signed, &m, first, 0);
     encode(&unsigned, &v, second, 1);

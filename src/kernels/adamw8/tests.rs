@@ -135,7 +135,9 @@ fn cpu_matches_its_twin() {
             let mut scales = twin.scales.clone().map(|scales| widened(&scales));
             {
                 let ([m, v], [m_scales, v_scales]) = (&mut twin.codes, &mut scales);
-                reference::update(&mut wide, &widened(&gradient), (m, m_scales), (v, v_scales), u);
+                let m = reference::Coded { codes: m, scales: m_scales };
+                let v = reference::Coded { codes: v, scales: v_scales };
+                reference::update(&mut wide, &widened(&gradient), m, v, u);
             }
             state.step(&mut values, &gradient, u);
             assert_close(&values, &wide, 1e-6, "values");
@@ -150,7 +152,7 @@ fn cpu_matches_its_twin() {
     }
 }
 
-/// Of a fresh state the values are those of the FP32 update, which moves them before anything is rounded.
+/// From a fresh state the new values are those of the FP32 update, because moments are rounded after it.
 #[test]
 fn the_first_update_and_fp32_pieces_are_the_update_of_adamw() {
     let len = 70_001;
@@ -201,7 +203,7 @@ fn a_gradient_of_zero_moves_nothing_but_decay() {
     assert!(values.iter().all(|&w| w == 2.0 * 0.999));
     assert_eq!(state.scales, [vec![0.0; 3], vec![0.0; 3]]);
     assert!(state.decoded().concat().iter().all(|&x| x == 0.0));
-    // From there it starts as if nothing had been.
+    // From there it continues as from a fresh state.
     let mut fresh = (values.clone(), State::zeros(len, true));
     let (gradient, u) = (numbers(4, len), Update { step: 2, ..OPTIONS });
     state.step(&mut values, &gradient, u);

@@ -3,7 +3,9 @@
 //! The scores of a tile, TILE x (p + keys) floats, stay in the second-level cache. A task writes only
 //! its own head's columns.
 
-use super::{CacheRows, Heads, Prefix, Seen, Shape, simd};
+use std::ops::Range;
+
+use super::{CacheRows, Heads, Inputs, Seen, Shape, simd};
 use crate::device::cpu::{Shared, Strides, exp, gemm, simd::at_level, tasks::each, vectorised, with_scratch};
 
 /// Queries of a tile: 64 x 1044 scores are 267 KiB.
@@ -44,8 +46,8 @@ impl<'a> Head<'a> {
     }
 
     /// The vectors from `token` to the end.
-    pub fn from(&self, token: usize) -> *const f32 {
-        self.data[token * self.row..].as_ptr()
+    pub fn from(&self, token: usize) -> Rows {
+        Rows { data: self.data[token * self.row..].as_ptr(), row: self.row }
     }
 
     /// The vector of one token `(width)`.
@@ -54,14 +56,36 @@ impl<'a> Head<'a> {
     }
 }
 
+/// Vectors in memory that are read.
+#[derive(Clone, Copy)]
+pub struct Rows {
+    /// Address of the first one.
+    pub data: *const f32,
+    /// Floats from one to the next.
+    pub row: usize,
+}
+
+/// Vectors in memory that are written.
+#[derive(Clone, Copy)]
+pub struct RowsMut {
+    /// Address of the first one.
+    pub data: *mut f32,
+    /// Floats from one to the next.
+    pub row: usize,
+}
+
 /// A tile of queries and the tokens that any of them sees.
 struct Tile {
     first: usize,
     rows: usize,
     /// First and past-the-last token among the keys.
-    keys: std::ops::Range<usize>,
+    keys: Range<usize>,
+    /// Prefix rows p.
+    prefix: usize,
     /// Columns of the score matrix: prefix, then keys.
     columns: usize,
+    /// Width d of a head.
+    width: usize,
 }
 
 fn tiles<'a>(starts: &'a [u32], shape: &'a Shape) -> impl Iterator<Item = Tile> + 'a {
@@ -69,71 +93,59 @@ fn tiles<'a>(starts: &'a [u32], shape: &'a Shape) -> impl Iterator<Item = Tile> 
         let rows = TILE.min(shape.queries - first);
         let start = starts[first..first + rows].iter().copied().min().unwrap_or(0) as usize;
         let keys = start..shape.past + first + rows;
-        Tile { first, rows, columns: shape.prefix + keys.len(), keys }
+        let Shape { prefix, width, .. } = *shape;
+        Tile { first, rows, prefix, columns: prefix + keys.len(), width, keys }
     })
 }
 
 impl Tile {
     /// Columns of the score matrix that query `row` of the tile sees beyond the prefix.
-    fn visible(&self, row: usize, starts: &[u32], shape: &Shape) -> std::ops::Range<usize> {
+    fn visible(&self, row: usize, starts: &[u32], shape: &Shape) -> Range<usize> {
         let query = self.first + row;
         let shift = shape.prefix;
         let from = starts[query] as usize - self.keys.start;
         shift + from..shift + shape.past + query + 1 - self.keys.start
     }
-}
 
-/// `scores (rows, columns) = scale * left right^T` over prefix and keys.
-///
-/// # Safety
-/// `left` points at `tile.rows` vectors of `width` floats.
-unsafe fn products(
-    (left, left_row): (*const f32, usize),
-    prefix: Option<Head>,
-    right: Head,
-    tile: &Tile,
-    shape: &Shape,
-    scale: f32,
-    scores: &mut [f32],
-) {
-    let mut part = |columns: usize, at: usize, right: *const f32, row: usize| {
-        // SAFETY: `at + columns` is inside a row of scores; the operands hold that many vectors.
-        unsafe {
-            gemm(
-                (tile.rows, columns, shape.width),
-                scores[at..].as_mut_ptr(),
-                Strides::rows(tile.columns),
-                0.0,
-                left,
-                Strides::rows(left_row),
-                right,
-                Strides::columns(row),
-                scale,
-            );
+    /// `scores (rows, columns) = scale * left right^T` over prefix and keys.
+    ///
+    /// # Safety
+    /// `left` points at the tile's `rows` vectors of `width` floats.
+    unsafe fn products(&self, left: Rows, prefix: Option<Head>, right: Head, scale: f32, scores: &mut [f32]) {
+        let mut part = |columns: usize, at: usize, right: Rows| {
+            // SAFETY: `at + columns` is inside a row of scores; the operands hold that many vectors.
+            unsafe {
+                gemm(
+                    (self.rows, columns, self.width),
+                    scores[at..].as_mut_ptr(),
+                    Strides::rows(self.columns),
+                    0.0,
+                    left.data,
+                    Strides::rows(left.row),
+                    right.data,
+                    Strides::columns(right.row),
+                    scale,
+                );
+            }
+        };
+        if let Some(prefix) = prefix {
+            part(self.prefix, 0, prefix.from(0));
         }
-    };
-    if let Some(prefix) = prefix {
-        part(shape.prefix, 0, prefix.from(0), prefix.row);
+        part(self.keys.len(), self.prefix, right.from(self.keys.start));
     }
-    part(tile.keys.len(), shape.prefix, right.from(tile.keys.start), right.row);
 }
 
-pub fn forward(
-    (q, k, v): (Heads, Heads, Heads),
-    prefix: Option<Prefix>,
-    starts: &[u32],
-    scale: f32,
-    (shape, rows): (Shape, Option<CacheRows>),
-    out: &mut [f32],
-    lse: &mut [f32],
-) {
+/// The op's forward; with `rows`, of one query for each row after its row of the cache.
+pub fn forward(inputs: Inputs, rows: Option<CacheRows>, out: &mut [f32], lse: &mut [f32]) {
+    let Inputs { q, k, v, prefix, starts, scale, shape } = inputs;
+    let starts: &[u32] = starts.host();
     let Shape { batch, queries: t, heads, width, .. } = shape;
     let c = heads * width;
     assert!(out.len() == batch * t * c && lse.len() == batch * heads * t, "attention shapes");
     let vectors = at_level!(s => {
         let fits = rows.is_none() && simd::fits(s, width, t);
         if fits {
-            simd::forward(s, (q, k, v), prefix, starts, scale, shape, (&mut *out, &mut *lse));
+            simd::forward(s, inputs, &mut *out, &mut *lse);
         }
         fits
     });
@@ -153,14 +165,13 @@ pub fn forward(
         let lse = unsafe { lse.range(task * t, t) };
         with_scratch(TILE * (shape.prefix + shape.past + t), |scores| {
             for tile in tiles(starts, &shape) {
-                let left = (q.from(tile.first), q.row);
                 // SAFETY: q holds the tile's queries.
-                unsafe { products(left, prefix.map(|p| p.0), k, &tile, &shape, scale, scores) };
+                unsafe { tile.products(q.from(tile.first), prefix.map(|p| p.0), k, scale, scores) };
                 for (row, scores) in scores.chunks_exact_mut(tile.columns).take(tile.rows).enumerate() {
                     lse[tile.first + row] = softmax(scores, shape.prefix, tile.visible(row, starts, &shape));
                 }
                 let target = out.at((b * t + tile.first) * c + h * width);
-                let add = |columns: usize, at: usize, values: *const f32, row: usize, keep: f32| {
+                let add = |columns: usize, at: usize, values: Rows, keep: f32| {
                     // SAFETY: these rows and columns of out belong to this task.
                     unsafe {
                         gemm(
@@ -170,15 +181,15 @@ pub fn forward(
                             keep,
                             scores[at..].as_ptr(),
                             Strides::rows(tile.columns),
-                            values,
-                            Strides::rows(row),
+                            values.data,
+                            Strides::rows(values.row),
                             1.0,
                         );
                     }
                 };
-                add(tile.keys.len(), shape.prefix, v.from(tile.keys.start), v.row, 0.0);
+                add(tile.keys.len(), shape.prefix, v.from(tile.keys.start), 0.0);
                 if let Some((_, values)) = prefix {
-                    add(shape.prefix, 0, values.from(0), values.row, 1.0);
+                    add(shape.prefix, 0, values.from(0), 1.0);
                 }
             }
         });
@@ -186,7 +197,7 @@ pub fn forward(
 }
 
 /// In place softmax over the prefix columns and `visible`; all others become 0. Returns ln sum exp.
-fn softmax(scores: &mut [f32], prefix: usize, visible: std::ops::Range<usize>) -> f32 {
+fn softmax(scores: &mut [f32], prefix: usize, visible: Range<usize>) -> f32 {
     let (before, tokens) = scores.split_at_mut(visible.start);
     let (prefix, hidden) = before.split_at_mut(prefix);
     let (tokens, future) = tokens.split_at_mut(visible.len());
@@ -290,57 +301,59 @@ fn backward_head(dout: &[f32], seen: Seen, scale: f32, shape: &Shape, to: &Gradi
     let (b, h) = to.task;
     let (t, width, p) = (shape.queries, shape.width, shape.prefix);
     let c = shape.heads * width;
-    let (q, k, v) = super::packed(seen.qkv, t, c);
+    let Inputs { q, k, v, .. } = seen.inputs(scale, *shape);
     let (q, k, v) = (Head::new(q, b, h, width), Head::new(k, b, h, width), Head::new(v, b, h, width));
     let prefix = seen.prefix.map(|p| (Head::new(p.k, b, h, width), Head::new(p.v, b, h, width)));
     let starts = &seen.starts.host::<u32>()[b * t..][..t];
     let lse = &seen.lse.host::<f32>()[(b * shape.heads + h) * t..][..t];
-    let rows_of = |data: &'_ [f32], token: usize| data[(b * t + token) * c + h * width..].as_ptr();
+    let gradient = Head::of(dout, b * t * c + h * width, c);
     let out = seen.out.host::<f32>();
     let most = TILE * (p + t);
     with_scratch(2 * most, |scratch| {
         let (probabilities, d_scores) = scratch.split_at_mut(most);
         for tile in tiles(starts, shape) {
-            let d_rows = rows_of(dout, tile.first);
+            let d_rows = gradient.from(tile.first);
             // SAFETY: q and dout hold the tile's rows.
             unsafe {
-                products(
-                    (q.from(tile.first), q.row),
-                    prefix.map(|p| p.0),
-                    k,
-                    &tile,
-                    shape,
-                    scale,
-                    probabilities,
-                );
-                products((d_rows, c), prefix.map(|p| p.1), v, &tile, shape, 1.0, d_scores);
+                tile.products(q.from(tile.first), prefix.map(|p| p.0), k, scale, probabilities);
+                tile.products(d_rows, prefix.map(|p| p.1), v, 1.0, d_scores);
             }
             for row in 0..tile.rows {
                 let at = (b * t + tile.first + row) * c + h * width;
                 let delta: f32 =
                     dout[at..][..width].iter().zip(&out[at..][..width]).map(|(a, b)| a * b).sum();
+                let lse = lse[tile.first + row];
+                let query = Query { prefix: p, visible: tile.visible(row, starts, shape), lse, delta };
                 score_gradient(
                     &mut probabilities[row * tile.columns..][..tile.columns],
                     &mut d_scores[row * tile.columns..][..tile.columns],
-                    (p, tile.visible(row, starts, shape)),
-                    (lse[tile.first + row], delta, scale),
+                    query,
+                    scale,
                 );
             }
+            let prefix_k = prefix.map(|p| p.0);
+            let factors = Factors { q, k, prefix_k, d_rows, probabilities, d_scores };
             // SAFETY: all targets are this head's columns; tokens and prefix rows exist.
-            unsafe {
-                accumulate(&tile, shape, (q, k), prefix.map(|p| p.0), d_rows, (probabilities, d_scores), to);
-            }
+            unsafe { accumulate(&tile, factors, c, to) }
         }
     });
 }
 
+/// A query in the backward.
+struct Query {
+    /// Prefix rows p: columns `0 .. p` of its scores.
+    prefix: usize,
+    /// Columns of the tokens that it sees.
+    visible: Range<usize>,
+    /// ln sum exp of its scores.
+    lse: f32,
+    /// Scalar product of its output and the output's gradient.
+    delta: f32,
+}
+
 /// Replaces scores by probabilities, and `dp = do v` by `ds = scale p (dp - delta)`.
-fn score_gradient(
-    scores: &mut [f32],
-    d_scores: &mut [f32],
-    (prefix, visible): (usize, std::ops::Range<usize>),
-    (lse, delta, scale): (f32, f32, f32),
-) {
+fn score_gradient(scores: &mut [f32], d_scores: &mut [f32], query: Query, scale: f32) {
+    let Query { prefix, visible, lse, delta } = query;
     for range in [prefix..visible.start, visible.end..scores.len()] {
         scores[range.clone()].fill(0.0);
         d_scores[range].fill(0.0);
@@ -359,33 +372,52 @@ fn score_gradient(
     }
 }
 
-/// `dq = ds K`, `dK += ds^T Q`, `dV += P^T do`, for keys and prefix.
+/// Factors of a tile's gradients.
+struct Factors<'a> {
+    q: Head<'a>,
+    k: Head<'a>,
+    prefix_k: Option<Head<'a>>,
+    /// Gradients of the tile's outputs.
+    d_rows: Rows,
+    /// Probabilities P `(rows, columns)`.
+    probabilities: &'a [f32],
+    /// Gradients ds of the scores `(rows, columns)`.
+    d_scores: &'a [f32],
+}
+
+/// A range of keys, and the destination of their gradients.
+struct Keys {
+    /// Number of keys.
+    count: usize,
+    /// Their first column of scores.
+    at: usize,
+    /// The keys.
+    keys: Rows,
+    /// Gradients of the keys.
+    dk: *mut f32,
+    /// Gradients of the values.
+    dv: *mut f32,
+    /// Floats from a gradient to the next.
+    row: usize,
+    /// 1 adds to the queries' gradients, 0 replaces them.
+    keep: f32,
+}
+
+/// `dq = ds K`, `dK += ds^T Q`, `dV += P^T do`, for keys and prefix; c is the width of all heads.
 ///
 /// # Safety
 /// The targets belong to the calling task.
-unsafe fn accumulate(
-    tile: &Tile,
-    shape: &Shape,
-    (q, k): (Head, Head),
-    prefix_k: Option<Head>,
-    d_rows: *const f32,
-    (probabilities, d_scores): (&[f32], &[f32]),
-    to: &Gradients,
-) {
-    let (width, c) = (shape.width, shape.heads * shape.width);
+unsafe fn accumulate(tile: &Tile, factors: Factors, c: usize, to: &Gradients) {
+    let Factors { q, k, prefix_k, d_rows, probabilities, d_scores } = factors;
+    let width = tile.width;
     let transposed = Strides::columns(tile.columns);
-    let one = |columns: usize,
-               at: usize,
-               keys: (*const f32, usize),
-               dk: *mut f32,
-               dv: *mut f32,
-               row: usize,
-               keep: f32| {
+    let one = |part: Keys| {
+        let Keys { count, at, keys, dk, dv, row, keep } = part;
         // SAFETY: promised by the caller.
         unsafe {
             let dq = (to.d_at)(0, tile.first);
             let ds = d_scores[at..].as_ptr();
-            let sizes = (tile.rows, width, columns);
+            let sizes = (tile.rows, width, count);
             gemm(
                 sizes,
                 dq,
@@ -393,23 +425,32 @@ unsafe fn accumulate(
                 keep,
                 ds,
                 Strides::rows(tile.columns),
-                keys.0,
-                Strides::rows(keys.1),
+                keys.data,
+                Strides::rows(keys.row),
                 1.0,
             );
-            let sizes = (columns, width, tile.rows);
-            let queries = (q.from(tile.first), Strides::rows(q.row));
-            gemm(sizes, dk, Strides::rows(row), 1.0, ds, transposed, queries.0, queries.1, 1.0);
+            let sizes = (count, width, tile.rows);
+            let queries = q.from(tile.first);
+            let query_row = Strides::rows(queries.row);
+            gemm(sizes, dk, Strides::rows(row), 1.0, ds, transposed, queries.data, query_row, 1.0);
             let p = probabilities[at..].as_ptr();
-            gemm(sizes, dv, Strides::rows(row), 1.0, p, transposed, d_rows, Strides::rows(c), 1.0);
+            let d_row = Strides::rows(d_rows.row);
+            gemm(sizes, dv, Strides::rows(row), 1.0, p, transposed, d_rows.data, d_row, 1.0);
         }
     };
     let first = tile.keys.start;
-    let keys = (k.from(first), k.row);
-    one(tile.keys.len(), shape.prefix, keys, (to.d_at)(1, first), (to.d_at)(2, first), 3 * c, 0.0);
+    one(Keys {
+        count: tile.keys.len(),
+        at: tile.prefix,
+        keys: k.from(first),
+        dk: (to.d_at)(1, first),
+        dv: (to.d_at)(2, first),
+        row: 3 * c,
+        keep: 0.0,
+    });
     if let Some(keys) = prefix_k {
-        let keys = (keys.from(0), keys.row);
-        one(shape.prefix, 0, keys, (to.prefix_at)(0, 0), (to.prefix_at)(1, 0), c, 1.0);
+        let (dk, dv) = ((to.prefix_at)(0, 0), (to.prefix_at)(1, 0));
+        one(Keys { count: tile.prefix, at: 0, keys: keys.from(0), dk, dv, row: c, keep: 1.0 });
     }
 }
 

@@ -64,6 +64,20 @@ pub struct Prefix<'a> {
     pub v: Heads<'a>,
 }
 
+/// Inputs of a forward.
+#[derive(Clone, Copy)]
+struct Inputs<'a> {
+    q: Heads<'a>,
+    k: Heads<'a>,
+    v: Heads<'a>,
+    prefix: Option<Prefix<'a>>,
+    /// First visible token of each query, `(b, t)`.
+    starts: View<'a>,
+    /// Factor of the scores.
+    scale: f32,
+    shape: Shape,
+}
+
 /// Forward: `out (b, t, h d)` and `lse (b, h, t)`.
 ///
 /// `starts (b, t)` is the first visible token of each query.
@@ -79,7 +93,8 @@ pub fn forward(
 ) {
     match out.device() {
         Device::Cpu => {
-            cpu::forward((q, k, v), prefix, starts.host(), scale, (shape, None), out.host(), lse.host());
+            let inputs = Inputs { q, k, v, prefix, starts, scale, shape };
+            cpu::forward(inputs, None, out.host(), lse.host());
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(gpu) => cuda::forward(gpu, (q, k, v), prefix, starts, scale, shape, out, lse),
@@ -102,12 +117,12 @@ impl CacheRows<'_> {
     }
 }
 
-/// Forward of one query for each row, `out (b, 1, h d)` and `lse (b, h, 1)`, after the tokens that the cache has of that
-/// row, `shape.past` at most; k and v are the whole cache. The launches are the same for all counts and slots, so a
-/// graph can record them.
+/// Forward of one query for each row, `out (b, 1, h d)` and `lse (b, h, 1)`. The query follows the tokens that the
+/// cache has of its row, `shape.past` at most; k and v are the whole cache. The launches are the same for all counts
+/// and slots, so a graph can record them.
 #[allow(clippy::too_many_arguments, reason = "mirrors the forward")]
 pub fn decode(
-    qkv: (Heads, Heads, Heads),
+    (q, k, v): (Heads, Heads, Heads),
     prefix: Option<Prefix>,
     starts: View,
     scale: f32,
@@ -117,10 +132,11 @@ pub fn decode(
 ) {
     match out.device() {
         Device::Cpu => {
-            cpu::forward(qkv, prefix, starts.host(), scale, (shape, Some(rows)), out.host(), lse.host());
+            let inputs = Inputs { q, k, v, prefix, starts, scale, shape };
+            cpu::forward(inputs, Some(rows), out.host(), lse.host());
         }
         #[cfg(feature = "cuda")]
-        Device::Cuda(gpu) => cuda::decode(gpu, qkv, prefix, starts, scale, (shape, rows), out, lse),
+        Device::Cuda(gpu) => cuda::decode(gpu, (q, k, v), prefix, starts, scale, (shape, rows), out, lse),
     }
 }
 
@@ -137,6 +153,14 @@ pub struct Seen<'a> {
     pub out: View<'a>,
     /// The forward's log-sum-exp `(b, h, t)`.
     pub lse: View<'a>,
+}
+
+impl<'a> Seen<'a> {
+    /// The inputs of the forward.
+    fn inputs(&self, scale: f32, shape: Shape) -> Inputs<'a> {
+        let (q, k, v) = packed(self.qkv, shape.queries, shape.heads * shape.width);
+        Inputs { q, k, v, prefix: self.prefix, starts: self.starts, scale, shape }
+    }
 }
 
 /// Backward over packed qkv: writes `d_qkv (b, t, 3 h d)`, and for a prefix `d_prefix (b, 2, p, h d)`,

@@ -1,6 +1,6 @@
 // Attention for any width and type: a warp for each query (or key), each lane for one of 32 keys (or queries).
 //
-// FP32 throughout. Only warps synchronise, never the block, so warps without work return at once.
+// All arithmetic is FP32. Only warps synchronise, never the block, so warps without work return at once.
 #pragma once
 #include "shape.cuh"
 
@@ -9,7 +9,7 @@ struct Softmax {
   float most, sum;
 };
 
-/// Widens a vector into this warp's shared memory.
+/// Copies a vector (width) into this warp's shared memory as FP32.
 template <class T> __device__ __forceinline__ void keep(const T *from, float *to, int width) {
   for (int e = lane(); e < width; e += 32) to[e] = widen(from[e]);
 }

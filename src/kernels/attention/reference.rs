@@ -5,13 +5,13 @@ use engraft_util::real::Real;
 /// Sizes of one head.
 #[derive(Clone, Copy)]
 pub struct Shape {
-    /// Queries.
+    /// Number of queries t.
     pub queries: usize,
-    /// Keys before the first query.
+    /// Number of keys before the first query.
     pub past: usize,
-    /// Prefix rows; they come first in `k` and `v`.
+    /// Number of prefix rows p; they come first in `k` and `v`.
     pub prefix: usize,
-    /// Width of the head.
+    /// Width d of the head.
     pub width: usize,
 }
 

@@ -7,7 +7,10 @@
 
 use std::ops::Range;
 
-use super::{Heads, Prefix, Shape, cpu::Head};
+use super::{
+    Heads, Inputs, Shape,
+    cpu::{Head, Rows, RowsMut},
+};
 use crate::device::cpu::{
     LINE, Shared,
     simd::{
@@ -88,7 +91,7 @@ struct Task<'a> {
     q: Head<'a>,
     k: Head<'a>,
     v: Head<'a>,
-    /// Keys and values.
+    /// Keys and values of the prefix, `(p, d)` each.
     prefix: Option<(Head<'a>, Head<'a>)>,
     /// First visible token of each query.
     starts: &'a [u32],
@@ -105,20 +108,16 @@ struct Group {
 }
 
 impl<'a> Task<'a> {
-    fn new(
-        (q, k, v): (Heads<'a>, Heads<'a>, Heads<'a>),
-        prefix: Option<Prefix<'a>>,
-        starts: &'a [u32],
-        (b, h): (usize, usize),
-        (shape, scale): (Shape, f32),
-    ) -> Self {
+    /// Head `h` of row `b` of the batch.
+    fn new(inputs: Inputs<'a>, b: usize, h: usize) -> Self {
+        let Inputs { q, k, v, prefix, starts, scale, shape } = inputs;
         let head = |heads: Heads<'a>| Head::new(heads, b, h, shape.width);
         Self {
             q: head(q),
             k: head(k),
             v: head(v),
             prefix: prefix.map(|p| (head(p.k), head(p.v))),
-            starts: &starts[b * shape.queries..][..shape.queries],
+            starts: &starts.host()[b * shape.queries..][..shape.queries],
             shape,
             scale,
         }
@@ -129,7 +128,7 @@ impl<'a> Task<'a> {
     fn fetch<S: Simd>(&self, s: S, group: &Group, heads: &[Head]) {
         for head in heads {
             for row in 0..group.rows {
-                let vector = head.from(group.first).wrapping_add((row + AHEAD) * head.row);
+                let vector = head.from(group.first).data.wrapping_add((row + AHEAD) * head.row);
                 for at in (0..self.shape.width).step_by(LINE) {
                     s.fetch(vector.wrapping_add(at));
                 }
@@ -174,7 +173,8 @@ impl<'a> Task<'a> {
         pack_transposed(
             s,
             panel,
-            (self.shape.width, self.columns()),
+            self.shape.width,
+            self.columns(),
             #[inline(always)]
             |column, step, steps| {
                 let vector = self.vector(prefix, tokens, column);
@@ -188,12 +188,12 @@ impl<'a> Task<'a> {
     /// `scores = scale left panel` in all columns of tiles that the group sees any of.
     ///
     /// # Safety
-    /// `left` points at the group's vectors, `left_row` apart.
+    /// `left` points at the group's vectors.
     unsafe fn products<K: Kind>(
         &self,
         kind: K,
         group: &Group,
-        (left, left_row): (*const f32, usize),
+        left: Rows,
         panel: &[f32],
         scale: f32,
         scores: &mut [f32],
@@ -209,8 +209,8 @@ impl<'a> Task<'a> {
             // Rows of scores and of the panel are whole vectors; nothing after the last token is read.
             let count = K::S::COLUMNS.min((p + group.tokens.end - at).next_multiple_of(K::S::LANES));
             let tile = Tile {
-                x: left,
-                x_row: left_row,
+                x: left.data,
+                x_row: left.row,
                 x_step: 1,
                 panel: panel[at * depth..].as_ptr(),
                 panel_row: K::S::COLUMNS.min(columns - at).next_multiple_of(K::S::LANES),
@@ -244,14 +244,14 @@ impl<'a> Task<'a> {
     /// `y (rows, width) = weights vectors` over stretches, the last of which is not empty.
     ///
     /// # Safety
-    /// y is the caller's, rows `y_row` apart; `weights` holds the group's rows.
+    /// y is the caller's; `weights` holds the group's rows.
     unsafe fn mix<K: Kind>(
         &self,
         kind: K,
         group: &Group,
         weights: &[f32],
         stretches: &[Stretch; 2],
-        (y, y_row): (*mut f32, usize),
+        y: RowsMut,
     ) {
         let row = self.row();
         for column in (0..self.shape.width).step_by(K::S::COLUMNS) {
@@ -268,8 +268,8 @@ impl<'a> Task<'a> {
                     panel: vectors.as_ptr(),
                     panel_row: part.row,
                     depth: part.depth,
-                    y: y.wrapping_add(column),
-                    y_row,
+                    y: y.data.wrapping_add(column),
+                    y_row: y.row,
                     columns,
                     begin,
                     scale: 1.0,
@@ -282,27 +282,20 @@ impl<'a> Task<'a> {
     }
 }
 
-pub fn forward<S: Simd>(
-    s: S,
-    heads: (Heads, Heads, Heads),
-    prefix: Option<Prefix>,
-    starts: &[u32],
-    scale: f32,
-    shape: Shape,
-    (out, lse): (&mut [f32], &mut [f32]),
-) {
-    let Shape { batch, queries: t, heads: h, width, .. } = shape;
+/// The op's forward.
+pub fn forward<S: Simd>(s: S, inputs: Inputs, out: &mut [f32], lse: &mut [f32]) {
+    let Shape { batch, queries: t, heads: h, width, .. } = inputs.shape;
     let c = h * width;
     assert!(out.len() == batch * t * c && lse.len() == batch * h * t, "attention shapes");
     let (out, lse) = (Shared::new(out), Shared::new(lse));
     each(batch * h, |index| {
         let (b, head) = (index / h, index % h);
-        let task = Task::new(heads, prefix, starts, (b, head), (shape, scale));
+        let task = Task::new(inputs, b, head);
         // SAFETY: this head of lse belongs to this task.
         let lse = unsafe { lse.range(index * t, t) };
-        let to = |query: usize| (out.at((b * t + query) * c + head * width), c);
+        let to = |query: usize| RowsMut { data: out.at((b * t + query) * c + head * width), row: c };
         #[cfg(target_arch = "x86_64")]
-        if pairs::fits(&shape) {
+        if pairs::fits(&inputs.shape) {
             return with_scratch(pairs::scratch_forward(task.row(), width), |scratch| {
                 // SAFETY: the CPU has the instructions, and this head's columns of out belong to this task.
                 unsafe { pairs::forward_head(&task, scratch, &to, lse) }
@@ -319,13 +312,13 @@ pub fn forward<S: Simd>(
 }
 
 /// # Safety
-/// `to(query)` is the address of the query's output and the distance of its rows; both belong to the task.
+/// `to(query)` are the outputs from that query on, which belong to the task.
 #[inline(always)]
 unsafe fn forward_head<S: Simd>(
     s: S,
     task: &Task,
     scratch: &mut [f32],
-    to: &dyn Fn(usize) -> (*mut f32, usize),
+    to: &dyn Fn(usize) -> RowsMut,
     lse: &mut [f32],
 ) {
     let (panel, scores) = scratch.split_at_mut(task.row() * task.shape.width);
@@ -337,11 +330,11 @@ unsafe fn forward_head<S: Simd>(
             let group = task.group(first, ROWS.min(task.shape.queries - first));
             let mut factors = [0.0; ROWS];
             task.fetch(s, &group, &[task.q, task.v]);
-            task.products(Floats(s), &group, (task.q.from(first), task.q.row), panel, task.scale, scores);
+            task.products(Floats(s), &group, task.q.from(first), panel, task.scale, scores);
             for row in 0..group.rows {
                 let seen = task.seen(first + row);
                 let scores = &mut scores[row * task.row()..][..p + group.tokens.end];
-                hide(scores, (p + group.tokens.start, &seen));
+                hide(scores, p + group.tokens.start, &seen);
                 (lse[first + row], factors[row]) = powers(s, scores, p, seen);
             }
             let values = task.seen_of(&group, task.prefix.map(|p| p.1), task.v);
@@ -356,10 +349,10 @@ unsafe fn forward_head<S: Simd>(
 /// # Safety
 /// The output is the caller's.
 #[inline(always)]
-unsafe fn normalise<S: Simd>(s: S, (to, to_row): (*mut f32, usize), width: usize, factors: &[f32]) {
+unsafe fn normalise<S: Simd>(s: S, to: RowsMut, width: usize, factors: &[f32]) {
     for (row, &factor) in factors.iter().enumerate() {
         // SAFETY: the caller's promise.
-        let out = unsafe { std::slice::from_raw_parts_mut(to.add(row * to_row), width) };
+        let out = unsafe { std::slice::from_raw_parts_mut(to.data.add(row * to.row), width) };
         replace(
             s,
             out,
@@ -370,7 +363,7 @@ unsafe fn normalise<S: Simd>(s: S, (to, to_row): (*mut f32, usize), width: usize
 }
 
 /// Sets the elements to 0 that a row does not see, from column `from`.
-fn hide(row: &mut [f32], (from, seen): (usize, &Range<usize>)) {
+fn hide(row: &mut [f32], from: usize, seen: &Range<usize>) {
     row[from..seen.start].fill(0.0);
     row[seen.end..].fill(0.0);
 }

@@ -22,7 +22,7 @@ __device__ __forceinline__ Columns columns_of(const unsigned *starts, int query,
   return {first, s.prefix + s.past + min(query + ROWS, s.queries) - first};
 }
 
-/// What one query sees: columns below `prefix`, and `low .. high`. Nothing for a row after the last query.
+/// The columns that one query sees: those below `prefix`, and `low .. high`. None for a row after the last query.
 struct Sight {
   int prefix, low, high;
 
@@ -62,7 +62,7 @@ __device__ __forceinline__ void fill_columns(Tile<T> &keys, Tile<T> &values, con
 /// out (b, t, h d) and lse (b, h, t). Grid: (ceil(t / 64), h, b) blocks of 128.
 template <class T>
 __device__ void attention_forward_mma(Operands<T> all, const unsigned *starts, Shape s, T *out, float *lse) {
-  SHARED(Tile<T>[2], keys); // one is read while the other fills
+  SHARED(Tile<T>[2], keys); // one is read while the other is filled
   SHARED(Tile<T>[2], values);
   int query = blockIdx.x * ROWS;
   Operands<T> head = all.head(blockIdx.z, blockIdx.y, WIDTH);
@@ -85,7 +85,7 @@ __device__ void attention_forward_mma(Operands<T> all, const unsigned *starts, S
 
   float sum[WIDTH / 8][4] = {}, most[2] = {-INFINITY, -INFINITY}, total[2] = {};
   for (int at = 0, stage = 0; at < columns.count; at += ROWS, stage ^= 1) {
-    __syncthreads(); // everyone has read the tiles that fill next
+    __syncthreads(); // all warps have read the tiles that are filled next
     fill_columns(keys[stage ^ 1], values[stage ^ 1], head, s.prefix, columns, at + ROWS);
     wait_for_copies<1>();
     __syncthreads();
@@ -141,7 +141,7 @@ __device__ void attention_forward_mma(Operands<T> all, const unsigned *starts, S
 template <class T>
 __device__ void attention_dq_mma(Operands<T> all, const unsigned *starts, Shape s, const T *dout, const float *lse,
                                  const float *delta, T *d_qkv) {
-  SHARED(Tile<T>[2], keys); // one is read while the other fills
+  SHARED(Tile<T>[2], keys); // one is read while the other is filled
   SHARED(Tile<T>[2], values);
   int query = blockIdx.x * ROWS, c = s.heads * WIDTH;
   i64 row = i64(blockIdx.z) * s.queries, place = i64(blockIdx.y) * WIDTH;
@@ -171,7 +171,7 @@ __device__ void attention_dq_mma(Operands<T> all, const unsigned *starts, Shape 
 
   float sum[WIDTH / 8][4] = {};
   for (int at = 0, stage = 0; at < columns.count; at += ROWS, stage ^= 1) {
-    __syncthreads(); // everyone has read the tiles that fill next
+    __syncthreads(); // all warps have read the tiles that are filled next
     fill_columns(keys[stage ^ 1], values[stage ^ 1], head, s.prefix, columns, at + ROWS);
     wait_for_copies<1>();
     __syncthreads();
@@ -210,7 +210,7 @@ __device__ void attention_dq_mma(Operands<T> all, const unsigned *starts, Shape 
 template <class T>
 __device__ void attention_dkv_mma(Operands<T> all, const unsigned *starts, Shape s, const T *dout, const float *lse,
                                   const float *delta, T *d_qkv, float *d_prefix) {
-  SHARED(Tile<T>[2], queries); // one is read while the other fills
+  SHARED(Tile<T>[2], queries); // one is read while the other is filled
   SHARED(Tile<T>[2], d_rows);
   SHARED(float[ROWS], tile_lse);
   SHARED(float[ROWS], tile_delta);
@@ -244,7 +244,7 @@ __device__ void attention_dkv_mma(Operands<T> all, const unsigned *starts, Shape
   for (int at = first, stage = 0; at < s.queries; at += ROWS, stage ^= 1) {
     int i = at + threadIdx.x, start = s.queries; // of a query that does not exist: beyond every key
     if (threadIdx.x < ROWS && i < s.queries) start = is_prefix ? 0 : starts[i];
-    bool any = __syncthreads_or(start < key + count); // also: everyone has read the tiles that fill next
+    bool any = __syncthreads_or(start < key + count); // also: all warps have read the tiles that are filled next
     fill_rows(stage ^ 1, at + ROWS);
     if (threadIdx.x < ROWS) {
       tile_start[threadIdx.x] = start;
@@ -269,7 +269,7 @@ __device__ void attention_dkv_mma(Operands<T> all, const unsigned *starts, Shape
           bool seen = is_prefix ? at + q < s.queries : tile_start[q] <= own && own <= at + q;
           if (!seen) x = 0.f;
         });
-      // Of a hidden pair p is 0 and ds is finite: queries that do not exist read as zeros.
+      // A hidden pair has p = 0 and a finite ds: queries that do not exist are read as zeros.
       each(ds, [&](int n, int r, float &x) { x = p[n][r] * (x - tile_delta[part + column_of(n, r)]); });
       add_weighted(dv, p, d_rows[stage], part);
       add_weighted(dk, ds, queries[stage], part);

@@ -25,16 +25,17 @@ fn columns(data: &[f32], row: usize, at: usize, width: usize) -> Vec<f64> {
 }
 
 fn check(batch: usize, t: usize, heads: usize, width: usize, p: usize, starts: &[u32]) {
-    check_in(Arithmetic::F32, (batch, t, heads, width, p), starts);
+    check_in(shape(Arithmetic::F32, batch, t, heads, width, p), starts);
 }
 
-fn check_in(
-    arithmetic: Arithmetic,
-    (batch, t, heads, width, p): (usize, usize, usize, usize, usize),
-    starts: &[u32],
-) {
+/// A call without a cache.
+fn shape(arithmetic: Arithmetic, batch: usize, t: usize, heads: usize, width: usize, p: usize) -> Shape {
+    Shape { batch, queries: t, past: 0, heads, width, prefix: p, arithmetic }
+}
+
+fn check_in(shape: Shape, starts: &[u32]) {
+    let Shape { batch, queries: t, heads, width, prefix: p, arithmetic, .. } = shape;
     let c = heads * width;
-    let shape = Shape { batch, queries: t, past: 0, heads, width, prefix: p, arithmetic };
     // In BF16 these are exact, and probabilities and gradients of scores are off by 2^-9 of themselves at most.
     let (numbers, off): (fn(u64, usize) -> Vec<f32>, _) = match arithmetic {
         Arithmetic::F32 => (numbers, [3e-6, 1e-5, 2e-5]),
@@ -139,35 +140,37 @@ fn differs() -> bool {
 #[test]
 fn products_of_bf16_match_reference() {
     let all = |t: usize| vec![0; t];
-    check_in(Arithmetic::Bf16, (1, 6, 1, 32, 0), &all(6));
-    check_in(Arithmetic::Bf16, (2, 21, 3, 32, 5), &all(42));
-    check_in(Arithmetic::Bf16, (1, 75, 2, 96, 4), &all(75));
-    check_in(Arithmetic::Bf16, (1, 13, 1, 256, 2), &all(13));
+    check_in(shape(Arithmetic::Bf16, 1, 6, 1, 32, 0), &all(6));
+    check_in(shape(Arithmetic::Bf16, 2, 21, 3, 32, 5), &all(42));
+    check_in(shape(Arithmetic::Bf16, 1, 75, 2, 96, 4), &all(75));
+    check_in(shape(Arithmetic::Bf16, 1, 13, 1, 256, 2), &all(13));
     assert!(differs() == cpu::bf16(), "BF16 was used");
     let documents: Vec<u32> = (0..151).map(|i| [0, 0, 0, 45, 46, 75, 75, 120][i / 20]).collect();
     for p in [0, 1, 4, 21] {
-        check_in(Arithmetic::Bf16, (1, 151, 1, 64, p), &documents);
+        check_in(shape(Arithmetic::Bf16, 1, 151, 1, 64, p), &documents);
     }
     let short: Vec<u32> = (0..60)
         .map(|i| [0, 1, 2, 2, 2, 5, 6, 6, 6, 6, 6, 6, 6, 12, 12, 12, 12, 17, 17, 17][i % 20])
         .collect();
-    check_in(Arithmetic::Bf16, (3, 20, 2, 64, 3), &short);
+    check_in(shape(Arithmetic::Bf16, 3, 20, 2, 64, 3), &short);
 }
 
 #[test]
 fn a_cache_gives_the_same_rows() {
-    cached(Arithmetic::F32, (9, 2, 4, 3), 5);
-    cached(Arithmetic::F32, (25, 2, 16, 3), 13);
+    cached(shape(Arithmetic::F32, 1, 9, 2, 4, 3), 5);
+    cached(shape(Arithmetic::F32, 1, 25, 2, 16, 3), 13);
 }
 
 /// The same values are rounded, and so the same pairs added.
 #[test]
 fn a_cache_gives_the_same_rows_of_bf16() {
-    cached(Arithmetic::Bf16, (25, 2, 32, 3), 13);
-    cached(Arithmetic::Bf16, (100, 1, 64, 4), 80);
+    cached(shape(Arithmetic::Bf16, 1, 25, 2, 32, 3), 13);
+    cached(shape(Arithmetic::Bf16, 1, 100, 1, 64, 4), 80);
 }
 
-fn cached(arithmetic: Arithmetic, (t, heads, width, p): (usize, usize, usize, usize), first: usize) {
+/// The queries from `first` after a cache of those before, against all queries at once.
+fn cached(whole: Shape, first: usize) {
+    let Shape { queries: t, heads, width, prefix: p, .. } = whole;
     let c = heads * width;
     let qkv = numbers(1, t * 3 * c);
     let prefix_rows = numbers(2, p * 2 * c);
@@ -176,7 +179,7 @@ fn cached(arithmetic: Arithmetic, (t, heads, width, p): (usize, usize, usize, us
     let parts = packed(qkv[..].into(), t, c);
     let run = |first: usize| {
         let queries = t - first;
-        let shape = Shape { batch: 1, queries, past: first, heads, width, prefix: p, arithmetic };
+        let shape = Shape { queries, past: first, ..whole };
         let (mut out, mut lse) = (vec![0f32; queries * c], vec![0f32; heads * queries]);
         let q = Heads { data: View::from(&qkv[first * 3 * c..]), ..parts.0 };
         let starts = vec![0u32; queries];

@@ -1,4 +1,4 @@
-// Some rows of a matrix: gathered into a smaller one, and put back.
+// Gathers rows of a matrix into a smaller one, and scatters them back.
 #include "common.cuh"
 
 template <class T> __device__ __forceinline__ void copy_row(const T *from, T *to, int c) {

@@ -1,4 +1,4 @@
-// The step of head and loss between the two products with the head: cross-entropy.
+// Cross-entropy: the step of head and loss between the two products with the head.
 #include "common.cuh"
 
 /// Softmax statistics of part of a row: largest value, sum of exp(z - largest).

@@ -81,7 +81,8 @@ pub fn forward_backward(
         logits_of(hidden, head, z.reborrow(), count);
         let losses = losses.reborrow().slice(first, count);
         let factor = gradient.as_ref().map(|(_, factor)| *factor);
-        cross_entropy(z.reborrow(), head.rows, hidden.dtype(), targets, input.smoothing, factor, losses);
+        let logits = Logits { z: z.reborrow(), v: head.rows, activations: hidden.dtype() };
+        cross_entropy(logits, targets, input.smoothing, factor, losses);
         match (&mut gradient, rows) {
             (None, _) => {}
             (Some((d_hidden, _)), None) => {
@@ -117,17 +118,18 @@ fn hidden_gradient(dz: View, head: Matrix, d_hidden: ViewMut, count: usize) {
     }
 }
 
-/// Losses of rows of `v` logits in `z`, [`stride`] apart; with a factor, `z` becomes its own gradient, in the type
-/// of the activations.
-fn cross_entropy(
-    z: ViewMut,
+/// Rows of logits.
+struct Logits<'a> {
+    /// FP32 logits `(rows, v)`, rows [`stride`] apart.
+    z: ViewMut<'a>,
     v: usize,
+    /// Type of their gradients.
     activations: DType,
-    targets: View,
-    smoothing: f32,
-    factor: Option<f32>,
-    losses: ViewMut,
-) {
+}
+
+/// Losses `(rows)` of rows of logits; with a factor, the logits become their own gradients times the factor.
+fn cross_entropy(logits: Logits, targets: View, smoothing: f32, factor: Option<f32>, losses: ViewMut) {
+    let Logits { z, v, activations } = logits;
     match z.device() {
         Device::Cpu => cpu::cross_entropy(z.host(), targets.host(), smoothing, factor, losses.host()),
         #[cfg(feature = "cuda")]

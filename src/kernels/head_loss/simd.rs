@@ -20,7 +20,7 @@ fn inside<S: Simd>(s: S, z: &mut [f32], row: Row) -> f32 {
         z,
         f32::NEG_INFINITY,
         s.splat(f32::NEG_INFINITY),
-        // The sum makes the loss of a row with NaN NaN, whatever value is found largest.
+        // The loss of a row with NaN is NaN through the sum, for any value that is found largest.
         #[inline(always)]
         |most, z| s.max(z, most),
     );

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use half::f16;
 
-use super::{Elements, InitialValue, Matrix, matrix::STRIP, simd};
+use super::{DenseShape, Elements, InitialValue, Matrix, PanelRange, ProductShape, matrix::STRIP, simd};
 use crate::device::{
     View,
     cpu::{
@@ -33,55 +33,56 @@ pub fn scratch(n: usize) -> (usize, usize) {
 }
 
 pub fn frozen_nn(x: &[f32], w: Matrix, start: InitialValue, y: &mut [f32], n: usize) {
-    if at_level!(s => simd::frozen(s, x, (w, false), start, y, n)).is_some() {
+    let factor = simd::RightFactor::of(w, false);
+    if at_level!(s => simd::frozen(s, x, factor, start, y, n)).is_some() {
         return;
     }
-    let (rows, cols) = (w.rows, w.cols);
+    let shape = ProductShape { n, inner: w.rows, outer: w.cols };
     let weights = w.host();
-    // The panel holds rows k .. k + kn of W, each cut to columns j .. j + jn.
-    let widen_panel = |(k, kn): (usize, usize), (j, jn): (usize, usize), panel: &mut [f32]| {
-        for (row, wide_row) in panel.chunks_exact_mut(jn).take(kn).enumerate() {
-            weights.widen(cols, (k + row, j), wide_row);
+    // A panel has rows of W, each cut to the columns of the range.
+    let widen_panel = |range: PanelRange, panel: &mut [f32]| {
+        for (row, wide_row) in panel.chunks_exact_mut(range.width).take(range.depth).enumerate() {
+            weights.widen(w.cols, (range.inner + row, range.outer), wide_row);
         }
-        Strides::rows(jn)
+        Strides::rows(range.width)
     };
-    let small_batch =
-        |out: Shared, j: usize, jn: usize| small_batch_nn(x, weights, out, (n, rows, cols), j, jn);
-    product(x, (n, rows, cols), start, y, widen_panel, small_batch);
+    let small_batch = |out: Shared, columns: Range<usize>| small_batch_nn(x, weights, out, shape, columns);
+    product(x, shape, start, y, widen_panel, small_batch);
 }
 
 pub fn frozen_nt(x: &[f32], w: Matrix, start: InitialValue, y: &mut [f32], n: usize) {
-    if at_level!(s => simd::frozen(s, x, (w, true), start, y, n)).is_some() {
+    let factor = simd::RightFactor::of(w, true);
+    if at_level!(s => simd::frozen(s, x, factor, start, y, n)).is_some() {
         return;
     }
-    let (rows, cols) = (w.rows, w.cols);
+    let shape = ProductShape { n, inner: w.cols, outer: w.rows };
     let weights = w.host();
-    // The panel holds rows j .. j + jn of W, each cut to columns k .. k + kn: it is read transposed.
-    let widen_panel = |(k, kn): (usize, usize), (j, jn): (usize, usize), panel: &mut [f32]| {
-        for (row, wide_row) in panel.chunks_exact_mut(kn).take(jn).enumerate() {
-            weights.widen(cols, (j + row, k), wide_row);
+    // A panel has rows of W, which are columns of V, each cut to the steps of the range: it is read transposed.
+    let widen_panel = |range: PanelRange, panel: &mut [f32]| {
+        for (row, wide_row) in panel.chunks_exact_mut(range.depth).take(range.width).enumerate() {
+            weights.widen(w.cols, (range.outer + row, range.inner), wide_row);
         }
-        Strides::columns(kn)
+        Strides::columns(range.depth)
     };
-    let small_batch =
-        |out: Shared, j: usize, jn: usize| small_batch_nt(x, weights, out, (n, rows, cols), j, jn);
-    product(x, (n, cols, rows), start, y, widen_panel, small_batch);
+    let small_batch = |out: Shared, columns: Range<usize>| small_batch_nt(x, weights, out, shape, columns);
+    product(x, shape, start, y, widen_panel, small_batch);
 }
 
 /// `y (n, outer) = start + x (n, inner) V`, a task for each panel of columns of V, and where these are fewer than
 /// threads, for each band of rows in it.
 ///
-/// `widen_panel((k, kn), (j, jn), panel)` widens `V[k .. k + kn, j .. j + jn]` and returns its strides;
-/// `small_batch(y, j, jn)` adds columns `j .. j + jn` of the product where there is a small batch.
+/// `widen_panel(range, panel)` widens that part of V and returns its strides; `small_batch(y, columns)` adds these
+/// columns of the product of a small batch.
 fn product(
     x: &[f32],
-    (n, inner, outer): (usize, usize, usize),
+    shape: ProductShape,
     start: InitialValue,
     y: &mut [f32],
-    widen_panel: impl Fn((usize, usize), (usize, usize), &mut [f32]) -> Strides + Sync,
-    small_batch: impl Fn(Shared, usize, usize) + Sync,
+    widen_panel: impl Fn(PanelRange, &mut [f32]) -> Strides + Sync,
+    small_batch: impl Fn(Shared, Range<usize>) + Sync,
 ) {
-    assert!(x.len() >= n * inner && y.len() >= n * outer, "shapes of a frozen product");
+    shape.check(x, y);
+    let ProductShape { n, inner, outer } = shape;
     let out = Shared::new(y);
     if n <= SMALL_BATCH {
         // Wide ranges of columns: each row begins in a page of its own.
@@ -90,7 +91,7 @@ fn product(
             let j = task * width;
             let jn = width.min(outer - j);
             fill(start, out, 0..n, outer, j, jn);
-            small_batch(out, j, jn);
+            small_batch(out, j..j + jn);
         });
     }
     let (tasks, width) = parts(outer, OUTER);
@@ -102,7 +103,7 @@ fn product(
         with_scratch(INNER * width, |panel| {
             for k in (0..inner).step_by(INNER) {
                 let kn = INNER.min(inner - k);
-                let strides = widen_panel((k, kn), (j, jn), panel);
+                let strides = widen_panel(PanelRange { inner: k, depth: kn, outer: j, width: jn }, panel);
                 // SAFETY: these rows of columns j .. j + jn of y belong to this task; x and panel are only read.
                 unsafe {
                     gemm(
@@ -145,23 +146,18 @@ pub(super) fn fill(start: InitialValue, out: Shared, rows: Range<usize>, cols: u
 /// A row of weights is widened in pieces of this many floats, which stay in the first-level cache.
 const PIECE: usize = 768;
 
-fn small_batch_nn(
-    x: &[f32],
-    w: Elements,
-    out: Shared,
-    (n, rows, cols): (usize, usize, usize),
-    j: usize,
-    jn: usize,
-) {
+/// Adds columns of `x W` to y, `W (inner, outer)`.
+fn small_batch_nn(x: &[f32], w: Elements, out: Shared, shape: ProductShape, columns: Range<usize>) {
+    let ProductShape { n, inner, outer } = shape;
     let mut piece = [0f32; PIECE];
-    for k in 0..rows {
-        for first in (j..j + jn).step_by(PIECE) {
-            let piece = &mut piece[..PIECE.min(j + jn - first)];
-            w.widen(cols, (k, first), piece);
+    for k in 0..inner {
+        for first in columns.clone().step_by(PIECE) {
+            let piece = &mut piece[..PIECE.min(columns.end - first)];
+            w.widen(outer, (k, first), piece);
             for row in 0..n {
-                let factor = x[row * rows + k];
+                let factor = x[row * inner + k];
                 // SAFETY: these columns belong to the calling task.
-                let y = unsafe { out.range(row * cols + first, piece.len()) };
+                let y = unsafe { out.range(row * outer + first, piece.len()) };
                 crate::device::cpu::vectorised(
                     #[inline(always)]
                     || y.iter_mut().zip(&*piece).for_each(|(y, w)| *y += factor * w),
@@ -171,23 +167,18 @@ fn small_batch_nn(
     }
 }
 
-fn small_batch_nt(
-    x: &[f32],
-    w: Elements,
-    out: Shared,
-    (n, rows, cols): (usize, usize, usize),
-    i: usize,
-    rn: usize,
-) {
+/// Adds columns of `x W^T` to y, `W (outer, inner)`.
+fn small_batch_nt(x: &[f32], w: Elements, out: Shared, shape: ProductShape, columns: Range<usize>) {
+    let ProductShape { n, inner, outer } = shape;
     let mut piece = [0f32; PIECE];
-    for weight_row in i..i + rn {
-        for k in (0..cols).step_by(PIECE) {
-            let kn = PIECE.min(cols - k);
-            w.widen(cols, (weight_row, k), &mut piece[..kn]);
+    for weight_row in columns {
+        for k in (0..inner).step_by(PIECE) {
+            let kn = PIECE.min(inner - k);
+            w.widen(inner, (weight_row, k), &mut piece[..kn]);
             for row in 0..n {
-                let sum = dot(&x[row * cols + k..][..kn], &piece[..kn]);
+                let sum = dot(&x[row * inner + k..][..kn], &piece[..kn]);
                 // SAFETY: this column belongs to the calling task.
-                let y = unsafe { out.range(row * rows + weight_row, 1) };
+                let y = unsafe { out.range(row * outer + weight_row, 1) };
                 y[0] += sum;
             }
         }
@@ -213,13 +204,8 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
     )
 }
 
-pub fn dense_forward(
-    x: &[f32],
-    w: &[f32],
-    b: &[f32],
-    y: &mut [f32],
-    (n, inputs, outputs): (usize, usize, usize),
-) {
+pub fn dense_forward(x: &[f32], w: &[f32], b: &[f32], y: &mut [f32], shape: DenseShape) {
+    let DenseShape { n, inputs, outputs } = shape;
     assert!(x.len() == n * inputs && w.len() == inputs * outputs && y.len() == n * outputs, "dense shapes");
     let out = Shared::new(y);
     let (tasks, width) = parts(outputs, OUTER);
@@ -247,12 +233,8 @@ pub fn dense_forward(
     });
 }
 
-pub fn dense_backward(
-    dy: &[f32],
-    x: &[f32],
-    (dw, db): (&mut [f32], &mut [f32]),
-    (n, inputs, outputs): (usize, usize, usize),
-) {
+pub fn dense_backward(dy: &[f32], x: &[f32], dw: &mut [f32], db: &mut [f32], shape: DenseShape) {
+    let DenseShape { n, inputs, outputs } = shape;
     assert!(dy.len() == n * outputs && x.len() == n * inputs && dw.len() == inputs * outputs, "dense shapes");
     for row in dy.chunks_exact(outputs) {
         db.iter_mut().zip(row).for_each(|(db, dy)| *db += dy);
@@ -279,13 +261,8 @@ pub fn dense_backward(
     });
 }
 
-pub fn dense_input_gradient(
-    dy: &[f32],
-    w: &[f32],
-    dx: &mut [f32],
-    (n, inputs, outputs): (usize, usize, usize),
-    accumulate: bool,
-) {
+pub fn dense_input_gradient(dy: &[f32], w: &[f32], dx: &mut [f32], shape: DenseShape, accumulate: bool) {
+    let DenseShape { n, inputs, outputs } = shape;
     assert!(dy.len() == n * outputs && w.len() == inputs * outputs && dx.len() == n * inputs, "dense shapes");
     let out = Shared::new(dx);
     let (tasks, width) = parts(inputs, OUTER);

@@ -196,7 +196,7 @@ impl FrozenMatrix {
         if self.scales.is_some() || self.layout != Layout::Rows || !vectors() {
             return Ok(None);
         }
-        let data = self.data.transposed((self.rows, self.cols), STRIP)?;
+        let data = self.data.transposed(self.rows, self.cols, STRIP)?;
         let (rows, cols) = (self.cols, self.rows);
         Ok(Some(Self { data, scales: None, rows, cols, layout: Layout::Strips, arithmetic: self.arithmetic }))
     }

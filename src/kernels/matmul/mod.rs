@@ -23,6 +23,31 @@ mod tests;
 pub(super) use matrix::Elements;
 pub use matrix::{Arithmetic, FrozenMatrix, Layout, Matrix};
 
+/// Sizes of a product `y (n, outer) = x (n, inner) V`, where V is a matrix of weights or its transpose.
+#[derive(Clone, Copy)]
+struct ProductShape {
+    n: usize,
+    inner: usize,
+    outer: usize,
+}
+
+impl ProductShape {
+    /// Asserts that x and y have these sizes.
+    fn check(self, x: &[f32], y: &[f32]) {
+        let Self { n, inner, outer } = self;
+        assert!(x.len() >= n * inner && y.len() >= n * outer, "shapes of a frozen product");
+    }
+}
+
+/// The part `V[inner .. inner + depth, outer .. outer + width]`.
+#[derive(Clone, Copy)]
+struct PanelRange {
+    inner: usize,
+    depth: usize,
+    outer: usize,
+    width: usize,
+}
+
 /// Floats of scratch of a CPU thread, and floats that packing takes for `n` rows.
 pub fn scratch(n: usize) -> (usize, usize) {
     cpu::scratch(n)
@@ -36,7 +61,7 @@ pub fn shared(n: usize, arithmetic: Arithmetic) -> usize {
 /// The initial value of an output, to which a product is added.
 #[derive(Clone, Copy)]
 pub enum InitialValue<'a> {
-    /// Zeros.
+    /// Zero for every element.
     Zero,
     /// The present content of the output.
     Keep,
@@ -64,29 +89,46 @@ pub fn frozen_nt(x: View, w: Matrix, start: InitialValue, y: ViewMut, n: usize) 
     }
 }
 
-/// `y (n, outputs) = x (n, inputs) W^T + b` with FP32 `W (outputs, inputs)` and `b (outputs)`:
-/// torch's `Linear`, for the small trained network of a prefix.
-pub fn dense_forward(x: View, w: View, b: View, y: ViewMut, (n, inputs, outputs): (usize, usize, usize)) {
+/// Sizes of a dense layer `y (n, outputs) = x (n, inputs) W^T + b` with FP32 `W (outputs, inputs)` and
+/// `b (outputs)`: torch's `Linear`, for the small trained network of a prefix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DenseShape {
+    /// Rows n of x and y.
+    pub n: usize,
+    /// Width of x.
+    pub inputs: usize,
+    /// Width of y.
+    pub outputs: usize,
+}
+
+/// Destinations of the gradients of a dense layer.
+pub struct DenseGradients<'a> {
+    /// Gradient of W `(outputs, inputs)`; the product is added to it.
+    pub dw: ViewMut<'a>,
+    /// Gradient of b `(outputs)`; the sum is added to it.
+    pub db: ViewMut<'a>,
+    /// Gradient of x `(n, inputs)`, if it is wanted; overwritten.
+    pub dx: Option<ViewMut<'a>>,
+}
+
+/// `y (n, outputs) = x (n, inputs) W^T + b`.
+pub fn dense_forward(x: View, w: View, b: View, y: ViewMut, shape: DenseShape) {
     match y.device() {
-        Device::Cpu => cpu::dense_forward(x.host(), w.host(), b.host(), y.host(), (n, inputs, outputs)),
+        Device::Cpu => cpu::dense_forward(x.host(), w.host(), b.host(), y.host(), shape),
         #[cfg(feature = "cuda")]
-        Device::Cuda(gpu) => cuda::dense_forward(gpu, x, w, b, y, (n, inputs, outputs)),
+        Device::Cuda(gpu) => cuda::dense_forward(gpu, x, w, b, y, (shape.n, shape.inputs, shape.outputs)),
     }
 }
 
-/// Gradients of [`dense_forward`]: `dw += dy^T x`, `db += sum_n dy`, and `dx = dy W` where it is `Some`.
-pub fn dense_backward(
-    dy: View,
-    x: View,
-    w: View,
-    (dw, db): (ViewMut, ViewMut),
-    dx: Option<ViewMut>,
-    shape: (usize, usize, usize),
-) {
+/// Gradients of [`dense_forward`] from `dy (n, outputs)`: `dw += dy^T x`, `db += sum_n dy`, `dx = dy W`.
+pub fn dense_backward(dy: View, x: View, w: View, gradients: DenseGradients, shape: DenseShape) {
+    let DenseGradients { dw, db, dx } = gradients;
     match dy.device() {
-        Device::Cpu => cpu::dense_backward(dy.host(), x.host(), (dw.host(), db.host()), shape),
+        Device::Cpu => cpu::dense_backward(dy.host(), x.host(), dw.host(), db.host(), shape),
         #[cfg(feature = "cuda")]
-        Device::Cuda(gpu) => cuda::dense_backward(gpu, dy, x, (dw, db), shape),
+        Device::Cuda(gpu) => {
+            cuda::dense_backward(gpu, dy, x, (dw, db), (shape.n, shape.inputs, shape.outputs));
+        }
     }
     if let Some(dx) = dx {
         dense_input_gradient(dy, w, dx, shape, false);
@@ -94,10 +136,13 @@ pub fn dense_backward(
 }
 
 /// `dx (n, inputs) = dy W`, or `dx += dy W` with `accumulate`.
-pub fn dense_input_gradient(dy: View, w: View, dx: ViewMut, shape: (usize, usize, usize), accumulate: bool) {
+pub fn dense_input_gradient(dy: View, w: View, dx: ViewMut, shape: DenseShape, accumulate: bool) {
     match dy.device() {
         Device::Cpu => cpu::dense_input_gradient(dy.host(), w.host(), dx.host(), shape, accumulate),
         #[cfg(feature = "cuda")]
-        Device::Cuda(gpu) => cuda::dense_input_gradient(gpu, dy, w, dx, shape, accumulate),
+        Device::Cuda(gpu) => {
+            let shape = (shape.n, shape.inputs, shape.outputs);
+            cuda::dense_input_gradient(gpu, dy, w, dx, shape, accumulate);
+        }
     }
 }

@@ -10,7 +10,7 @@ use std::ops::Range;
 use half::f16;
 
 use self::weights::{Codes, F16Weights, Weights};
-use super::{Elements, InitialValue, Matrix};
+use super::{Elements, InitialValue, Matrix, PanelRange, ProductShape};
 use crate::{
     device::cpu::{
         Shared,
@@ -55,70 +55,85 @@ pub fn scratch<S: Simd>(_: S) -> usize {
     S::PANEL.0 * S::PANEL.1
 }
 
-/// A panel's range in the weights: `outer` and `inner` as in `y (n, outer) = x (n, inner) V`.
+/// The right factor V of a product.
 #[derive(Clone, Copy)]
-struct PanelRange {
-    inner: usize,
-    depth: usize,
-    outer: usize,
-    width: usize,
+pub struct RightFactor<W> {
+    /// V, or its transpose.
+    weights: W,
+    /// Whether V is the transpose of the weights.
+    transposed: bool,
+    /// Whether both factors are rounded to BF16.
+    pairs: bool,
+}
+
+impl<'a> RightFactor<Matrix<'a>> {
+    /// V is `w`, or its transpose.
+    pub fn of(w: Matrix<'a>, transposed: bool) -> Self {
+        Self { weights: w, transposed, pairs: w.arithmetic.in_pairs() }
+    }
+}
+
+impl<W> RightFactor<W> {
+    /// The same factor in another form.
+    fn with<V>(&self, weights: V) -> RightFactor<V> {
+        RightFactor { weights, transposed: self.transposed, pairs: self.pairs }
+    }
 }
 
 /// `y (n, cols) = start + x (n, rows) W`, or transposed `y (n, rows) = start + x (n, cols) W^T`.
 pub fn frozen<S: Simd>(
     s: S,
     x: &[f32],
-    (w, transposed): (Matrix, bool),
+    v: RightFactor<Matrix>,
     start: InitialValue,
     y: &mut [f32],
     n: usize,
 ) {
-    let shape = (n, w.rows, w.cols);
-    let pairs = w.arithmetic.in_pairs();
+    let RightFactor { weights: w, transposed, pairs } = v;
+    let (inner, outer) = if transposed { (w.cols, w.rows) } else { (w.rows, w.cols) };
+    let shape = ProductShape { n, inner, outer };
     match w.host() {
         Elements::F16(values) => {
-            with_weights(s, x, (F16Weights::<false>(values, w.cols), transposed), shape, pairs, start, y);
+            with_weights(s, x, v.with(F16Weights::<false>(values, w.cols)), shape, start, y);
         }
         // Where rows would be rounded to BF16, those in strips are too.
-        Elements::Strips(values, rows)
+        Elements::Strips(values, _)
             if !transposed && n <= if pairs { small_batch::ROWS } else { strips::ROWS } =>
         {
-            strips::nn(s, x, (values, rows), (n, w.cols), start, y);
+            strips::nn(s, x, values, shape, start, y);
         }
         Elements::Strips(values, rows) => {
-            with_weights(s, x, (F16Weights::<true>(values, rows), transposed), shape, pairs, start, y);
+            with_weights(s, x, v.with(F16Weights::<true>(values, rows)), shape, start, y);
         }
         Elements::Codes(codes, scales) => {
-            with_weights(s, x, (Codes(codes, scales, w.cols), transposed), shape, pairs, start, y);
+            with_weights(s, x, v.with(Codes(codes, scales, w.cols)), shape, start, y);
         }
     }
 }
 
-/// [`frozen`] for one form of weights `w (rows, cols)`.
+/// [`frozen`] for one form of weights.
 fn with_weights<S: Simd, W: Weights>(
     s: S,
     x: &[f32],
-    (w, transposed): (W, bool),
-    (n, rows, cols): (usize, usize, usize),
-    pairs: bool,
+    v: RightFactor<W>,
+    shape: ProductShape,
     start: InitialValue,
     y: &mut [f32],
 ) {
-    let (inner, outer) = if transposed { (cols, rows) } else { (rows, cols) };
-    if transposed && n <= small_batch::ROWS_TRANSPOSED {
-        return small_batch::nt(s, x, w, (n, rows, cols), start, y);
+    let RightFactor { weights: w, transposed, .. } = v;
+    if transposed && shape.n <= small_batch::ROWS_TRANSPOSED {
+        return small_batch::nt(s, x, w, shape, start, y);
     }
-    if !transposed && n <= small_batch::ROWS {
-        return small_batch::nn(s, x, w, (n, rows, cols), start, y);
+    if !transposed && shape.n <= small_batch::ROWS {
+        return small_batch::nn(s, x, w, shape, start, y);
     }
     #[cfg(target_arch = "x86_64")]
-    if pairs {
+    if v.pairs {
         // SAFETY: the CPU has the instructions.
-        return unsafe { pairs::product(x, (n, inner, outer), start, y, (w, transposed)) };
+        return unsafe { pairs::product(x, v, shape, start, y) };
     }
-    let _ = pairs;
     // SAFETY: the ranges of panels are inside a matrix of this shape.
-    product(s, x, (n, inner, outer), start, y, |range, panel| unsafe {
+    product(s, x, shape, start, y, |range, panel| unsafe {
         if transposed { pack_columns(s, w, range, panel) } else { pack_rows(s, w, range, panel) }
     });
 }
@@ -128,12 +143,13 @@ fn with_weights<S: Simd, W: Weights>(
 fn product<S: Simd>(
     s: S,
     x: &[f32],
-    (n, inner, outer): (usize, usize, usize),
+    shape: ProductShape,
     start: InitialValue,
     y: &mut [f32],
     pack: impl Fn(PanelRange, &mut [f32]) + Sync,
 ) {
-    assert!(x.len() >= n * inner && y.len() >= n * outer, "shapes of a frozen product");
+    shape.check(x, y);
+    let ProductShape { n, inner, outer } = shape;
     check(start, n, outer);
     let out = Shared::new(y);
     let (deep, wide) = S::PANEL;
@@ -146,10 +162,12 @@ fn product<S: Simd>(
             for k in (0..inner.max(1)).step_by(deep) {
                 let range = PanelRange { inner: k, depth: deep.min(inner - k), outer: first, width };
                 pack(range, panel);
-                let start = if k == 0 { start } else { InitialValue::Keep };
+                let to = Output { y: out, outer, start: if k == 0 { start } else { InitialValue::Keep } };
                 // SAFETY: these rows of columns first .. first + width of y belong to this task, and the lengths of
                 // x, y and start were checked.
-                unsafe { tiles(s, x, (rows.clone(), inner, outer), range, panel, start, out) }
+                unsafe {
+                    tiles(s, LeftRows { x, inner, rows: rows.clone() }, Panel { range, values: panel }, to)
+                }
             }
         });
     });
@@ -192,8 +210,8 @@ unsafe fn pack_rows<S: Simd, W: Weights>(s: S, weights: W, range: PanelRange, pa
                         let (column, left) = (group + v * S::LANES, real - v * S::LANES);
                         // SAFETY: as above, and as many floats as a vector has.
                         unsafe {
-                            let vector = vector(s, weights, (inner + k, &factors), (outer, column), left);
-                            s.store(to.as_mut_ptr(), vector);
+                            let row = WeightRow { row: inner + k, first: outer, factors: &factors };
+                            s.store(to.as_mut_ptr(), vector(s, weights, row, column, left));
                         }
                     }
                 }
@@ -202,7 +220,15 @@ unsafe fn pack_rows<S: Simd, W: Weights>(s: S, weights: W, range: PanelRange, pa
     );
 }
 
-/// LANES weights of a row from `outer + column`, or the last `left` ones and zeros; its factors begin at `outer`.
+/// A row of weights from column `first` on.
+struct WeightRow<'a, F> {
+    row: usize,
+    first: usize,
+    /// The factors of its columns.
+    factors: &'a F,
+}
+
+/// LANES weights of a row from its column `column`, or the last `left` ones and zeros.
 ///
 /// # Safety
 /// The row has these weights.
@@ -210,15 +236,15 @@ unsafe fn pack_rows<S: Simd, W: Weights>(s: S, weights: W, range: PanelRange, pa
 unsafe fn vector<S: Simd, W: Weights>(
     s: S,
     weights: W,
-    (row, factors): (usize, &W::Factors),
-    (outer, column): (usize, usize),
+    WeightRow { row, first, factors }: WeightRow<W::Factors>,
+    column: usize,
     left: usize,
 ) -> S::Floats {
-    let column = outer + column;
+    let column = first + column;
     // SAFETY: the caller's promise.
     unsafe {
         if left >= S::LANES {
-            W::times(s, weights.raw(s, row, column), factors, column / BLOCK - outer / BLOCK)
+            W::times(s, weights.raw(s, row, column), factors, column / BLOCK - first / BLOCK)
         } else {
             weights.part(s, row, column, left)
         }
@@ -237,7 +263,8 @@ unsafe fn pack_columns<S: Simd, W: Weights>(s: S, weights: W, range: PanelRange,
             pack_transposed(
                 s,
                 panel,
-                (depth, width),
+                depth,
+                width,
                 #[inline(always)]
                 |row, step, steps| {
                     if step.is_multiple_of(W::LINE) {
@@ -252,20 +279,35 @@ unsafe fn pack_columns<S: Simd, W: Weights>(s: S, weights: W, range: PanelRange,
     );
 }
 
+/// Packed weights, and the part of V that they are.
+#[derive(Clone, Copy)]
+struct Panel<'a> {
+    range: PanelRange,
+    values: &'a [f32],
+}
+
+/// Some rows of `x (n, inner)`.
+struct LeftRows<'a> {
+    x: &'a [f32],
+    inner: usize,
+    rows: Range<usize>,
+}
+
+/// The output `y (n, outer)`, and the value that a product is added to.
+#[derive(Clone, Copy)]
+struct Output<'a> {
+    y: Shared,
+    outer: usize,
+    start: InitialValue<'a>,
+}
+
 /// Computes some rows of y in the columns of a panel.
 ///
 /// # Safety
-/// x is `(n, inner)`, y `(n, outer)`, `start` fits it, and the rows of these columns belong to the
-/// caller.
-unsafe fn tiles<S: Simd>(
-    s: S,
-    x: &[f32],
-    (rows, inner, outer): (Range<usize>, usize, usize),
-    range: PanelRange,
-    panel: &[f32],
-    start: InitialValue,
-    y: Shared,
-) {
+/// x and y have these sizes, `start` fits y, and the rows of these columns belong to the caller.
+unsafe fn tiles<S: Simd>(s: S, left: LeftRows, panel: Panel, to: Output) {
+    let (LeftRows { x, inner, rows }, Panel { range, values }) = (left, panel);
+    let Output { y, outer, start } = to;
     for row in rows.clone().step_by(ROWS) {
         for group in (0..range.width).step_by(S::COLUMNS) {
             let columns = (range.width - group).min(S::COLUMNS);
@@ -273,7 +315,7 @@ unsafe fn tiles<S: Simd>(
                 x: x[row * inner + range.inner..].as_ptr(),
                 x_row: inner,
                 x_step: 1,
-                panel: panel[group * range.depth..].as_ptr(),
+                panel: values[group * range.depth..].as_ptr(),
                 panel_row: columns.next_multiple_of(S::LANES),
                 depth: range.depth,
                 y: y.at(row * outer + range.outer + group),
@@ -288,14 +330,14 @@ unsafe fn tiles<S: Simd>(
     }
 }
 
-/// `start` for a tile whose first element is `cell` of the output, in column `column`.
-fn begin(start: InitialValue, cell: usize, column: usize) -> Begin {
+/// `start` for a tile whose first element is element `at` of the output, in column `column`.
+fn begin(start: InitialValue, at: usize, column: usize) -> Begin {
     match start {
         InitialValue::Zero => Begin::Zero,
         InitialValue::Keep => Begin::Keep,
         InitialValue::Bias(bias) => Begin::Bias(bias.host::<f16>()[column..].as_ptr()),
         InitialValue::Residual(residual, bias) => {
-            Begin::Residual(residual.host::<f32>()[cell..].as_ptr(), bias.host::<f16>()[column..].as_ptr())
+            Begin::Residual(residual.host::<f32>()[at..].as_ptr(), bias.host::<f16>()[column..].as_ptr())
         }
     }
 }

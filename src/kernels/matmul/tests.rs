@@ -13,10 +13,13 @@ use crate::{
     },
 };
 
-fn plain(x: &[f32], w: &[f16], (n, k, m): (usize, usize, usize), transposed: bool) -> Vec<f64> {
-    let at = |i: usize, j: usize| if transposed { w[j * k + i] } else { w[i * m + j] };
-    let cell = |row: usize, j: usize| (0..k).map(|i| f64::from(x[row * k + i]) * at(i, j).to_f64()).sum();
-    (0..n).flat_map(|row| (0..m).map(move |j| (row, j))).map(|(row, j)| cell(row, j)).collect()
+/// `y (n, outer)` by plain loops in f64; `w` is `V (inner, outer)`, or with `transposed` `V^T`.
+fn plain(x: &[f32], w: &[f16], shape: ProductShape, transposed: bool) -> Vec<f64> {
+    let ProductShape { n, inner, outer } = shape;
+    let at = |i: usize, j: usize| if transposed { w[j * inner + i] } else { w[i * outer + j] };
+    let element =
+        |row: usize, j: usize| (0..inner).map(|i| f64::from(x[row * inner + i]) * at(i, j).to_f64()).sum();
+    (0..n).flat_map(|row| (0..outer).map(move |j| (row, j))).map(|(row, j)| element(row, j)).collect()
 }
 
 #[test]
@@ -39,7 +42,7 @@ fn frozen_products_match_plain_loops() {
         let mut y = vec![f32::NAN; n * cols];
         let start = InitialValue::Residual(residual.as_slice().into(), bias.as_slice().into());
         frozen_nn(x.as_slice().into(), matrix, start, y.as_mut_slice().into(), n);
-        let mut expected = plain(&x, &weights, (n, rows, cols), false);
+        let mut expected = plain(&x, &weights, ProductShape { n, inner: rows, outer: cols }, false);
         for (at, value) in expected.iter_mut().enumerate() {
             *value += f64::from(residual[at]) + bias[at % cols].to_f64();
         }
@@ -49,7 +52,7 @@ fn frozen_products_match_plain_loops() {
         let mut dx = numbers(6, n * rows);
         let before: Vec<f64> = dx.iter().map(|&v| f64::from(v)).collect();
         frozen_nt(dy.as_slice().into(), matrix, InitialValue::Keep, dx.as_mut_slice().into(), n);
-        let product = plain(&dy, &weights, (n, cols, rows), true);
+        let product = plain(&dy, &weights, ProductShape { n, inner: cols, outer: rows }, true);
         let expected: Vec<f64> = before.iter().zip(product).map(|(a, b)| a + b).collect();
         assert_close(&dx, &expected, 2e-5, "nt");
     }
@@ -244,9 +247,9 @@ fn strips_give_the_same_bits_as_rows() {
     }
 }
 
-/// Of more rows than are read as they lie, both ways to make logits are the same chains.
+/// For more rows than the small-batch path takes, both ways to make logits have the same bits.
 #[test]
-fn a_turned_matrix_gives_the_same_bits() {
+fn a_transposed_matrix_gives_the_same_bits() {
     for (rows, cols) in [(1, 5), (50, 17), (321, 800), (64, 33)] {
         let weights = f16_numbers(41, rows * cols);
         let bytes: Vec<u8> = weights.iter().flat_map(|w| w.to_bits().to_le_bytes()).collect();
@@ -291,7 +294,8 @@ fn strips_are_read_from_any_column() {
         y.as_mut_slice().into(),
         n,
     );
-    assert_close(&y, &plain(&x, &weights, (n, rows, cols), false), 2e-5, "strips");
+    let shape = ProductShape { n, inner: rows, outer: cols };
+    assert_close(&y, &plain(&x, &weights, shape, false), 2e-5, "strips");
 }
 
 /// A sequence says the same alone and among others.
@@ -339,16 +343,16 @@ fn dense_gradients_are_central_differences() {
     let (x, w, b) = (numbers(1, n * inputs), numbers(2, inputs * outputs), numbers(3, outputs));
     let dy = numbers(4, n * outputs);
     let [wide_x, wide_w, wide_b, wide_dy] = [&x, &w, &b, &dy].map(|values| widened(values));
-    let shape = (n, inputs, outputs);
+    let shape = DenseShape { n, inputs, outputs };
     let mut y = vec![0f32; n * outputs];
     dense_forward(x[..].into(), w[..].into(), b[..].into(), y.as_mut_slice().into(), shape);
     assert_close(&y, &dense_in_f64(&wide_x, &wide_w, &wide_b, inputs), 1e-5, "y");
 
     // Gradients of w and b are added to, that of x is written.
     let (mut dw, mut db, mut dx) = (vec![0.5f32; w.len()], vec![0.25f32; b.len()], vec![f32::NAN; x.len()]);
-    let gradients = (dw.as_mut_slice().into(), db.as_mut_slice().into());
-    let to = Some(dx.as_mut_slice().into());
-    dense_backward(dy[..].into(), x[..].into(), w[..].into(), gradients, to, shape);
+    let [dw_to, db_to, dx_to] = [&mut dw, &mut db, &mut dx].map(|to| to.as_mut_slice().into());
+    let gradients = DenseGradients { dw: dw_to, db: db_to, dx: Some(dx_to) };
+    dense_backward(dy[..].into(), x[..].into(), w[..].into(), gradients, shape);
     let loss = |x: &[f64], w: &[f64], b: &[f64]| weighted(&dense_in_f64(x, w, b, inputs), &wide_dy);
     let above =
         |before: f64, differences: Vec<f64>| differences.iter().map(|d| before + d).collect::<Vec<_>>();

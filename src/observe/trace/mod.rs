@@ -1,6 +1,6 @@
-//! A recording of memory over time: `--memory-trace FILE.json`, and a picture of it in FILE.svg beside it.
+//! A recording of memory over time: `--memory-trace FILE.json`, with a chart in FILE.svg.
 //!
-//! A thread of its own takes a [`Sample`] every 20 ms: resident memory as the kernel counts it, the bytes
+//! A separate thread takes a [`Sample`] every 20 ms: resident memory as the kernel counts it, the bytes
 //! that [`counting`] counts, and the [`Phase`] the run is in. Peaks, of the run and of each phase, are
 //! kept from all samples; the samples themselves are thinned so that a long run fills no memory.
 
@@ -24,21 +24,21 @@ use crate::error::{Error, Result};
 mod plot;
 mod timeline;
 
-/// Time between two samples.
+/// Time between two samples: 20 ms.
 const EVERY: Duration = Duration::from_millis(20);
-/// Samples kept at most; a sample takes 48 bytes.
+/// Most samples that are kept; a sample takes 48 bytes.
 const KEPT: usize = 20_000;
 
-/// Memory at one time, in bytes. Resident numbers are 0 where the system does not tell them.
+/// Memory at one time, in bytes. Resident numbers are 0 if the system does not report them.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sample {
-    /// Since the recording began.
+    /// Time since the recording began.
     pub seconds: f64,
     /// Resident bytes of the process.
     pub resident: u64,
-    /// The part of it that is heap, stacks and arenas.
+    /// Resident bytes of heap, stacks and arenas.
     pub anonymous: u64,
-    /// The part of it that is mapped files.
+    /// Resident bytes of mapped files.
     pub file: u64,
     /// Heap and arenas as the program counts them.
     pub counted: u64,
@@ -76,13 +76,13 @@ pub struct Trace {
 /// Memory over time, with its peaks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TraceRecorder {
-    /// In order of time; of neighbours that were thinned, the highest.
+    /// Samples in order of time; where several were merged, the highest of them.
     pub samples: Vec<Sample>,
     /// The highest sample of all.
     pub peak: Option<Sample>,
     /// The highest sample of each phase the run was in.
     pub phases: Vec<Sample>,
-    /// The kernel's own peak of resident memory, which sees peaks between two samples. Bytes, since
+    /// The kernel's own peak of resident memory in bytes, which includes peaks between two samples, since
     /// the process began.
     pub high_water: Option<u64>,
 }

@@ -216,7 +216,7 @@ fn legend(area: &Area, recording: &TraceRecorder, planned: u64, unit: Unit) -> D
         entry(area, mark, colour, &text, &mut top)?;
     }
     top += 14;
-    label(area, "strip: highest in", (LEGEND, top))?;
+    label(area, "strip: highest in", LEGEND, top)?;
     top += 22;
     for peak in &recording.phases {
         let height = if peak.resident == 0 { peak.counted } else { peak.resident };
@@ -242,10 +242,10 @@ fn entry(area: &Area, mark: Mark, colour: RGBColor, text: &str, top: &mut i32) -
         }
     }
     *top += 22;
-    label(area, text.trim_start(), (left + 32, y))
+    label(area, text.trim_start(), left + 32, y)
 }
 
-fn label(area: &Area, text: &str, at: (i32, i32)) -> Drawn {
+fn label(area: &Area, text: &str, x: i32, y: i32) -> Drawn {
     let style = ("sans-serif", 15).into_font().color(&TEXT).pos(Pos::new(HPos::Left, VPos::Center));
-    area.draw(&Text::new(text.to_owned(), at, style))
+    area.draw(&Text::new(text.to_owned(), (x, y), style))
 }

@@ -41,7 +41,7 @@ pub struct Sizes {
     pub head: (usize, usize),
     /// Queries, heads and width of attention.
     pub attention: (usize, usize, usize),
-    /// Elements of pointwise ops.
+    /// Number of elements of pointwise ops.
     pub elements: usize,
     /// Bytes of the mapped file.
     pub file: usize,
@@ -233,7 +233,7 @@ fn adamw(elements: usize) -> f64 {
     elements as f64 / time
 }
 
-/// Bytes/s of touching each page of a fresh mapping. Where no temporary file can be written, of memory
+/// Bytes/s of touching each page of a fresh mapping. If no temporary file can be written, of memory
 /// without a file: the system's work for a page is alike.
 fn reading(bytes: usize, folder: Option<&Path>) -> f64 {
     let file = temporary(bytes, folder).ok();

@@ -1,4 +1,4 @@
-//! How fast this machine is, measured with the real kernels: factors of predicted times.
+//! Speeds of this machine, measured with the real kernels: factors of predicted times.
 //!
 //! Measuring takes about a second and 70 MiB of memory, and then a temporary file of 64 MiB. The result
 //! is kept as `calibration.json` in the cache, for BF16 where it is fast as `calibration-bf16.json`, and
@@ -103,10 +103,10 @@ impl Rates {
         }
     }
 
-    /// Measures, whatever is cached; `folder` is where a temporary file may be made.
+    /// Measures without reading the cache; `folder` is for a temporary file.
     pub fn measure(folder: Option<&Path>, arithmetic: Arithmetic) -> Rates {
         let rates = on_pool(|| measure::all(&Sizes::REAL, folder, arithmetic));
-        // For more rows than the run may have, and in no plan.
+        // May be for more rows than the run has; no plan counts it.
         release_shared_scratch();
         rates
     }
@@ -148,7 +148,7 @@ fn load(path: &Path, key: &Key) -> Option<Rates> {
     (stored.key == *key && stored.rates.are_usable()).then_some(stored.rates)
 }
 
-/// Tries to keep the rates: without, the next run measures again.
+/// Tries to cache the rates; if that fails, the next run measures again.
 fn store(path: &Path, stored: CachedRates) {
     let folder = path.parent().map_or(Ok(()), fs::create_dir_all);
     if let (Ok(()), Ok(text)) = (folder, serde_json::to_vec_pretty(&stored)) {

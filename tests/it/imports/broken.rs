@@ -1,4 +1,4 @@
-//! Each rule on small trees in memory: it finds what breaks it, and passes what only looks like that.
+//! Each rule on small trees in memory: it finds violations, and passes code that only looks like one.
 
 use super::{
     graph::Graph,
@@ -202,7 +202,7 @@ fn kernels_keep_to_their_folders() {
     assert_eq!(lone("src/kernels/few.cuh", "").len(), 1);
     assert_eq!(lone("src/kernels/c/kernel.cu", "").len(), 1);
 
-    // What `mod.rs` hands on is imported from the op, not from `mod.rs`.
+    // An item that `mod.rs` re-exports counts as imported from the op, not from `mod.rs`.
     let check = |a: &str, b: &str, c: &str, says: Option<&str>| {
         let files = [("src/kernels/mod.rs", "pub mod a; pub mod b; pub mod c; pub use b::*; pub use c::*;")];
         let ops = [("src/kernels/a/mod.rs", a), ("src/kernels/b/mod.rs", b), ("src/kernels/c/mod.rs", c)];
@@ -239,8 +239,10 @@ fn vendors_are_found_above_the_kernels() {
         pub fn cuda() {} } \
                   #[cfg(feature = \"cuda\")] use cudarc::driver; fn f() { Device::Cpu; } pub mod cuda; \
                   pub use Device as Target;";
-    let parses =
-        ("src/cli/common/values.rs", "use crate::device::Device; fn f() { Device::Cpu; Device::cuda(); }");
+    let parses = (
+        "src/cli/common/values/device.rs",
+        "use crate::device::Device; fn f() { Device::Cpu; Device::cuda(); }",
+    );
     let tree =
         |text| [("src/device/mod.rs", device), ("src/device/cuda.rs", ""), parses, ("src/model/a.rs", text)];
     let names = [
@@ -317,6 +319,6 @@ fn variables_are_found() {
     for text in passes {
         check(no_variable_is_named, &[("src/model/a.rs", text)], None);
     }
-    // The reference of an adapter is differentiated in tests by whoever likes.
+    // Any test may differentiate the reference of an adapter.
     check(no_variable_is_named, &[("adapters/src/a.rs", "use candle_core::Var;")], None);
 }

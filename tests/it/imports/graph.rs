@@ -1,4 +1,4 @@
-//! Who imports whom: arrows between files, between rooms, and what can be reached along them.
+//! The graph of imports: arrows between files and between rooms, and the files that can be reached along them.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -18,7 +18,7 @@ pub struct Arrow<'a> {
     pub from: &'a Module,
     pub to: &'a Module,
     pub line: usize,
-    /// As it is written.
+    /// The path as it is written.
     pub path: String,
     /// `to` only hands on, by a re-export, what the path means and another room defines.
     pub through: bool,
@@ -33,7 +33,7 @@ impl Arrow<'_> {
     }
 }
 
-/// Who imports whom, and one arrow that shows it.
+/// Pairs of importing and imported node, each with one arrow as an example.
 pub type Steps = BTreeMap<String, BTreeMap<String, String>>;
 
 impl Graph {
@@ -47,7 +47,7 @@ impl Graph {
         &self.modules.all[index]
     }
 
-    /// What a mention means, in full: names from the crate down, and the module where it is ours.
+    /// Meanings of a mention: all names from the crate down, and the module if it is ours.
     pub fn meanings<'a>(
         &'a self,
         mention: &'a Mention,

@@ -7,7 +7,7 @@ use super::{
     modules::Module,
 };
 
-/// A room and what it may import besides itself, from the ground up: a row only names rooms above it.
+/// A room and the other rooms that it may import, lowest first: a row only names rooms above it.
 ///
 /// A room is a top-level module of `engraft`, a part of `cli`, the programs (`bin`), or another crate. `lib`
 /// and `cli` are the files `lib.rs` and `cli/mod.rs`, which declare modules and do nothing.
@@ -64,8 +64,8 @@ pub const INFERENCE: [&str; 6] = [
 ];
 pub const TRAINING: [&str; 4] = ["train", "engine", "optim", "cli/train"];
 
-/// Where `--device` is parsed: the one file above `kernels/` that may name a vendor.
-pub const PARSES_DEVICES: &str = "src/cli/common/values.rs";
+/// The file that parses `--device`: the only one above `kernels/` that may name a vendor.
+pub const PARSES_DEVICES: &str = "src/cli/common/values/device.rs";
 
 /// Every arrow between rooms is one that the table allows.
 pub fn rooms_import_what_they_may(graph: &Graph) -> Vec<String> {
@@ -132,7 +132,7 @@ pub fn inference_reaches_no_training(graph: &Graph) -> Vec<String> {
         files.filter(|file| INFERENCE.iter().any(|start| file.starts_with(start))).cloned().collect();
     let training = graph.modules.all.iter().filter(|module| TRAINING.contains(&module.room().as_str()));
     let training: BTreeSet<&str> = training.map(|module| &module.file[..]).collect();
-    // A re-export links nothing but what it hands on.
+    // A re-export links only the item that it exports.
     let steps = graph.steps(|module| Some(module.file.clone()), false);
     let ways = ways(&steps, &starts, |file| training.contains(file));
     ways.into_iter().map(|way| format!("training is reached:\n  {}", way.join("\n  "))).collect()

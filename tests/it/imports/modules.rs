@@ -169,7 +169,7 @@ fn flatten(tree: &UseTree, is_public: bool, path: &mut Vec<String>, found: &mut 
     path.truncate(depth);
 }
 
-/// Whether only tests compile what bears these attributes.
+/// Whether an item with these attributes is compiled in tests only.
 pub fn is_for_tests(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         let never = || attribute.parse_args::<Meta>().is_ok_and(|meta| holds(&meta) == Some(false));
@@ -196,25 +196,25 @@ fn holds(predicate: &Meta) -> Option<bool> {
     }
 }
 
-/// Where a file's modules are looked for.
+/// Folders in which a file's modules are searched.
 #[derive(Clone)]
 struct Folders {
-    /// Folder of the file.
+    /// The file's folder.
     own: String,
-    /// Folder of `mod x;`.
+    /// The folder that `mod x;` refers to.
     nested: String,
     /// Inside `mod x { .. }`, where `#[path]` counts from `nested`.
     inline: bool,
 }
 
 impl Folders {
-    /// Of a file that is `mod.rs`, a crate's root, or named by `#[path]`: its modules are beside it.
+    /// For a file that is `mod.rs`, a crate's root, or named by `#[path]`: its modules are in the same folder.
     fn beside(file: &str) -> Self {
         let folder = file.rsplit_once('/').map_or("", |(folder, _)| folder).to_owned();
         Self { own: folder.clone(), nested: folder, inline: false }
     }
 
-    /// Of another file: its modules are in a folder of its name.
+    /// For another file: its modules are in a folder of its name.
     fn below(file: &str) -> Self {
         Self { nested: file.trim_end_matches(".rs").to_owned(), ..Self::beside(file) }
     }
@@ -240,7 +240,7 @@ pub struct Modules {
     pub roots: BTreeMap<String, usize>,
     /// Files that only tests compile.
     pub test_files: BTreeSet<String>,
-    /// Where this reading knows less than the compiler does, as `file:line: text`.
+    /// Code that this reader understands less than the compiler does, as `file:line: text`.
     pub faults: Vec<String>,
 }
 

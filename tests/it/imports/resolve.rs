@@ -1,4 +1,4 @@
-//! What a path means: through names, globs and re-exports to the module that defines the thing.
+//! Resolves paths: follows names, globs and re-exports to the module that defines the item.
 
 use std::iter;
 
@@ -12,7 +12,7 @@ pub enum Target {
         module: usize,
         names: Vec<String>,
     },
-    /// Of a crate that is not ours.
+    /// An item of another crate.
     External(Vec<String>),
     /// A name that the module seems to lack.
     Missing {
@@ -108,7 +108,7 @@ impl Resolver<'_> {
         }
     }
 
-    /// What `name` is where no path goes before it: of the blocks around, of the module, or a crate.
+    /// Meaning of `name` at the start of a path: an item of the blocks around it or of the module, or a crate.
     fn visible(&mut self, scope: usize, name: &str) -> Vec<Found> {
         let modules = self.modules;
         let all = &modules.all;
@@ -168,7 +168,7 @@ impl Resolver<'_> {
         named.peek().is_none() || named.any(|item| matches!(item.kind, Kind::Type(_)))
     }
 
-    /// What a module calls `name`, as far as `viewer` may see it: private imports only from inside.
+    /// Meaning of `name` in a module, as far as `viewer` may see it: private imports only from inside.
     fn names(&mut self, viewer: usize, module: usize, name: &str) -> Vec<Found> {
         let modules = self.modules;
         let this = &modules.all[module];
@@ -199,7 +199,7 @@ impl Resolver<'_> {
         found
     }
 
-    /// What one import of `module` makes of `name`.
+    /// Meaning of `name` by one import of `module`.
     fn follow(&mut self, module: usize, number: usize, name: &str, is_glob: bool) -> Vec<Found> {
         let key = (module, number, name.to_owned());
         if self.busy.contains(&key) {
@@ -216,7 +216,7 @@ impl Resolver<'_> {
         found
     }
 
-    /// What a glob over `of` makes of `name`.
+    /// Meaning of `name` by a glob over `of`.
     fn inside(&mut self, viewer: usize, of: Found, name: &str) -> Vec<Found> {
         let found = match of.target {
             Target::Module(module) => self.names(viewer, module, name),

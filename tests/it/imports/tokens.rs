@@ -1,8 +1,8 @@
-//! Paths among the tokens of macros and attributes, which nobody parses.
+//! Finds paths among the tokens of macros and attributes, which are not parsed.
 
 use proc_macro2::{Delimiter, Ident, TokenStream, TokenTree};
 
-/// A path among tokens.
+/// A path found among tokens.
 pub struct Written {
     pub path: Vec<String>,
     pub line: usize,
@@ -10,7 +10,7 @@ pub struct Written {
     pub is_use: bool,
 }
 
-/// What tokens name.
+/// Paths and features that tokens name.
 #[derive(Default)]
 pub struct Named {
     pub paths: Vec<Written>,
@@ -94,7 +94,7 @@ impl Tokens {
         self.is(at, ':') && self.is(at + 1, ':')
     }
 
-    /// What a path has before `ident` at `at`, nothing or `::`; `None` where no path begins.
+    /// The start of a path before `ident` at `at`, empty or `::`; `None` where no path begins.
     fn begin(&self, at: usize, ident: &Ident) -> Option<Option<&'static str>> {
         let before = |back: usize, wanted| at >= back && self.is(at - back, wanted);
         let is_keyword = syn::parse_str::<syn::Ident>(&ident.to_string()).is_err();

@@ -30,7 +30,7 @@ impl Mention {
     }
 }
 
-/// What all modules of a tree mention.
+/// Paths and features that all modules of a tree mention.
 #[derive(Default)]
 pub struct Mentions {
     pub paths: Vec<Mention>,
@@ -53,7 +53,7 @@ impl Mentions {
 struct Reader<'a> {
     modules: &'a mut Modules,
     scope: usize,
-    /// What `Self` is in an `impl`.
+    /// The type of `Self` in an `impl`.
     own_type: Vec<String>,
     mentions: Mentions,
 }

@@ -32,7 +32,7 @@ options! {
     "" {
         /// Adapter folder; without it the base alone
         adapter: PathBuf => value("DIR");
-        /// Which files of a folder
+        /// Files to read if --data is a folder
         split: SplitName = SplitName::Valid => value("SPLIT");
         /// Sequences per forward pass
         #[arg(visible_alias = "batch")]
@@ -47,7 +47,7 @@ options! {
 /// Runs `engraft eval`.
 ///
 /// # Errors
-/// When anything named cannot be read or does not fit together.
+/// When a base, adapter or file cannot be read, or they do not fit each other.
 pub fn run(args: &EvalArgs) -> Result<()> {
     signals::install()?;
     args.check()?;

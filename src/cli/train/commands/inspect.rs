@@ -1,4 +1,4 @@
-//! `engraft inspect`: what a folder is, and what is in it.
+//! `engraft inspect`: describes the adapter, base or run in a folder.
 
 use std::{
     fs,

@@ -1,4 +1,4 @@
-//! `engraft plan`: what a training run would take, from sizes alone.
+//! `engraft plan`: the memory and time of a training run, from sizes alone.
 
 use std::path::Path;
 

@@ -2,13 +2,14 @@
 
 use std::path::Path;
 
+use engraft_adapters::LoraSpec;
+
 use crate::{
     cli::{
         common::{
             environment::Environment,
             open::{self, Compute},
             signals,
-            values::Method,
         },
         train::{
             args::TrainArgs,
@@ -25,7 +26,7 @@ use crate::{
 /// Runs `engraft train`.
 ///
 /// # Errors
-/// Those of the run.
+/// The errors of [`train::run`].
 pub fn run(typed: TrainArgs) -> Result<()> {
     signals::install()?;
     let mut args = joined(typed)?;
@@ -59,7 +60,7 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     if json { Ok(()) } else { closing::show(&finished, &opened, args.base.base.as_deref()) }
 }
 
-/// What to tell somebody whose data is no match for the embedded base.
+/// The hint for a run of the embedded base on the user's own data.
 fn own_data_on_embedded_base(args: &TrainArgs) -> Option<&'static str> {
     (args.base.base.is_none() && args.data.data.is_some()).then_some(
         "the embedded base knows little beyond its examples; --base gpt2, or a folder, is for your own data",
@@ -82,8 +83,8 @@ pub(super) fn joined(typed: TrainArgs) -> Result<TrainArgs> {
     }
     let so_far = layers::join(&layers)?;
     if so_far.base.base.is_none() && so_far.data.data.is_none() {
-        let prefix = matches!(so_far.method, Some(Method::Prefix));
-        let defaults = if prefix { embedded::PREFIX_DEFAULTS } else { embedded::DEFAULTS };
+        let lora = so_far.method.as_ref().is_none_or(|kinds| kinds.contains(LoraSpec::KIND.name));
+        let defaults = if lora { embedded::DEFAULTS } else { embedded::PREFIX_DEFAULTS };
         layers.push(config_file::parse(defaults, "the embedded defaults")?);
     }
     Ok(layers::with_defaults(layers::join(&layers)?))

@@ -19,7 +19,7 @@ fn defaults_make_a_run() {
     assert_eq!(options.data, DataSource::Embedded);
     assert_eq!((options.batch, options.constraints, options.shuffle), (8, Constraints::default(), true));
     assert_eq!(options.length, Length::Epochs(1.0));
-    assert_eq!(options.adapter.kinds, Some(Kinds { lora: true, prefix: false }));
+    assert_eq!(options.adapter.kinds, Some(AdapterOptions::default_kinds()));
     assert_eq!(options.adapter.spec(), AdapterOptions::default().spec());
 }
 
@@ -68,8 +68,14 @@ fn what_excludes_each_other_is_refused() {
         ("steps = 3\nepochs = 1.0", "--steps 3 and --epochs 1.0 exclude each other"),
         ("pack = true\nno-pack = true", "exclude each other"),
         ("eval-data = ['x']\neval-fraction = 0.1", "exclude each other"),
-        ("prefix-len = 3", "--prefix-len: means nothing with --method lora"),
-        ("method = 'prefix'\nrank = 3", "--rank: means nothing with --method prefix"),
+        (
+            "prefix-len = 3",
+            "--prefix-len: means nothing with --method lora; leave it out or give --method prefix or lora+prefix",
+        ),
+        (
+            "method = 'prefix'\nrank = 3",
+            "--rank: means nothing with --method prefix; leave it out or give --method lora",
+        ),
         ("method = 'prefix'\nprefix-init = 'zero'\nprefix-text = 'x'", "needs --prefix-init text"),
         ("method = 'prefix'\nprefix-projection = 8\nprefix-init = 'text'", "--prefix-projection:"),
         ("init-adapter = 'x'\nprefix-init = 'zero'", "starts from --init-adapter"),
@@ -105,7 +111,7 @@ fn the_output_is_named_after_base_and_method() {
     let name = |base: &str| {
         let args = TrainArgs {
             base: BaseArgs { base: Some(base.to_owned()), ..BaseArgs::default() },
-            method: Some(Method::LoraPrefix),
+            method: Some("lora+prefix".parse().unwrap()),
             ..TrainArgs::default()
         };
         default_output(&args).display().to_string()
@@ -138,7 +144,7 @@ fn what_is_fixed_reaches_the_plan() {
         "micro-batch = 'auto'\nrecompute = 'auto'\nhead-rows = 'auto'\nmemory = 'auto'\noptimizer = 'auto'";
     let options = resolve(auto).unwrap();
     assert_eq!((options.constraints, options.memory), (Constraints::NONE, Limit::Auto));
-    // What is not given leaves the optimizer alone.
+    // Without options only the optimizer is fixed.
     assert_eq!(resolve("").unwrap().constraints, Constraints::default());
     assert_eq!(Constraints::default().optimizer, Some(OptimizerKind::AdamW));
     for wrong in ["memory = '4 bananas'", "memory = '0'", "memory = '-1GiB'", "stream-base = 'maybe'"] {

@@ -1,5 +1,7 @@
-//! Products of FP32 matrices with any strides, on one thread: thin ones of low-rank deltas, those of a prefix's
-//! network, attention of a few queries.
+//! Products of FP32 matrices with any strides, on one thread: the thin products of low-rank deltas, those of a
+//! prefix's network, and attention of a few queries.
+
+use std::ops::Range;
 
 use super::{
     MOST, Simd, load_or, store,
@@ -40,29 +42,40 @@ impl Operand {
     }
 }
 
-/// `dst (m, n) = dst or 0 + scale * lhs (m, k) rhs (k, n)`; the second part of `dst` is the distance of its rows.
+/// `dst (m, n) = dst or 0 + scale * lhs (m, k) rhs (k, n)`.
+#[derive(Clone, Copy)]
+pub struct Product {
+    /// Rows m of lhs and dst.
+    pub m: usize,
+    /// Columns n of rhs and dst.
+    pub n: usize,
+    /// Terms k of each sum.
+    pub k: usize,
+    /// Address of the output.
+    pub dst: *mut f32,
+    /// Elements from a row of the output to the next.
+    pub dst_row: usize,
+    /// Whether the product is added to the output instead of replacing it.
+    pub keep: bool,
+    /// Left matrix `(m, k)`.
+    pub lhs: Operand,
+    /// Right matrix `(k, n)`.
+    pub rhs: Operand,
+    /// Factor of the product.
+    pub scale: f32,
+}
+
+/// Computes a product.
 ///
 /// # Safety
 /// The matrices are valid for their strides, and nothing else uses `dst`.
-pub unsafe fn product<S: Simd>(
-    s: S,
-    (m, n, k): (usize, usize, usize),
-    (dst, dst_row): (*mut f32, usize),
-    keep: bool,
-    (lhs, rhs): (Operand, Operand),
-    scale: f32,
-) {
+pub unsafe fn product<S: Simd>(s: S, it: Product) {
+    let Product { m, n, k, dst, dst_row, keep, lhs, rhs, scale } = it;
     if m <= SMALL_BATCH && lhs.strides.column == 1 && rhs.strides.row == 1 {
         // SAFETY: the caller's promise.
         return s.enter(
             #[inline(always)]
-            move || unsafe {
-                if k >= LONG {
-                    dots(s, (m, n, k), (dst, dst_row), keep, lhs, rhs, scale)
-                } else {
-                    squares(s, (m, n, k), (dst, dst_row), keep, lhs, rhs, scale)
-                }
-            },
+            move || unsafe { if k >= LONG { dots(s, it) } else { squares(s, it) } },
         );
     }
     // Whole vectors of a row can be read in place.
@@ -78,7 +91,7 @@ pub unsafe fn product<S: Simd>(
                     if packed {
                         s.enter(
                             #[inline(always)]
-                            || pack(s, rhs, (step, depth), (j, width), panel),
+                            || pack(s, rhs, step..step + depth, j..j + width, panel),
                         );
                     }
                     for row in (0..m).step_by(ROWS) {
@@ -117,15 +130,8 @@ pub unsafe fn product<S: Simd>(
 /// # Safety
 /// As [`product`]; rows of lhs and columns of rhs are contiguous.
 #[inline(always)]
-unsafe fn dots<S: Simd>(
-    s: S,
-    (m, n, k): (usize, usize, usize),
-    (dst, dst_row): (*mut f32, usize),
-    keep: bool,
-    lhs: Operand,
-    rhs: Operand,
-    scale: f32,
-) {
+unsafe fn dots<S: Simd>(s: S, it: Product) {
+    let Product { m, n, k, dst, dst_row, keep, lhs, rhs, scale } = it;
     for j in (0..n).step_by(SIDE) {
         let side = SIDE.min(n - j);
         for row in 0..m {
@@ -160,15 +166,8 @@ unsafe fn dots<S: Simd>(
 /// # Safety
 /// As [`dots`].
 #[inline(always)]
-unsafe fn squares<S: Simd>(
-    s: S,
-    (m, n, k): (usize, usize, usize),
-    (dst, dst_row): (*mut f32, usize),
-    keep: bool,
-    lhs: Operand,
-    rhs: Operand,
-    scale: f32,
-) {
+unsafe fn squares<S: Simd>(s: S, it: Product) {
+    let Product { m, n, k, dst, dst_row, keep, lhs, rhs, scale } = it;
     for j in (0..n).step_by(S::LANES) {
         let columns = S::LANES.min(n - j);
         let mut sums = [s.zero(); SMALL_BATCH];
@@ -204,24 +203,20 @@ unsafe fn squares<S: Simd>(
     }
 }
 
-/// Copies `rhs[step .. + depth, j .. + width]` into groups of columns, in the layout of [`pack_transposed`].
+/// Copies `rhs[steps, columns]` into groups of columns, in the layout of [`pack_transposed`].
 ///
 /// # Safety
 /// rhs is valid, and its rows or its columns are contiguous.
 #[inline(always)]
-unsafe fn pack<S: Simd>(
-    s: S,
-    rhs: Operand,
-    (step, depth): (usize, usize),
-    (j, width): (usize, usize),
-    panel: &mut [f32],
-) {
+unsafe fn pack<S: Simd>(s: S, rhs: Operand, steps: Range<usize>, columns: Range<usize>, panel: &mut [f32]) {
+    let (step, depth, j, width) = (steps.start, steps.len(), columns.start, columns.len());
     if rhs.strides.column != 1 {
         assert_eq!(rhs.strides.row, 1, "a matrix with neither rows nor columns in one piece");
         return pack_transposed(
             s,
             panel,
-            (depth, width),
+            depth,
+            width,
             #[inline(always)]
             |column, at, steps| {
                 // SAFETY: the caller's promise: the column has these elements.
@@ -253,14 +248,16 @@ mod tests {
     }
 
     /// A product against sums in f64; the right matrix is stored by columns where `by_columns`.
-    fn check((m, n, k): (usize, usize, usize), by_columns: bool, keep: bool) {
+    fn check(m: usize, n: usize, k: usize, by_columns: bool, keep: bool) {
         let (lhs, rhs, before) = (numbers(m * k, 1), numbers(n * k, 2), numbers(m * (n + 3), 3));
         let strides = if by_columns { Strides::columns(k) } else { Strides::rows(n) };
         let mut y = before.clone();
         let operand = |data: &[f32], strides| Operand { data: data.as_ptr(), strides };
-        let (left, right) = (operand(&lhs, Strides::rows(k)), operand(&rhs, strides));
-        // SAFETY: the matrices are as large as they say.
-        let made = at_level!(s => unsafe { product(s, (m, n, k), (y.as_mut_ptr(), n + 3), keep, (left, right), 1.5) });
+        let (lhs_operand, rhs_operand) = (operand(&lhs, Strides::rows(k)), operand(&rhs, strides));
+        let (dst, dst_row) = (y.as_mut_ptr(), n + 3);
+        let it = Product { m, n, k, dst, dst_row, keep, lhs: lhs_operand, rhs: rhs_operand, scale: 1.5 };
+        // SAFETY: the matrices have these sizes.
+        let made = at_level!(s => unsafe { product(s, it) });
         assert!(made.is_some());
         for (at, (&y, &before)) in y.iter().zip(&before).enumerate() {
             let (i, j) = (at / (n + 3), at % (n + 3));
@@ -288,7 +285,7 @@ mod tests {
             for n in [1, 5, 16, 33, 64, 401] {
                 for k in [0, 1, 16, 19, LONG - 1, LONG, LONG + 7, 530] {
                     for (by_columns, keep) in [(false, false), (false, true), (true, false), (true, true)] {
-                        check((m, n, k), by_columns, keep);
+                        check(m, n, k, by_columns, keep);
                     }
                 }
             }

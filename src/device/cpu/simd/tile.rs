@@ -16,7 +16,7 @@ const FAR: usize = 24;
 /// The initial value of the output, to which the product is added.
 #[derive(Clone, Copy)]
 pub enum Begin {
-    /// Zeros.
+    /// Zero for every element.
     Zero,
     /// The present content of the output.
     Keep,
@@ -55,26 +55,35 @@ pub struct Tile {
     pub scale: f32,
 }
 
-/// Calls `$tile.$run::<_, rows, vectors of columns>($s)`.
+/// Calls `$tile.$run::<_, rows, vectors of columns>($s, $more)`.
 macro_rules! sized {
-    (@ $tile:ident, $s:ident, $run:ident, $m:tt) => {
+    (@ $tile:ident, $s:ident, $run:ident, $m:tt $(, $more:ident)?) => {
         match $tile.columns.div_ceil(S::LANES) {
-            1 => $tile.$run::<S, $m, 1>($s),
-            2 => $tile.$run::<S, $m, 2>($s),
-            3 => $tile.$run::<S, $m, 3>($s),
-            _ => $tile.$run::<S, $m, 4>($s),
+            1 => $tile.$run::<S, $m, 1>($s $(, $more)?),
+            2 => $tile.$run::<S, $m, 2>($s $(, $more)?),
+            3 => $tile.$run::<S, $m, 3>($s $(, $more)?),
+            _ => $tile.$run::<S, $m, 4>($s $(, $more)?),
         }
     };
-    ($tile:ident, $s:ident, $rows:expr, $run:ident) => {
+    ($tile:ident, $s:ident, $rows:expr, $run:ident $(, $more:ident)?) => {
         match $rows {
-            1 => sized!(@ $tile, $s, $run, 1),
-            2 => sized!(@ $tile, $s, $run, 2),
-            3 => sized!(@ $tile, $s, $run, 3),
-            4 => sized!(@ $tile, $s, $run, 4),
-            5 => sized!(@ $tile, $s, $run, 5),
-            _ => sized!(@ $tile, $s, $run, ROWS),
+            1 => sized!(@ $tile, $s, $run, 1 $(, $more)?),
+            2 => sized!(@ $tile, $s, $run, 2 $(, $more)?),
+            3 => sized!(@ $tile, $s, $run, 3 $(, $more)?),
+            4 => sized!(@ $tile, $s, $run, 4 $(, $more)?),
+            5 => sized!(@ $tile, $s, $run, 5 $(, $more)?),
+            _ => sized!(@ $tile, $s, $run, ROWS $(, $more)?),
         }
     };
+}
+
+/// Addresses of a step of a tile.
+#[derive(Clone, Copy)]
+struct Step {
+    /// The step's row of the panel.
+    weights: *const f32,
+    /// The step's element in the first row of x.
+    x: *const f32,
 }
 
 impl Tile {
@@ -195,7 +204,7 @@ impl Tile {
         self.fetch::<S, M, V>(s);
         // SAFETY: the caller's promise.
         unsafe {
-            let mut at = (self.panel, self.x);
+            let mut at = Step { weights: self.panel, x: self.x };
             for i in 0..self.depth / 4 {
                 meanwhile(i);
                 sums = self.step(s, at, sums, &multiply);
@@ -221,7 +230,7 @@ impl Tile {
     unsafe fn step<S: Simd, const M: usize, const V: usize>(
         &self,
         s: S,
-        (weights, x): (*const f32, *const f32),
+        Step { weights, x }: Step,
         mut sums: [[S::Floats; V]; M],
         multiply: &impl Fn(S::Floats, S::Floats, S::Floats) -> S::Floats,
     ) -> [[S::Floats; V]; M] {
@@ -244,10 +253,13 @@ impl Tile {
         sums
     }
 
-    /// The addresses in the panel and in x after `steps` more steps.
+    /// The addresses `steps` steps later.
     #[inline(always)]
-    fn after(&self, (weights, x): (*const f32, *const f32), steps: usize) -> (*const f32, *const f32) {
-        (weights.wrapping_add(steps * self.panel_row), x.wrapping_add(steps * self.x_step))
+    fn after(&self, at: Step, steps: usize) -> Step {
+        Step {
+            weights: at.weights.wrapping_add(steps * self.panel_row),
+            x: at.x.wrapping_add(steps * self.x_step),
+        }
     }
 
     /// Adds the sums to the initial value and writes the output.
@@ -420,7 +432,8 @@ mod pairs;
 pub fn pack_transposed<S: Simd>(
     s: S,
     panel: &mut [f32],
-    (depth, count): (usize, usize),
+    depth: usize,
+    count: usize,
     load: impl Fn(usize, usize, usize) -> S::Floats,
 ) {
     assert!(panel.len() >= depth * count.next_multiple_of(S::LANES), "room for a panel");

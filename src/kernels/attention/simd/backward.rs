@@ -13,8 +13,7 @@ use crate::{
     },
     kernels::attention::{
         Seen, Shape,
-        cpu::{Gradients, Head},
-        packed,
+        cpu::{Gradients, Head, RowsMut},
     },
 };
 
@@ -30,8 +29,7 @@ pub fn scratch(row: usize, width: usize) -> usize {
 pub fn backward_head<S: Simd>(s: S, dout: &[f32], seen: Seen, scale: f32, shape: &Shape, to: &Gradients) {
     let (t, c) = (shape.queries, shape.heads * shape.width);
     let (b, h) = to.task;
-    let heads = packed(seen.qkv, t, c);
-    let task = Task::new(heads, seen.prefix, seen.starts.host(), to.task, (*shape, scale));
+    let task = Task::new(seen.inputs(scale, *shape), b, h);
     let first = b * t * c + h * shape.width;
     let (dout, out) = (Head::of(dout, first, c), Head::of(seen.out.host(), first, c));
     let lse = &seen.lse.host::<f32>()[(b * shape.heads + h) * t..][..t];
@@ -91,13 +89,11 @@ impl Backward<'_> {
                     let group = task.group(first + at, ROWS.min(block.rows - at));
                     let (p, d) = (&mut probabilities[at * row..], &mut d_scores[at * row..]);
                     task.fetch(s, &group, &[task.q, self.dout, self.out]);
-                    let left = (task.q.from(group.first), task.q.row);
-                    let d_left = (self.dout.from(group.first), self.dout.row);
-                    task.products(kind, &group, left, keys, task.scale, p);
-                    task.products(kind, &group, d_left, values, 1.0, d);
+                    task.products(kind, &group, task.q.from(group.first), keys, task.scale, p);
+                    task.products(kind, &group, self.dout.from(group.first), values, 1.0, d);
                     let zeros = task.shape.prefix + block.tokens.start;
                     self.scores(s, &group, zeros..task.shape.prefix + block.tokens.end, p, d);
-                    let target = ((self.to.d_at)(0, group.first), self.to.row);
+                    let target = RowsMut { data: (self.to.d_at)(0, group.first), row: self.to.row };
                     let keys = task.seen_of(&group, task.prefix.map(|p| p.0), task.k);
                     task.mix(kind, &group, d, &keys, target);
                 }
@@ -128,15 +124,11 @@ impl Backward<'_> {
                 dot(s, self.dout.vector(query, task.shape.width), self.out.vector(query, task.shape.width));
             let all = row * task.row()..row * task.row() + columns.end;
             let (p_row, d_row) = (&mut probabilities[all.clone()], &mut d_scores[all]);
-            hide(p_row, (columns.start, &seen));
-            hide(d_row, (columns.start, &seen));
+            hide(p_row, columns.start, &seen);
+            hide(d_row, columns.start, &seen);
+            let lse = self.lse[query];
             for range in [0..p, seen] {
-                gradient(
-                    s,
-                    &mut p_row[range.clone()],
-                    &mut d_row[range],
-                    (self.lse[query], delta, task.scale),
-                );
+                gradient(s, &mut p_row[range.clone()], &mut d_row[range], lse, delta, task.scale);
             }
         }
     }
@@ -146,69 +138,70 @@ impl Backward<'_> {
     /// # Safety
     /// As [`Backward::run`].
     pub(super) unsafe fn add<K: Kind>(&self, kind: K, block: &Group, given: [Given; 2]) {
+        const { assert!(ROWS.is_multiple_of(K::STEPS), "whole steps before a group") };
         let (task, p) = (&self.task, self.task.shape.prefix);
+        let steps = block.rows.div_ceil(K::STEPS);
         for at in (0..p).step_by(ROWS) {
             for (part, given) in given.iter().enumerate() {
-                let target = ((self.to.prefix_at)(part, at), task.shape.heads * task.shape.width);
+                let row = task.shape.heads * task.shape.width;
+                let target = RowsMut { data: (self.to.prefix_at)(part, at), row };
                 // SAFETY: the caller's promise.
-                unsafe { self.add_rows(kind, (block, 0), (at, ROWS.min(p - at)), given, target) }
+                unsafe { self.add_rows(kind, 0..steps, at..p.min(at + ROWS), given, target) }
             }
         }
         for token in block.tokens.clone().step_by(ROWS) {
             let rows = ROWS.min(block.tokens.end - token);
             // Earlier queries do not see these tokens.
-            let before = token.saturating_sub(task.shape.past + block.first) / ROWS * ROWS;
+            let before = token.saturating_sub(task.shape.past + block.first) / ROWS * ROWS / K::STEPS;
             for (part, given) in given.iter().enumerate() {
-                let target = ((self.to.d_at)(1 + part, token), self.to.row);
+                let target = RowsMut { data: (self.to.d_at)(1 + part, token), row: self.to.row };
+                let columns = p + token..p + token + rows;
                 // SAFETY: the caller's promise.
-                unsafe { self.add_rows(kind, (block, before), (p + token, rows), given, target) }
+                unsafe { self.add_rows(kind, before..steps, columns, given, target) }
             }
         }
     }
 
-    /// Adds the weighted sums of a block's queries from `before` to `rows` rows of a target, for the columns from
-    /// `column`.
+    /// Adds the weighted sums over `steps` of a block's queries to a row of `y` for each of the score `columns`.
     ///
     /// # Safety
     /// As [`Backward::run`].
     unsafe fn add_rows<K: Kind>(
         &self,
         kind: K,
-        (block, before): (&Group, usize),
-        (column, rows): (usize, usize),
+        steps: Range<usize>,
+        columns: Range<usize>,
         given: &Given,
-        (y, y_row): (*mut f32, usize),
+        y: RowsMut,
     ) {
-        const { assert!(ROWS.is_multiple_of(K::STEPS), "whole steps before a group") };
         let (row, width) = (self.task.row(), self.task.shape.width);
-        let (before, steps) = (before / K::STEPS, block.rows.div_ceil(K::STEPS));
-        assert!(given.weights.len() >= steps * row && column + rows <= row, "weights of a block");
+        assert!(given.weights.len() >= steps.end * row && columns.end <= row, "weights of a block");
         for start in (0..width).step_by(K::S::COLUMNS) {
-            let columns = K::S::COLUMNS.min(width - start);
-            let vectors = &given.vectors[before * given.row + start..];
-            assert!(vectors.len() >= (steps - before - 1) * given.row + columns, "vectors of a block");
+            let wide = K::S::COLUMNS.min(width - start);
+            let vectors = &given.vectors[steps.start * given.row + start..];
+            assert!(vectors.len() >= (steps.len() - 1) * given.row + wide, "vectors of a block");
             let tile = Tile {
-                x: given.weights[before * row + column..].as_ptr(),
+                x: given.weights[steps.start * row + columns.start..].as_ptr(),
                 x_row: 1,
                 x_step: row,
                 panel: vectors.as_ptr(),
                 panel_row: given.row,
-                depth: steps - before,
-                y: y.wrapping_add(start),
-                y_row,
-                columns,
+                depth: steps.len(),
+                y: y.data.wrapping_add(start),
+                y_row: y.row,
+                columns: wide,
                 begin: Begin::Keep,
                 scale: 1.0,
             };
             // SAFETY: the caller's promise, and the sizes checked above.
-            unsafe { kind.run(&tile, rows) }
+            unsafe { kind.run(&tile, columns.len()) }
         }
     }
 }
 
 /// Replaces scores by probabilities and `dp` by `ds`.
 #[inline(always)]
-fn gradient<S: Simd>(s: S, scores: &mut [f32], d_scores: &mut [f32], (lse, delta, scale): (f32, f32, f32)) {
+fn gradient<S: Simd>(s: S, scores: &mut [f32], d_scores: &mut [f32], lse: f32, delta: f32, scale: f32) {
     let (lse, delta, scale) = (s.splat(lse), s.splat(delta), s.splat(scale));
     replace_both(
         s,

@@ -19,7 +19,10 @@ use crate::{
         pairs::{interleaved, paired, round, round_in_place},
         tile::{ROWS, Tile, pack_transposed},
     },
-    kernels::attention::Shape,
+    kernels::attention::{
+        Shape,
+        cpu::{Rows, RowsMut},
+    },
 };
 
 const LANES: usize = Avx512::LANES;
@@ -78,8 +81,7 @@ impl Task<'_> {
     /// Transposes the vectors of prefix and tokens into a panel `(width / 2, columns)` of pairs.
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
     fn pack_pair_panel(&self, s: Avx512, prefix: Option<Head>, tokens: Head, panel: &mut [f32]) {
-        let sizes = (self.shape.width / 2, self.columns());
-        pack_transposed(s, panel, sizes, |column, step, _| {
+        pack_transposed(s, panel, self.shape.width / 2, self.columns(), |column, step, _| {
             let vector = self.vector(prefix, tokens, column);
             for line in [0, LANES] {
                 s.fetch(vector.as_ptr().wrapping_add(super::AHEAD * tokens.row + 2 * step + line));
@@ -151,15 +153,9 @@ fn round_group(s: Avx512, group: &Group, from: Head, width: usize, to: &mut [f32
 /// As [`super::forward_head`].
 ///
 /// # Safety
-/// The CPU has AVX-512 F, BW and BF16; `to(query)` is the address of the query's output and
-/// the distance of its rows.
+/// The CPU has AVX-512 F, BW and BF16; `to(query)` are the outputs from that query on, which belong to the task.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-pub unsafe fn forward_head(
-    task: &Task,
-    scratch: &mut [f32],
-    to: &dyn Fn(usize) -> (*mut f32, usize),
-    lse: &mut [f32],
-) {
+pub unsafe fn forward_head(task: &Task, scratch: &mut [f32], to: &dyn Fn(usize) -> RowsMut, lse: &mut [f32]) {
     // SAFETY: the caller's promise.
     let s = unsafe { Avx512::new() };
     let kind = Pairs(s);
@@ -172,12 +168,13 @@ pub unsafe fn forward_head(
         let mut factors = [0.0; ROWS];
         task.fetch(s, &group, &[task.q]);
         round_group(s, &group, task.q, width, queries);
+        let left = Rows { data: queries.as_ptr(), row: width / 2 };
         // SAFETY: these are the group's rows; the output is the caller's promise.
-        unsafe { task.products(kind, &group, (queries.as_ptr(), width / 2), keys, task.scale, scores) };
+        unsafe { task.products(kind, &group, left, keys, task.scale, scores) };
         let columns = (p + group.tokens.end).next_multiple_of(LANES);
         for (i, scores) in scores.chunks_exact_mut(row).enumerate().take(group.rows) {
             let (seen, scores) = (task.seen(first + i), &mut scores[..columns]);
-            hide(scores, (p, &seen));
+            hide(scores, p, &seen);
             (lse[first + i], factors[i]) = powers(s, scores, p, seen);
             round_in_place(s, scores);
         }
@@ -215,10 +212,11 @@ impl Backward<'_> {
                 task.fetch(s, &group, &[task.q, self.dout, self.out]);
                 round_group(s, &group, task.q, width, q);
                 round_group(s, &group, self.dout, width, d);
+                let rounded = |rows: &[f32]| Rows { data: rows.as_ptr(), row: width / 2 };
                 // SAFETY: these are the group's rows.
                 unsafe {
-                    task.products(kind, &group, (q.as_ptr(), width / 2), keys, task.scale, scores);
-                    task.products(kind, &group, (d.as_ptr(), width / 2), values, 1.0, d_rows);
+                    task.products(kind, &group, rounded(q), keys, task.scale, scores);
+                    task.products(kind, &group, rounded(d), values, 1.0, d_rows);
                 }
                 self.scores(s, &group, p..end, scores, d_rows);
                 for i in (0..group.rows).step_by(2) {
@@ -236,7 +234,7 @@ impl Backward<'_> {
                 for row in d_rows.chunks_exact_mut(row).take(group.rows) {
                     round_in_place(s, &mut row[..end]);
                 }
-                let target = ((self.to.d_at)(0, group.first), self.to.row);
+                let target = RowsMut { data: (self.to.d_at)(0, group.first), row: self.to.row };
                 // SAFETY: the caller's promise.
                 unsafe { task.mix(kind, &group, d_rows, &task.pairs_seen_of(&group, key_pairs), target) };
             }
@@ -251,8 +249,8 @@ impl Backward<'_> {
 fn cut<const N: usize>(scratch: &mut [f32], lengths: [usize; N]) -> [&mut [f32]; N] {
     let mut rest = scratch;
     lengths.map(|length| {
-        let (part, behind) = std::mem::take(&mut rest).split_at_mut(length);
-        rest = behind;
+        let (part, others) = std::mem::take(&mut rest).split_at_mut(length);
+        rest = others;
         part
     })
 }

@@ -6,7 +6,10 @@
 
 use std::{arch::x86_64::*, ops::Range};
 
-use super::{AHEAD, InitialValue, PanelRange, begin, check, vector, weights::Weights};
+use super::{
+    AHEAD, InitialValue, Output, Panel, PanelRange, ProductShape, RightFactor, WeightRow, begin, check,
+    vector, weights::Weights,
+};
 use crate::{
     device::cpu::{
         Shared,
@@ -42,21 +45,23 @@ pub fn shared(n: usize) -> usize {
     n * DEPTH / 2
 }
 
-/// `y (n, outer) = start + x (n, inner) V`, tasks as in [`super::product`]; V is the weights or their transpose.
+/// `y (n, outer) = start + x (n, inner) V`, tasks as in [`super::product`].
 ///
 /// # Safety
 /// The CPU has AVX-512 F, BW and BF16; the weights are of this shape.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 pub unsafe fn product<W: Weights>(
     x: &[f32],
-    (n, inner, outer): (usize, usize, usize),
+    v: RightFactor<W>,
+    shape: ProductShape,
     start: InitialValue,
     y: &mut [f32],
-    (weights, transposed): (W, bool),
 ) {
     // SAFETY: the caller's promise.
     let s = unsafe { Avx512::new() };
-    assert!(x.len() >= n * inner && y.len() >= n * outer, "shapes of a frozen product");
+    shape.check(x, y);
+    let RightFactor { weights, transposed, .. } = v;
+    let ProductShape { n, inner, outer } = shape;
     check(start, n, outer);
     let out = Shared::new(y);
     let (tasks, width) = parts(outer, WIDTH);
@@ -66,14 +71,14 @@ pub unsafe fn product<W: Weights>(
         for k in (0..inner.max(1)).step_by(DEPTH) {
             let depth = DEPTH.min(inner - k);
             if sharing {
-                round_all(s, x, (n, inner), k..k + depth, all);
+                round_all(s, x, inner, k..k + depth, &mut all[..n * (DEPTH / 2)]);
             }
             let all = &*all;
             each(tasks * bands, |task| {
                 let (first, from) = (task / bands * width, task % bands * height);
                 let (width, to) = (width.min(outer - first), n.min(from + height));
                 let range = PanelRange { inner: k, depth, outer: first, width };
-                let start = if k == 0 { start } else { InitialValue::Keep };
+                let to_y = Output { y: out, outer, start: if k == 0 { start } else { InitialValue::Keep } };
                 with_scratch(SCRATCH, |scratch| {
                     let (own, panel) = scratch.split_at_mut(DEPTH / 2 * ROWS);
                     // SAFETY: the caller found the instructions; these rows of the columns of y belong to this task,
@@ -85,18 +90,20 @@ pub unsafe fn product<W: Weights>(
                             pack_rows(s, weights, range, panel);
                         }
                         for row in (from..to).step_by(ROWS) {
-                            let rows = ROWS.min(to - row);
-                            let (rounded, next) = if sharing {
-                                let rounded = &all[row * DEPTH / 2..];
-                                (rounded, (rounded.as_ptr().wrapping_add(ROWS * DEPTH / 2), DEPTH / 2))
+                            let count = ROWS.min(to - row);
+                            let left = if sharing {
+                                let values = &all[row * DEPTH / 2..];
+                                let next = values.as_ptr().wrapping_add(ROWS * DEPTH / 2);
+                                RoundedRows { values, row, count, next, next_row: DEPTH / 2 }
                             } else {
-                                for (i, to) in own.chunks_exact_mut(DEPTH / 2).enumerate().take(rows) {
+                                for (i, to) in own.chunks_exact_mut(DEPTH / 2).enumerate().take(count) {
                                     round(s, &x[(row + i) * inner + k..][..depth], to);
                                 }
                                 // Without prefetching, rounding would wait for memory: a tenth of a step.
-                                (&*own, (x.as_ptr().wrapping_add((row + ROWS) * inner + k), inner))
+                                let next = x.as_ptr().wrapping_add((row + ROWS) * inner + k);
+                                RoundedRows { values: &*own, row, count, next, next_row: inner }
                             };
-                            tiles(s, (rounded, next), (row, rows), (range, panel), outer, start, out);
+                            tiles(s, left, Panel { range, values: panel }, to_y);
                         }
                     }
                 });
@@ -105,9 +112,10 @@ pub unsafe fn product<W: Weights>(
     });
 }
 
-/// Rounds columns of `x (n, inner)`, rows DEPTH / 2 pairs apart.
+/// Rounds columns of `x (n, inner)` to `to (n, DEPTH / 2)` pairs.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-fn round_all(s: Avx512, x: &[f32], (n, inner): (usize, usize), columns: Range<usize>, to: &mut [f32]) {
+fn round_all(s: Avx512, x: &[f32], inner: usize, columns: Range<usize>, to: &mut [f32]) {
+    let n = to.len() / (DEPTH / 2);
     let to = Shared::new(to);
     each(n.div_ceil(ROUNDED), |task| {
         for row in task * ROUNDED..n.min((task + 1) * ROUNDED) {
@@ -119,43 +127,48 @@ fn round_all(s: Avx512, x: &[f32], (n, inner): (usize, usize), columns: Range<us
     });
 }
 
-/// Computes rows `row .. row + rows` of y in the columns of a panel. `next`: address and distance of the rows that
-/// follow, which are prefetched.
+/// Rounded rows of x: `count` rows from row `row`.
+struct RoundedRows<'a> {
+    /// Their pairs `(count, DEPTH / 2)`.
+    values: &'a [f32],
+    row: usize,
+    count: usize,
+    /// Address of the rows that follow, which are prefetched.
+    next: *const f32,
+    /// Floats from one of those to the next.
+    next_row: usize,
+}
+
+/// Computes rows of y in the columns of a panel.
 ///
 /// # Safety
-/// As [`product`]; `rounded` are these rows of x, and the columns belong to the caller.
+/// As [`product`]; the columns belong to the caller.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-unsafe fn tiles(
-    s: Avx512,
-    (rounded, (next, next_row)): (&[f32], (*const f32, usize)),
-    (row, rows): (usize, usize),
-    (range, panel): (PanelRange, &[f32]),
-    outer: usize,
-    start: InitialValue,
-    y: Shared,
-) {
+unsafe fn tiles(s: Avx512, left: RoundedRows, panel: Panel, to: Output) {
+    let RoundedRows { values: rounded, row, count, next, next_row } = left;
+    let (Panel { range, values }, Output { y, outer, start }) = (panel, to);
     let pairs = range.depth.div_ceil(2);
     for group in (0..range.width).step_by(COLUMNS) {
         let columns = (range.width - group).min(COLUMNS);
-        let cell = row * outer + range.outer + group;
+        let at = row * outer + range.outer + group;
         let tile = Tile {
             x: rounded.as_ptr(),
             x_row: DEPTH / 2,
             x_step: 1,
-            panel: panel[group * pairs..].as_ptr(),
+            panel: values[group * pairs..].as_ptr(),
             panel_row: columns.next_multiple_of(LANES),
             depth: pairs,
-            y: y.at(cell),
+            y: y.at(at),
             y_row: outer,
             columns,
-            begin: begin(start, cell, range.outer + group),
+            begin: begin(start, at, range.outer + group),
             scale: 1.0,
         };
         // SAFETY: the tile is inside the memory that the caller promised.
         unsafe {
             tile.rows_of_pairs(
                 s,
-                rows,
+                count,
                 [0, 1].map(|row| next.wrapping_add((2 * group / COLUMNS + row) * next_row)),
             )
         }
@@ -192,9 +205,11 @@ unsafe fn pack_rows<W: Weights>(s: Avx512, weights: W, range: PanelRange, panel:
                 let (column, left) = (group + v * LANES, real - v * LANES);
                 // SAFETY: as above, and as many floats as a vector has.
                 unsafe {
-                    let low = vector(s, weights, (row, &factors[0]), (outer, column), left);
+                    let first = outer;
+                    let low = WeightRow { row, first, factors: &factors[0] };
+                    let low = vector(s, weights, low, column, left);
                     let high = if both {
-                        vector(s, weights, (next, &factors[1]), (outer, column), left)
+                        vector(s, weights, WeightRow { row: next, first, factors: &factors[1] }, column, left)
                     } else {
                         s.zero()
                     };

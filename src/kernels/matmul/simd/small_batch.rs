@@ -14,7 +14,7 @@ use crate::{
         vectorised, with_scratch,
     },
     kernels::{
-        matmul::{InitialValue, cpu::fill},
+        matmul::{InitialValue, PanelRange, ProductShape, cpu::fill},
         q8::BLOCK,
     },
 };
@@ -41,16 +41,17 @@ const fn ahead<W: Weights>(rows: usize) -> usize {
     rows * W::LINE / 32
 }
 
-/// `y (n, cols) = start + x (n, rows) W (rows, cols)`, a task for each range of columns.
+/// `y (n, outer) = start + x (n, inner) W (inner, outer)`, a task for each range of columns.
 pub fn nn<S: Simd, W: Weights>(
     s: S,
     x: &[f32],
     w: W,
-    (n, rows, cols): (usize, usize, usize),
+    shape: ProductShape,
     start: InitialValue,
     y: &mut [f32],
 ) {
-    assert!(x.len() >= n * rows && y.len() >= n * cols, "shapes of a small batch");
+    shape.check(x, y);
+    let ProductShape { n, inner: rows, outer: cols } = shape;
     check(start, n, cols);
     let out = Shared::new(y);
     // No cache line is shared by two tasks.
@@ -64,10 +65,11 @@ pub fn nn<S: Simd, W: Weights>(
                 fill(start, out, 0..n, cols, first, columns.len());
                 let sums = &mut sums[..n * columns.len()];
                 for k in (0..rows).step_by(S::PANEL.0) {
-                    let steps = k..rows.min(k + S::PANEL.0);
+                    let depth = S::PANEL.0.min(rows - k);
+                    let range = PanelRange { inner: k, depth, outer: first, width: columns.len() };
                     sums.fill(0.0);
                     // SAFETY: the weights have these rows and columns.
-                    unsafe { stretch(s, x, w, (n, rows), (steps, columns.clone()), Shared::new(sums)) }
+                    unsafe { stretch(s, x, w, shape, range, Shared::new(sums)) }
                     for (row, sums) in sums.chunks_exact(columns.len()).enumerate() {
                         // SAFETY: these columns belong to this task.
                         let y = unsafe { out.range(row * cols + first, columns.len()) };
@@ -82,7 +84,7 @@ pub fn nn<S: Simd, W: Weights>(
     });
 }
 
-/// Adds `x[.., steps] W[steps, columns]` to `y (n, columns)`.
+/// Adds the product of x with a part of W to `y (n, width)`.
 ///
 /// # Safety
 /// The weights have these rows and columns.
@@ -90,11 +92,12 @@ unsafe fn stretch<S: Simd, W: Weights>(
     s: S,
     x: &[f32],
     w: W,
-    (n, rows): (usize, usize),
-    (steps, columns): (Range<usize>, Range<usize>),
+    ProductShape { n, inner: rows, .. }: ProductShape,
+    range: PanelRange,
     y: Shared,
 ) {
     let deep = if S::MANY_REGISTERS { DEEP } else { LESS_DEEP };
+    let (steps, columns) = (range.inner..range.inner + range.depth, range.outer..range.outer + range.width);
     for k in steps.clone().step_by(deep) {
         for row in (0..n).step_by(TALL) {
             let (x, columns) = (&x[row * rows..], columns.clone());
@@ -155,7 +158,7 @@ impl<W: Weights> Piece<'_, W> {
         let Self { x, w, rows, first_row, y, .. } = *self;
         let (first, width) = (self.columns.start, self.columns.len());
         let body = width - width % S::LANES;
-        // By value: fields behind a reference would be read again after every store to y.
+        // By value: fields read through a reference would be read again after every store to y.
         s.enter(
             #[inline(always)]
             move || {
@@ -181,11 +184,11 @@ impl<W: Weights> Piece<'_, W> {
                                     s.fetch(w.address(k + ahead::<W>(DEEP) + d, first + column));
                                 }
                             }
-                            let factors = (&factors, (column - strip) / BLOCK);
+                            let factors = BlockFactors { all: &factors, block: (column - strip) / BLOCK };
                             add::<S, W, D, R, 2>(s, w, k, first + column, factors, |r| to(r, column));
                         }
                         if pairs < end {
-                            let factors = (&factors, (pairs - strip) / BLOCK);
+                            let factors = BlockFactors { all: &factors, block: (pairs - strip) / BLOCK };
                             add::<S, W, D, R, 1>(s, w, k, first + pairs, factors, |r| to(r, pairs));
                         }
                     }
@@ -204,6 +207,12 @@ impl<W: Weights> Piece<'_, W> {
     }
 }
 
+/// Elements of x times the scales of D rows of weights, for R rows of x, and the block whose scales apply.
+struct BlockFactors<'a, F, const D: usize, const R: usize> {
+    all: &'a [[F; D]; R],
+    block: usize,
+}
+
 /// Adds the products with D rows of weights, from row `k`, to the V vectors at `y(row)` of R rows. The vectors belong
 /// to one block.
 ///
@@ -216,7 +225,7 @@ unsafe fn add<S: Simd, W: Weights, const D: usize, const R: usize, const V: usiz
     w: W,
     k: usize,
     column: usize,
-    (factors, block): (&[[W::Factors; D]; R], usize),
+    BlockFactors { all: factors, block }: BlockFactors<W::Factors, D, R>,
     y: impl Fn(usize) -> *mut f32,
 ) {
     // SAFETY: the caller's promise.
@@ -246,16 +255,17 @@ unsafe fn add<S: Simd, W: Weights, const D: usize, const R: usize, const V: usiz
     }
 }
 
-/// `y (n, rows) = start + x (n, cols) W^T`, a task for each range of rows of W.
+/// `y (n, outer) = start + x (n, inner) W^T`, `W (outer, inner)`, a task for each range of rows of W.
 pub fn nt<S: Simd, W: Weights>(
     s: S,
     x: &[f32],
     w: W,
-    (n, rows, cols): (usize, usize, usize),
+    shape: ProductShape,
     start: InitialValue,
     y: &mut [f32],
 ) {
-    assert!(x.len() >= n * cols && y.len() >= n * rows, "shapes of a small batch");
+    shape.check(x, y);
+    let ProductShape { n, inner: cols, outer: rows } = shape;
     check(start, n, rows);
     let out = Shared::new(y);
     let (tasks, length) = cut(rows, MOST);

@@ -3,7 +3,7 @@
 
 use half::f16;
 
-use super::{InitialValue, begin, check};
+use super::{InitialValue, ProductShape, begin, check};
 use crate::{
     device::cpu::{
         Shared,
@@ -16,16 +16,11 @@ use crate::{
 /// Largest batch for which this path is faster than panels.
 pub const ROWS: usize = 72;
 
-/// `y (n, cols) = start + x (n, rows) W (rows, cols)` with W in strips, a task for each group of strips.
-pub fn nn<S: Simd>(
-    s: S,
-    x: &[f32],
-    (values, rows): (&[f16], usize),
-    (n, cols): (usize, usize),
-    start: InitialValue,
-    y: &mut [f32],
-) {
-    assert!(x.len() >= n * rows && y.len() >= n * cols, "shapes of a product with strips");
+/// `y (n, outer) = start + x (n, inner) W (inner, outer)` with the values of W in strips, a task for each group of
+/// strips.
+pub fn nn<S: Simd>(s: S, x: &[f32], values: &[f16], shape: ProductShape, start: InitialValue, y: &mut [f32]) {
+    shape.check(x, y);
+    let ProductShape { n, inner: rows, outer: cols } = shape;
     assert!(values.len() >= rows * cols.next_multiple_of(STRIP), "strips of a matrix");
     check(start, n, cols);
     let out = Shared::new(y);
@@ -41,7 +36,7 @@ pub fn nn<S: Simd>(
                 let start = if k == 0 { start } else { InitialValue::Keep };
                 for row in (0..n).step_by(tall) {
                     for column in (first..cols.min(first + STRIP)).step_by(columns) {
-                        let cell = row * cols + column;
+                        let at = row * cols + column;
                         let tile = Tile {
                             x: x[row * rows + k..].as_ptr(),
                             x_row: rows,
@@ -52,10 +47,10 @@ pub fn nn<S: Simd>(
                                 .cast(),
                             panel_row: STRIP,
                             depth: deep.min(rows - k),
-                            y: out.at(cell),
+                            y: out.at(at),
                             y_row: cols,
                             columns: columns.min(cols - column),
-                            begin: begin(start, cell, column),
+                            begin: begin(start, at, column),
                             scale: 1.0,
                         };
                         // SAFETY: the tile is inside the checked lengths; these columns belong to this task.

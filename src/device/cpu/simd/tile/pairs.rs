@@ -15,9 +15,8 @@ impl Tile {
     #[inline]
     pub unsafe fn rows_of_pairs(&self, s: Avx512, rows: usize, next: [*const f32; 2]) {
         type S = Avx512;
-        let s = (s, next);
         // SAFETY: the caller's promise.
-        unsafe { sized!(self, s, rows, run_pairs) }
+        unsafe { sized!(self, s, rows, run_pairs, next) }
     }
 
     /// # Safety
@@ -26,7 +25,8 @@ impl Tile {
     #[target_feature(enable = "avx512f,avx512bf16")]
     unsafe fn run_pairs<S: Simd<Floats = __m512>, const M: usize, const V: usize>(
         &self,
-        (s, next): (S, [*const f32; 2]),
+        s: S,
+        next: [*const f32; 2],
     ) {
         // SAFETY: the caller's promise.
         unsafe {
