@@ -1,25 +1,30 @@
 //! Norms of the columns of a frozen matrix with deltas, and the output scale over them.
 
-use cuda_shim::kernels;
+use cuda_shim::{Launcher, kernels};
 use engraft::kernels::{
     adapted_linear::reference::Delta,
     column_norms::{device_scratch, reference},
 };
-use half::f16;
+use half::{bf16, f16};
 
 use crate::{args, harness::*};
 
 kernels!(
     column_norms_factors_launch,
     column_norms_parts_f16_launch,
+    column_norms_parts_bf16_launch,
     column_norms_finish_launch,
     output_scale_launch,
     output_scale_backward_launch,
 );
 
+/// By the type of activations: FP32 ones stand beside FP16 matrices.
+const PARTS: [Launcher; 3] =
+    [column_norms_parts_f16_launch, column_norms_parts_f16_launch, column_norms_parts_bf16_launch];
+
 /// Deltas of these ranks on these columns; the first one has d and e.
-fn check((inputs, outputs): (usize, usize), deltas: &[(usize, usize, usize)], seed: u64) {
-    let w = rounded::<f16>(1, inputs * outputs);
+fn check<T: Activation>((inputs, outputs): (usize, usize), deltas: &[(usize, usize, usize)], seed: u64) {
+    let w = rounded::<T::Weight>(1, inputs * outputs);
     let tensors: Vec<[Vec<f64>; 4]> = (10u64..)
         .step_by(4)
         .zip(deltas)
@@ -76,13 +81,13 @@ fn check((inputs, outputs): (usize, usize), deltas: &[(usize, usize, usize)], se
 
     let share = device_scratch::share(inputs);
     let splits = inputs.div_ceil(share);
-    let (weight, parts) = (Device::<f16>::of(&w), Device::<f32>::poisoned(splits * outputs));
+    let (weight, parts) = (Device::<T::Weight>::of(&w), Device::<f32>::poisoned(splits * outputs));
     let norms = Device::<f32>::poisoned(outputs);
     let [ranks_, inputs_, outputs_, share_, splits_] =
         [ranks, inputs, outputs, share, splits].map(|size| size as i32);
     let args =
         args![weight.head(), a_all.head(), b_all.head(), parts.head(), ranks_, inputs_, outputs_, share_];
-    run(column_norms_parts_f16_launch, [outputs.div_ceil(64), splits, 1], 256, 0, seed, args);
+    run(PARTS[T::INDEX], [outputs.div_ceil(64), splits, 1], 256, 0, seed, args);
     let args = args![parts.head(), splits_, norms.head(), outputs_];
     run(column_norms_finish_launch, [outputs.div_ceil(256), 1, 1], 256, 0, seed, args);
     let expected = reference::forward(&w, (inputs, outputs), &twins);
@@ -94,12 +99,13 @@ fn check((inputs, outputs): (usize, usize), deltas: &[(usize, usize, usize)], se
 
 #[test]
 fn norms_match_the_twin() {
-    check((7, 11), &[], 1);
-    check((7, 11), &[(3, 2, 9)], 2);
-    check((64, 64), &[(16, 0, 64)], 1);
-    check((70, 130), &[(19, 1, 99), (5, 60, 130), (1, 0, 130)], 3);
+    check::<f16>((7, 11), &[], 1);
+    check::<f16>((7, 11), &[(3, 2, 9)], 2);
+    check::<f16>((64, 64), &[(16, 0, 64)], 1);
+    check::<f16>((70, 130), &[(19, 1, 99), (5, 60, 130), (1, 0, 130)], 3);
+    check::<bf16>((70, 130), &[(19, 1, 99), (5, 60, 130), (1, 0, 130)], 1);
     // Several shares, the last of a part of a tile.
-    check((600, 67), &[(8, 0, 67)], 2);
+    check::<f16>((600, 67), &[(8, 0, 67)], 2);
 }
 
 #[test]

@@ -116,7 +116,7 @@ fn deltas_of_the_embedding_match_their_twin() {
 fn check_prompt<T: Activation>(n: usize, c: usize, seed: u64) {
     let (ids, length) = (ids(n), IDS - VOCAB);
     let positions: Vec<u32> = (0..n as u32).map(|i| i % 9).collect();
-    let (wte, wpe) = (rounded::<f16>(1, VOCAB * c), rounded::<f16>(2, 9 * c));
+    let (wte, wpe) = (rounded::<T::Weight>(1, VOCAB * c), rounded::<f16>(2, 9 * c));
     let (prompt, before) = (rounded::<f32>(3, length * c), rounded::<f32>(4, length * c));
     let dx = rounded::<T>(5, n * c);
     let twin = Embedding {
@@ -129,7 +129,7 @@ fn check_prompt<T: Activation>(n: usize, c: usize, seed: u64) {
         deltas: Vec::new(),
     };
     let (ids_in, positions_in) = (Device::<u32>::new(&ids), Device::<u32>::new(&positions));
-    let (wte_in, wpe_in) = (Device::<f16>::of(&wte), Device::<f16>::of(&wpe));
+    let (wte_in, wpe_in) = (Device::<T::Weight>::of(&wte), Device::<f16>::of(&wpe));
     let (prompt_in, x) = (Device::<f32>::of(&prompt), Device::<T>::poisoned(n * c));
     let [n_, c_, vocab] = [n, c, VOCAB].map(|size| size as i32);
     let tables = (wte_in.head(), wpe_in.head(), prompt_in.head());
