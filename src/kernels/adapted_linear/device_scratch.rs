@@ -29,7 +29,7 @@ pub fn term_parts(n: usize, terms: usize, rank: usize) -> usize {
 }
 
 /// Most bytes that [`term_parts`] is for up to `n` tokens and ranks up to `rank`: more than one share is made of at most
-/// [`BLOCKS`] tiles in all.
+/// `BLOCKS` tiles in all.
 pub fn most_term_parts(n: usize, rank: usize) -> usize {
     4 * (MOST_SHARES * n * rank).min(BLOCKS * TILE.0 * rank.min(TILE.1))
 }
