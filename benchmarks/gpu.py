@@ -39,7 +39,7 @@ from common import HERE, RELEASE, ROOT, base, events, job, last_line, train_comm
 
 BATCH = {"small": 8, "medium": 8, "large": 4, "xl": 2}
 PARTS = ["right", "fast", "why", "all"]
-# Steps of ours: the clock of a device takes some to settle. PEFT's are slower and as many as its median needs.
+# Steps of engraft: enough for the device's clock to settle. PEFT's steps are slower; 16 give a stable median.
 STEPS, PEFT_STEPS = 40, 16
 
 

@@ -62,10 +62,7 @@ pub trait BaseWeights {
     fn norm(&self, layer: Option<usize>, norm: usize) -> Option<NormWeights>;
 
     /// Rows `[ids, width]` of the token embedding, row-major; `None` where the base has no such rows at hand.
-    fn token_embeddings(&self, ids: &[u32]) -> Option<Vec<f32>> {
-        let _ = ids;
-        None
-    }
+    fn token_embeddings(&self, ids: &[u32]) -> Option<Vec<f32>>;
 }
 
 /// The parameters of a layer norm.

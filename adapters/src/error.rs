@@ -176,7 +176,7 @@ pub enum Error {
     Mismatch {
         /// Folder of the adapter.
         path: PathBuf,
-        /// All reasons.
+        /// Every reason, in the order in which they were found.
         problems: Vec<Problem>,
     },
     /// Values that do not fill the layout.

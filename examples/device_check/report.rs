@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::speed::Speed;
 
-/// One comparison.
+/// A result of the device beside the expected one.
 pub struct Line {
     what: String,
     activations: DType,

@@ -157,7 +157,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// All kinds.
+    /// Every kind, in the order of the table.
     pub const ALL: [Self; 4] = [Self::Lora, Self::Prefix, Self::Projected, Self::Both];
 
     /// Name in the table.

@@ -26,8 +26,9 @@ pub(super) struct Reader<'a> {
     options: &'a DataOptions,
     builder: RowBuilder,
     report: DataReport,
-    /// Bytes of a file in memory at a time, and records of them.
+    /// Bytes of a file in memory at a time.
     chunk: usize,
+    /// Records of a chunk that are tokenised in parallel.
     group: usize,
 }
 

@@ -7,7 +7,7 @@
 
 pub mod arena;
 pub mod async_copy;
-mod best;
+mod auto;
 mod buffer;
 pub mod cpu;
 #[cfg(feature = "cuda")]
@@ -32,7 +32,7 @@ use crate::error::Error;
 use crate::error::Result;
 
 pub use self::{
-    best::Best,
+    auto::AutoDevice,
     buffer::Buffer,
     dtype::{DType, Element},
     frozen::{Bytes, Frozen},

@@ -170,7 +170,7 @@ impl Stack {
         self.layers.forward_only(micro, Some(Stage::Head), None)?;
         let (base, layers) = (Arc::clone(&self.layers.base), self.bindings.layers.len());
         self.layers.streamer.enter(&base.weights, Stage::Head, None, self.layers.passed(layers));
-        head(&mut self.layers, &self.inputs, (micro, supervised), None, tally);
+        head(&mut self.layers, &self.inputs, micro, supervised, None, tally);
         self.layers.streamer.leave(&base.weights, self.layers.buffers.pages(layers));
         Ok(supervised)
     }
@@ -219,7 +219,7 @@ impl Stack {
             let base = Arc::clone(&self.layers.base);
             self.layers.streamer.enter(&base.weights, Stage::Head, back_to, self.layers.passed(layers));
             phase::enter(Phase::Head);
-            head(&mut self.layers, &self.inputs, (micro, supervised), Some((pass, &mut *to)), tally);
+            head(&mut self.layers, &self.inputs, micro, supervised, Some((pass, &mut *to)), tally);
             phase::enter(Phase::Backward);
             self.layers.backward(micro, to, lowest, kept)?;
             Ok(supervised)
@@ -349,7 +349,8 @@ fn micro_batch<'a>(
 fn head(
     layers: &mut Layers,
     inputs: &Inputs,
-    (batch, supervised): (MicroBatch, usize),
+    batch: MicroBatch,
+    supervised: usize,
     training: Option<(Pass, &mut Gradients)>,
     tally: &mut Tally,
 ) {

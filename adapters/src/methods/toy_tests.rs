@@ -24,7 +24,7 @@ pub struct ToySpec {
 
 /// The site in the tests' base: inputs 6, outputs 24.
 const SITE: usize = 2;
-/// Virtual tokens.
+/// Number of virtual tokens.
 const PROMPT: usize = 2;
 const SLOW: Group = Group { lr_factor: 0.25, weight_decay: Some(0.0), trainable: true };
 

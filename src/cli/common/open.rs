@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     data::Tokenizer,
-    device::{Best, DType, Device, DeviceKind},
+    device::{DType, Device, DeviceKind},
     error::{Error, Result},
     hub::{self, HubOptions},
     model::{
@@ -66,15 +66,6 @@ impl Compute {
     pub fn dispatch(self) -> String {
         self.device.dispatch(self.activations)
     }
-}
-
-/// The device of `--device auto`. Where a device seems to be here and is not taken, a line on stderr says why.
-pub fn best_device() -> Device {
-    let Best { device, refused } = Best::find();
-    if let Some(why) = refused {
-        write_note(&format!("hint: --device auto takes {}: {why}", device.kind().label));
-    }
-    device
 }
 
 /// Says that `--precision bf16` gains nothing on a CPU without fast BF16 products.

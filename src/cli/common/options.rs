@@ -195,7 +195,7 @@ pub enum OnResume {
 /// The runs that an option belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Part {
-    /// All runs.
+    /// Every run, whatever it trains.
     Run,
     /// Runs that train a method of this kind, by its name in [`engraft_adapters::kinds`].
     Method(&'static str),

@@ -40,7 +40,8 @@ struct Parts {
 }
 
 impl Gpu {
-    /// Whether the driver's library is here and knows of a device, or fails for another reason than having none.
+    /// Whether the driver's library is here and does not answer that there is no device: an error of another kind
+    /// counts as a device, so that its reason is shown.
     pub fn seems_present() -> bool {
         // SAFETY: looks for the driver's library, no more.
         if !unsafe { sys::is_culib_present() } {

@@ -33,7 +33,7 @@ pub struct Delta<'a, T> {
     pub a: &'a [T],
     /// `B (columns, r)`.
     pub b: &'a [T],
-    /// r.
+    /// Rank r.
     pub rank: usize,
     /// Output columns that it adds to.
     pub columns: Range<usize>,

@@ -44,7 +44,7 @@ pub struct Delta {
     pub a: usize,
     /// Where `B (columns, r)` begins in the flat buffers.
     pub b: usize,
-    /// r.
+    /// Rank r.
     pub rank: usize,
     /// Output columns that the delta adds to.
     pub columns: Range<usize>,

@@ -1,9 +1,10 @@
 //! Embedding of tokens: `x[i] = wte[ids[i]] + wpe[positions[i]] + sum of s B A[:, ids[i]]`.
 //!
 //! Ids from v on are those of virtual tokens (prompt tuning, Lester et al. 2021): `x[i] = prompt[ids[i] - v] +
-//! wpe[positions[i]]`, where the prompt `(p, c)` is FP32 and learned. Both other tables are frozen. A delta of low rank (LoRA, Hu et al. 2021, in the form that PEFT has for embeddings) adds to
-//! the rows of wte: `A (r, v)`, `B (c, r)`, scale s. Its factors and their gradients are ranges of two flat FP32 buffers.
-//! A head that is tied to wte does not see it.
+//! wpe[positions[i]]`, where the prompt `(p, c)` is FP32 and learned. Both other tables are frozen. A delta
+//! of low rank (LoRA, Hu et al. 2021, in the form that PEFT has for embeddings) adds to the rows of wte:
+//! `A (r, v)`, `B (c, r)`, scale s. Its factors and their gradients are ranges of two flat FP32 buffers. A
+//! head that is tied to wte does not see it.
 
 use super::{adapted_linear::Vector, matmul::Matrix};
 use crate::device::{Device, View, ViewMut};
@@ -22,7 +23,7 @@ pub struct EmbeddingDelta {
     pub a: Vector,
     /// `B (c, r)` in the flat buffers.
     pub b: Vector,
-    /// r.
+    /// Rank r.
     pub rank: usize,
     /// Factor of the delta.
     pub scale: f32,

@@ -26,7 +26,7 @@ pub struct Delta<'a, T> {
     pub a: &'a [T],
     /// `B (c, r)`.
     pub b: &'a [T],
-    /// r.
+    /// Rank r.
     pub rank: usize,
     /// Its factor.
     pub scale: T,

@@ -5,7 +5,8 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    device::{Best, DType, Device, DeviceKind},
+    cli::common::output::write_note,
+    device::{AutoDevice, DType, Device, DeviceKind},
     model::BaseDType,
 };
 
@@ -30,7 +31,7 @@ impl DeviceName {
         match self {
             Self::Cpu => Ok(Device::HOST),
             Self::Cuda(number) => Device::cuda(number),
-            Self::Auto => Ok(crate::cli::common::open::best_device()),
+            Self::Auto => Ok(auto_device()),
         }
     }
 
@@ -39,9 +40,18 @@ impl DeviceName {
         match self {
             Self::Cpu => DeviceKind::CPU,
             Self::Cuda(_) => DeviceKind::CUDA,
-            Self::Auto => Best::find().device.kind(),
+            Self::Auto => AutoDevice::find().device.kind(),
         }
     }
+}
+
+/// The device of `--device auto`. Where a device seems to be here and is not taken, a line on stderr says why.
+fn auto_device() -> Device {
+    let AutoDevice { device, refused } = AutoDevice::find();
+    if let Some(why) = refused {
+        write_note(&format!("hint: --device auto takes {}: {why}", device.kind().label));
+    }
+    device
 }
 
 impl FromStr for DeviceName {

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 
 /// The device that is taken where nobody names one.
 #[derive(Debug)]
-pub struct Best {
+pub struct AutoDevice {
     /// The first CUDA device that can be opened, or else the CPU.
     pub device: Device,
     /// Why a CUDA device that seems to be here is not taken; `None` where there is none.
@@ -19,7 +19,7 @@ pub struct Best {
 /// The file that NVIDIA's kernel module shows, in containers too.
 const KERNEL_MODULE: &str = "/proc/driver/nvidia/version";
 
-impl Best {
+impl AutoDevice {
     /// Looks for a device and opens it.
     pub fn find() -> Self {
         #[cfg(feature = "cuda")]
@@ -46,11 +46,11 @@ mod tests {
     #[test]
     fn a_device_that_is_here_and_not_taken_is_told() {
         let refuse = || Err(Error::input("--device cuda:0: its driver is too old; update it"));
-        let best = Best::of(true, refuse);
+        let best = AutoDevice::of(true, refuse);
         assert_eq!(best.device, Device::Cpu);
         assert!(best.refused.unwrap().to_string().contains("update it"));
         // Without one nothing is opened and nothing is said.
-        assert!(Best::of(false, refuse).refused.is_none());
-        assert!(Best::of(true, || Ok(Device::Cpu)).refused.is_none());
+        assert!(AutoDevice::of(false, refuse).refused.is_none());
+        assert!(AutoDevice::of(true, || Ok(Device::Cpu)).refused.is_none());
     }
 }
