@@ -90,7 +90,7 @@ fn local(name: &str, option: &str) -> Result<Option<PathBuf>> {
 
 /// The hub's own rule for ids: at most two parts of letters, digits and `-_.`, with no `-` or `.` at the
 /// ends and none doubled.
-fn is_id(name: &str) -> bool {
+pub fn is_id(name: &str) -> bool {
     let part = |part: &str| {
         let inner = part.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
         let ends = part.starts_with(['-', '.']) || part.ends_with(['-', '.']);

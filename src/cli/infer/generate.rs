@@ -2,7 +2,7 @@
 
 use std::{
     io::{self, Read},
-    path::PathBuf,
+    path::{Path, PathBuf},
 };
 
 use engraft_adapters::peft::Loaded;
@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 
 use crate::{
     cli::common::{
+        adapters::base_and_adapters,
         args::{BaseArgs, ComputeArgs},
         environment::Environment,
         open::{self, Compute, Opened},
@@ -19,7 +20,7 @@ use crate::{
         values::{ScaledAdapter, TokenIds},
     },
     error::{Error, Result},
-    generate::{self, GenerateOptions, Generator},
+    generate::{GenerateOptions, Generator, Scaled},
     model::Base,
 };
 
@@ -28,34 +29,34 @@ options! {
     GenerateArgs { base: BaseArgs, compute: ComputeArgs }
 
     "" {
-        /// Adapter folder, optionally with =SCALE; repeatable, LoRAs are summed
-        adapter: Vec<ScaledAdapter> => value("DIR[=SCALE]");
+        /// Run folder, adapter folder or hub id, optionally with =SCALE; repeatable, LoRAs are summed
+        adapter: Vec<ScaledAdapter> => value("DIR[=SCALE]").basic();
         /// One JSON object per sample on stdout, nothing else there
-        json: bool => switch();
+        json: bool => switch().basic();
     }
 
     "Prompt" {
         /// Text to continue
         #[arg(conflicts_with_all = ["prompt_file", "input_ids"])]
-        prompt: String => value("TEXT").otherwise("standard input");
+        prompt: String => value("TEXT").otherwise("standard input").basic();
         /// File with one prompt a line
         #[arg(conflicts_with = "input_ids")]
-        prompt_file: PathBuf => value("FILE");
+        prompt_file: PathBuf => value("FILE").basic();
         /// The prompt as token ids, with commas between them
         input_ids: TokenIds => value("IDS");
     }
 
     "Sampling" {
         /// Most new tokens per sample
-        max_new_tokens: usize = 64 => value("N").check(FROM_ONE);
+        max_new_tokens: usize = 64 => value("N").check(FROM_ONE).basic();
         /// No end-of-text before this many new tokens
         min_new_tokens: usize = 0 => value("N");
         /// Temperature of sampling; 0 always takes the likeliest token
-        temperature: f64 = 1.0 => value("T").check(from_zero("give 0 for greedy, or a number such as 0.8"));
+        temperature: f64 = 1.0 => value("T").basic().check(from_zero("give 0 for greedy, or a number such as 0.8"));
         /// Sample from the K likeliest tokens; 0 from all
-        top_k: usize = 0 => value("K");
+        top_k: usize = 0 => value("K").basic();
         /// Sample from the likeliest tokens that together reach probability P
-        top_p: f64 = 1.0 => value("P").check(Check {
+        top_p: f64 = 1.0 => value("P").basic().check(Check {
             refused: |&part| unless(part > 0.0 && part <= 1.0, part),
             fault: "is not above 0 and at most 1",
             remedy: "give a number such as 0.9",
@@ -67,22 +68,19 @@ options! {
             remedy: "give 1 for none, or a number such as 1.2",
         });
         /// Stop at this text, which is not printed; repeatable
-        stop: Vec<String> => value("TEXT").check(Check {
+        stop: Vec<String> => value("TEXT").basic().check(Check {
             refused: |texts| texts.iter().any(String::is_empty).then(|| "\"\"".to_owned()),
             fault: "every text holds the empty one",
             remedy: "give some text",
         });
         /// Seed of the samples
-        seed: u64 = 0 => value("N");
+        seed: u64 = 0 => value("N").basic();
         /// Samples per prompt
-        num_samples: usize = 1 => value("N").check(FROM_ONE);
+        num_samples: usize = 1 => value("N").check(FROM_ONE).basic();
         /// Samples of a prompt made at a time; more than one are shown when all are done
         micro_batch: usize = 1 => value("N").check(FROM_ONE);
     }
 }
-
-/// A loaded adapter and the factor on its LoRA.
-type Scaled = (Loaded, f64);
 
 /// A prompt as given and as ids.
 struct Prompt {
@@ -101,13 +99,17 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     open::threads(args.compute.threads)?;
     let compute = Compute::open(args.compute.device, args.compute.precision)?;
     let environment = Environment::read()?;
-    let opened = open::base(&args.base, &environment, compute, args.compute.streams())?;
-    let adapters = adapters(args, &opened, &environment)?;
-    let loaded: Vec<generate::Scaled> = adapters
+    let named = args.adapter.as_deref().unwrap_or_default();
+    let names: Vec<&Path> = named.iter().map(|adapter| adapter.name.as_path()).collect();
+    let streams = args.compute.streams();
+    let (opened, loaded) = base_and_adapters(&names, &args.base, &environment, compute, streams)?;
+    check_together(&loaded, named)?;
+    let adapters: Vec<Scaled> = loaded
         .iter()
-        .map(|(loaded, scale)| (&loaded.set, loaded.values.as_slice(), *scale as f32))
+        .zip(named)
+        .map(|(loaded, adapter)| (&loaded.set, loaded.values.as_slice(), adapter.scale as f32))
         .collect();
-    let generator = Generator::new(opened.base.clone(), &loaded, opened.tokenizer.as_ref())?;
+    let generator = Generator::new(opened.base.clone(), &adapters, opened.tokenizer.as_ref())?;
     if opened.tokenizer.is_none() && !options.stop.is_empty() {
         return Err(Error::input("--stop: the base has no tokenizer to compare text with; leave it out"));
     }
@@ -226,12 +228,15 @@ fn from_ids(ids: &[u32], base: &Base) -> Result<Prompt> {
     }
 }
 
-fn adapters(args: &GenerateArgs, opened: &Opened, environment: &Environment) -> Result<Vec<Scaled>> {
-    let description = opened.base.description();
-    let mut adapters: Vec<Scaled> = Vec::new();
-    for ScaledAdapter { name, scale } in args.adapter.iter().flatten() {
-        let loaded = open::adapter(name, &args.base, environment, &description)?;
-        let set = &loaded.set;
+/// Refuses adapters that cannot be used together, or be scaled.
+fn check_together(loaded: &[Loaded], named: &[ScaledAdapter]) -> Result<()> {
+    let refuse = |index: usize, what: &str| {
+        let name = named[index].name.display();
+        Err(Error::input(format!(
+            "--adapter {name}: is the second one with a {what}; give one with a {what} and any number of LoRAs"
+        )))
+    };
+    for (index, (Loaded { set, .. }, ScaledAdapter { name, scale })) in loaded.iter().zip(named).enumerate() {
         if set.loras.is_empty() && set.embedding.is_none() && *scale != 1.0 {
             let what = if set.prompt.is_some() { "prompt" } else { "prefix" };
             return Err(Error::input(format!(
@@ -239,19 +244,13 @@ fn adapters(args: &GenerateArgs, opened: &Opened, environment: &Environment) -> 
                 name.display()
             )));
         }
-        if set.prompt.is_some() && adapters.iter().any(|(other, _)| other.set.prompt.is_some()) {
-            return Err(Error::input(format!(
-                "--adapter {}: is the second one with a prompt; give one with a prompt and any number of LoRAs",
-                name.display()
-            )));
+        let before = &loaded[..index];
+        if set.prompt.is_some() && before.iter().any(|other| other.set.prompt.is_some()) {
+            return refuse(index, "prompt");
         }
-        if set.prefix.is_some() && adapters.iter().any(|(other, _)| other.set.prefix.is_some()) {
-            return Err(Error::input(format!(
-                "--adapter {}: is the second one with a prefix; give one with a prefix and any number of LoRAs",
-                name.display()
-            )));
+        if set.prefix.is_some() && before.iter().any(|other| other.set.prefix.is_some()) {
+            return refuse(index, "prefix");
         }
-        adapters.push((loaded, *scale));
     }
-    Ok(adapters)
+    Ok(())
 }

@@ -7,6 +7,7 @@ use engraft_adapters::LoraSpec;
 use crate::{
     cli::{
         common::{
+            adapters::{FoundAdapter, base_of, inside_run},
             environment::Environment,
             open::{self, Compute},
             signals,
@@ -87,7 +88,20 @@ pub(super) fn joined(typed: TrainArgs) -> Result<TrainArgs> {
         let defaults = if lora { embedded::DEFAULTS } else { embedded::PREFIX_DEFAULTS };
         layers.push(config_file::parse(defaults, "the embedded defaults")?);
     }
-    Ok(layers::with_defaults(layers::join(&layers)?))
+    let mut args = layers::with_defaults(layers::join(&layers)?);
+    look_into_init_adapter(&mut args)?;
+    Ok(args)
+}
+
+/// Takes the adapter of a run folder in `--init-adapter`, and for a new run without `--base` the base that it names.
+fn look_into_init_adapter(args: &mut TrainArgs) -> Result<()> {
+    let Some(folder) = &args.init_adapter else { return Ok(()) };
+    let found = FoundAdapter { name: folder.clone(), folder: inside_run(folder)? };
+    if args.resume != Some(true) && found.folder.is_dir() {
+        args.base = base_of(std::slice::from_ref(&found), "--init-adapter", &args.base)?;
+    }
+    args.init_adapter = Some(found.folder);
+    Ok(())
 }
 
 /// The options of the run in `output`, if one has begun there.
