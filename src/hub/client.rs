@@ -138,6 +138,23 @@ impl Client {
         })
     }
 
+    /// Asks the hub once who the token belongs to, for at most `patience`; the status of its answer.
+    pub(super) fn ping(&self, patience: Duration) -> Result<StatusCode, String> {
+        let address = self.address("api/whoami-v2");
+        let address: Uri = address.parse().map_err(|_| format!("{address} is no address"))?;
+        let mut request = self.agent(&address).get(&address);
+        if let Some(token) = &self.token {
+            request = request.header(header::AUTHORIZATION, token);
+        }
+        let answer = request.config().timeout_global(Some(patience)).build().call();
+        answer.map(|response| response.status()).map_err(|failure| reason(&failure))
+    }
+
+    /// The address of the hub.
+    pub(super) fn endpoint(&self) -> &str {
+        &self.endpoint
+    }
+
     /// The address of `path` at the hub.
     pub(super) fn address(&self, path: &str) -> String {
         format!("{}/{path}", self.endpoint)

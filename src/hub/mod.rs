@@ -10,12 +10,15 @@ mod explain;
 mod proxy;
 mod repo;
 
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use engraft_util::shards;
 
 pub use self::proxy::Proxies;
-use self::repo::Repo;
+use self::{client::Client, repo::Repo};
 use crate::error::{Error, Result};
 
 /// How to reach the hub, and where its files are kept.
@@ -44,6 +47,31 @@ pub struct Progress {
     pub bytes: u64,
     /// Bytes of the whole file; 0 while unknown.
     pub total: u64,
+}
+
+/// Whether the hub answers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Reached {
+    /// It answers; with a token, it knows the token.
+    Yes,
+    /// It answers and refuses the token.
+    BadToken,
+    /// There was no answer, and why.
+    No(String),
+}
+
+/// Address of the hub, and whether it answers within `patience`.
+///
+/// # Errors
+/// When the address or the token cannot be used.
+pub fn reach(options: &HubOptions, patience: Duration) -> Result<(String, Reached)> {
+    let client = Client::new(options)?;
+    let reached = match client.ping(patience) {
+        Ok(status) if status.as_u16() == 401 && options.token.is_some() => Reached::BadToken,
+        Ok(_) => Reached::Yes,
+        Err(why) => Reached::No(why),
+    };
+    Ok((client.endpoint().to_owned(), reached))
 }
 
 /// The folder `name`, or else the hub's model of that id (`name` or `owner/name`) as a folder of the cache.

@@ -1,6 +1,7 @@
 //! A training run from its first look at the data to the finished adapter.
 
 use std::{
+    cell::Cell,
     path::{Path, PathBuf},
     sync::{Arc, atomic::AtomicBool},
 };
@@ -98,6 +99,7 @@ fn go(
         before,
         folder: &folder,
         interrupt,
+        losses: Cell::default(),
     };
     reporter.event(&Event::Start(&run.start(&trainer)))?;
     reporter.event(&Event::Plan(&selection))?;

@@ -1,6 +1,7 @@
 //! The loop over optimizer steps: evaluations, saves, and the ways it ends.
 
 use std::{
+    cell::Cell,
     path::PathBuf,
     sync::atomic::{AtomicBool, Ordering},
     time::Instant,
@@ -9,7 +10,9 @@ use std::{
 use engraft_adapters::peft;
 
 use super::{
-    Event, Finished, PlanConfig, Reporter, RunFolder, RunOptions, events,
+    Event, Finished, PlanConfig, Reporter, RunFolder, RunOptions,
+    card::{self, Card, Losses},
+    events,
     prepare::Prepared,
     save::{self, SaveInfo},
 };
@@ -38,6 +41,8 @@ pub(super) struct Run<'a> {
     pub before: usize,
     pub folder: &'a RunFolder,
     pub interrupt: &'a AtomicBool,
+    /// What is known of losses, for the adapter's card.
+    pub losses: Cell<Losses>,
 }
 
 impl Run<'_> {
@@ -114,6 +119,7 @@ impl Run<'_> {
             tokens_per_s: per_second(report.input_tokens, seconds),
             scale: report.scale,
         };
+        self.note_losses(|losses| losses.trained = Some(event.loss));
         reporter.event(&Event::Step(&event))?;
         Ok((report.input_tokens, seconds))
     }
@@ -140,6 +146,7 @@ impl Run<'_> {
         self.stop_if_interrupted(trainer)?;
         let found = found?;
         let event = events::Eval { step: trainer.steps_done(), loss: found.loss, tokens: found.tokens };
+        self.note_losses(|losses| losses.evaluated(event.step, event.loss));
         reporter.event(&Event::Eval(&event))
     }
 
@@ -200,10 +207,36 @@ impl Run<'_> {
     fn write_adapter(&self, trainer: &Trainer) -> Result<()> {
         let projected = trainer.projected();
         let (values, description) = (trainer.values(), self.base.description());
-        Ok(peft::save(&self.folder.adapter(), trainer.set(), &values, projected.as_deref(), &description)?)
+        peft::save(&self.folder.adapter(), trainer.set(), &values, projected.as_deref(), &description)?;
+        self.write_card(trainer)
+    }
+
+    fn note_losses(&self, note: impl FnOnce(&mut Losses)) {
+        let mut losses = self.losses.get();
+        note(&mut losses);
+        self.losses.set(losses);
+    }
+
+    /// Writes the adapter's model card.
+    fn write_card(&self, trainer: &Trainer) -> Result<()> {
+        let prepared = self.prepared;
+        let card = Card {
+            base: &self.base.description(),
+            spec: &trainer.set().spec,
+            trainables: prepared.set.trainables(),
+            options: self.options,
+            data: prepared.train.report,
+            seq_len: prepared.seq_len,
+            step: trainer.steps_done(),
+            steps: prepared.steps,
+            losses: self.losses.get(),
+        };
+        card::write(&self.folder.adapter(), &card)
     }
 
     fn finish(&self, trainer: &Trainer, tokens_per_s: f64, reporter: &mut dyn Reporter) -> Result<Finished> {
+        // Once more, with the last evaluation.
+        self.write_card(trainer)?;
         let adapter = self.folder.adapter();
         let done = events::Done {
             step: trainer.steps_done(),

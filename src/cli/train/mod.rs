@@ -4,6 +4,7 @@
 //! defaults; `resolve` turns the result into values the library takes; `report` prints.
 
 mod args;
+mod cached;
 mod closing;
 mod commands;
 mod config_file;
@@ -18,7 +19,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 
 use self::{
     args::TrainArgs,
-    commands::{eval, inspect, plan, train},
+    commands::{cache, doctor, eval, inspect, plan, train},
 };
 use super::common::{
     options::{Facts, Options},
@@ -51,6 +52,10 @@ enum Command {
     /// Describe an adapter, a base or a run folder
     #[command(args_override_self = true, allow_negative_numbers = true)]
     Inspect(inspect::InspectArgs),
+    /// What this machine has for training: CPU, GPU, memory, caches, the hub
+    Doctor(doctor::DoctorArgs),
+    /// List converted bases, tokens, measured speeds and downloads, or remove them
+    Cache(cache::CacheArgs),
     /// Print a script that completes commands and options in a shell
     Completions(shell::CompletionsArgs),
     /// Print the manual page, or write the pages of all commands
@@ -69,6 +74,8 @@ fn run(typed: Engraft) -> Result<()> {
         Command::Plan(args) => plan::run(*args),
         Command::Eval(args) => eval::run(&args),
         Command::Inspect(args) => inspect::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
+        Command::Cache(args) => cache::run(&args),
         Command::Completions(args) => shell::completions(Engraft::command(), &args),
         Command::Man(args) => shell::man(Engraft::command(), &args),
     }

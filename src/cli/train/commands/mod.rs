@@ -1,5 +1,7 @@
 //! The commands of `engraft`, a file each.
 
+pub mod cache;
+pub mod doctor;
 pub mod eval;
 pub mod inspect;
 pub mod plan;

@@ -1,0 +1,259 @@
+//! The model card of an adapter: `README.md` in its folder, in the form that the hub and PEFT read.
+//!
+//! It tells base, method, data, settings and losses, and no path of this machine. It is a function of the run and
+//! its step alone, so that an interrupted run ends with the same card. It is written after the adapter's files: a
+//! crash between the two leaves the card of the save before.
+
+use std::{fmt::Write, fs, path::Path};
+
+use engraft_adapters::{AdapterSpec, BaseDescription, Kinds};
+use engraft_util::atomic;
+
+use super::{DataSource, Length, RunOptions, Warmup};
+use crate::{data::DataReport, error::Result, optim::schedule::Schedule};
+
+/// Name of the file.
+pub const CARD: &str = "README.md";
+
+/// Stands in every card that engraft wrote. A card without it is its user's, and is kept.
+const MARK: &str = "<!-- Written by engraft with every save. Remove this line to keep your changes. -->";
+
+/// Losses of a run, as far as they are known.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Losses {
+    /// Mean loss over the held-out rows before the first step.
+    pub before: Option<f64>,
+    /// The last such loss, with its step.
+    pub evaluated: Option<(u64, f64)>,
+    /// Mean loss over the rows of the last step.
+    pub trained: Option<f64>,
+}
+
+impl Losses {
+    /// Notes an evaluation after `step` steps.
+    pub fn evaluated(&mut self, step: u64, loss: f64) {
+        if step == 0 {
+            self.before = Some(loss);
+        }
+        self.evaluated = Some((step, loss));
+    }
+}
+
+/// What a card tells.
+#[derive(Debug)]
+pub struct Card<'a> {
+    /// The base that the adapter is for.
+    pub base: &'a BaseDescription,
+    /// The adapter.
+    pub spec: &'a AdapterSpec,
+    /// Number of trained values.
+    pub trainables: usize,
+    /// Options of the run.
+    pub options: &'a RunOptions,
+    /// Counts of the training data.
+    pub data: DataReport,
+    /// Most tokens of a row.
+    pub seq_len: usize,
+    /// Optimizer steps done.
+    pub step: u64,
+    /// Optimizer steps of the whole run.
+    pub steps: u64,
+    /// Losses so far.
+    pub losses: Losses,
+}
+
+/// Writes `card` into the adapter's folder, unless the card there is not ours.
+///
+/// # Errors
+/// When it cannot be written.
+pub fn write(folder: &Path, card: &Card) -> Result<()> {
+    let path = folder.join(CARD);
+    let text = card.text();
+    match fs::read_to_string(&path) {
+        Ok(old) if old == text || !old.contains(MARK) => Ok(()),
+        _ => Ok(atomic::write(&path, text.as_bytes())?),
+    }
+}
+
+impl Card<'_> {
+    /// The text of the file, YAML header included.
+    pub fn text(&self) -> String {
+        let base = self.base_name();
+        let kinds = Kinds::of(self.spec);
+        let kinds = kinds.as_ref().map_or(&[][..], Kinds::names);
+        let method = kinds.join(" and ");
+        let mut text = self.header(kinds);
+        let _ = write!(text, "\n{MARK}\n\n# {method} adapter for {base}\n\n");
+        let _ = writeln!(
+            text,
+            "Trained with engraft {}. The folder holds the files of PEFT.\n",
+            env!("CARGO_PKG_VERSION")
+        );
+        text += "| | |\n|---|---|\n";
+        for (name, value) in self.rows() {
+            let _ = writeln!(text, "| {name} | {} |", value.replace('|', "\\|"));
+        }
+        text += &self.use_in_engraft();
+        text += &self.use_in_peft(kinds);
+        text
+    }
+
+    /// The header that the hub reads: only an id of the hub is a base that it knows.
+    fn header(&self, kinds: &[&str]) -> String {
+        let mut header = "---\n".to_owned();
+        let mut tags = Vec::new();
+        if let Some(id) = self.hub_id() {
+            let _ = writeln!(header, "base_model: {id}");
+            tags.push(format!("base_model:adapter:{id}"));
+        }
+        header += "library_name: peft\npipeline_tag: text-generation\ntags:\n";
+        tags.extend(["engraft".to_owned(), "transformers".to_owned()]);
+        tags.extend(kinds.iter().map(|kind| (*kind).to_owned()));
+        tags.sort();
+        tags.iter().for_each(|tag| {
+            let _ = writeln!(header, "- {tag}");
+        });
+        header + "---\n"
+    }
+
+    fn rows(&self) -> Vec<(&'static str, String)> {
+        let options = self.options;
+        let mut rows = vec![("base", self.base_name())];
+        rows.extend(self.base.revision.as_ref().map(|revision| ("commit of the base", cut(revision))));
+        rows.extend(self.base.fingerprint.as_ref().map(|print| ("fingerprint of the base", cut(print))));
+        for (name, value) in self.spec.lines() {
+            rows.push((if name == "kind" { "method" } else { name }, value));
+        }
+        if let Some(dir) = &options.init_adapter {
+            rows.push(("started from", last_of(dir)));
+        }
+        rows.push(("trained values", self.trainables.to_string()));
+        rows.push(("data", format!("{}: {}", self.data_names(), self.data)));
+        let length = match options.length {
+            Length::Steps(_) => String::new(),
+            Length::Epochs(epochs) => format!(" ({epochs} epochs)"),
+        };
+        rows.push((
+            "steps",
+            format!(
+                "{} of {}{length}, {} rows each, rows of up to {} tokens",
+                self.step, self.steps, options.batch, self.seq_len
+            ),
+        ));
+        rows.push(("learning rate", self.learning_rate()));
+        rows.push(("seed", options.seed.to_string()));
+        rows.push(("computed on", format!("{} in {}", options.machine.device, options.machine.precision)));
+        rows.extend(self.losses.trained.map(|loss| ("loss of the last step", format!("{loss:.4}"))));
+        rows.extend(self.losses.before.map(|loss| ("evaluation loss before", with_perplexity(loss))));
+        rows.extend(self.losses.evaluated.filter(|(step, _)| *step > 0).map(|(step, loss)| {
+            let when = if step == self.step { String::new() } else { format!(" at step {step}") };
+            ("evaluation loss", format!("{}{when}", with_perplexity(loss)))
+        }));
+        rows
+    }
+
+    fn learning_rate(&self) -> String {
+        let options = self.options;
+        let schedule = match options.schedule {
+            Schedule::Constant => "constant".to_owned(),
+            other => format!("{other:?} decay").to_lowercase(),
+        };
+        let warmup = match options.warmup {
+            Warmup::Steps(0) => String::new(),
+            warmup => format!(", warm-up {} steps", warmup.steps(self.steps)),
+        };
+        format!("{}, {schedule}{warmup}, weight decay {}", options.lr, options.adamw.weight_decay)
+    }
+
+    /// File names of the data without their folders.
+    fn data_names(&self) -> String {
+        match &self.options.data {
+            DataSource::Embedded => "the example data of engraft".to_owned(),
+            DataSource::Files(files) => {
+                let names: Vec<String> = files.iter().map(|file| last_of(file)).collect();
+                let shown = names.iter().take(MOST_NAMES).cloned().collect::<Vec<_>>().join(", ");
+                match names.len().saturating_sub(MOST_NAMES) {
+                    0 => shown,
+                    more => format!("{shown} and {more} more"),
+                }
+            }
+        }
+    }
+
+    /// The base's id on the hub; none for a folder and for the embedded base.
+    fn hub_id(&self) -> Option<&str> {
+        let name = self.base.name.as_str();
+        let is_folder = Path::new(name).is_absolute() || Path::new(name).is_dir();
+        (name != EMBEDDED && !is_folder).then_some(name)
+    }
+
+    /// The base's name as others may read it: of a folder its own name alone.
+    fn base_name(&self) -> String {
+        match self.hub_id() {
+            Some(id) => id.to_owned(),
+            None if self.base.name == EMBEDDED => "the embedded base of engraft".to_owned(),
+            None => format!("{} (a folder)", last_of(Path::new(&self.base.name))),
+        }
+    }
+
+    fn use_in_engraft(&self) -> String {
+        let base = if self.hub_id().is_some() || self.base.name == EMBEDDED { "" } else { " --base BASE" };
+        format!(
+            "\n## Use it in engraft\n\nIn this folder{}:\n\n    \
+             engraft-infer generate{base} --adapter . --prompt \"Once\"\n",
+            if base.is_empty() { "" } else { ", with the folder of the base for BASE" }
+        )
+    }
+
+    fn use_in_peft(&self, kinds: &[&str]) -> String {
+        let base = self.hub_id().unwrap_or("BASE");
+        let revision = match &self.base.revision {
+            Some(revision) if self.hub_id().is_some() => format!(", revision=\"{revision}\""),
+            _ => String::new(),
+        };
+        let mut text = "\n## Use it in PEFT\n\n".to_owned();
+        if self.hub_id().is_none() {
+            text += match self.base.name.as_str() {
+                EMBEDDED => "BASE is `examples/base` of engraft's sources.\n\n",
+                _ => "BASE is the folder of the base.\n\n",
+            };
+        }
+        let _ = write!(
+            text,
+            "    from peft import PeftModel\n    from transformers import AutoModelForCausalLM\n\n    \
+             model = AutoModelForCausalLM.from_pretrained(\"{base}\"{revision})\n"
+        );
+        match kinds {
+            [_] => text += "    model = PeftModel.from_pretrained(model, \".\").eval()\n",
+            _ => {
+                for (index, kind) in kinds.iter().enumerate() {
+                    let fold = if index + 1 < kinds.len() { "merge_and_unload()" } else { "eval()" };
+                    let _ = writeln!(text, "    model = PeftModel.from_pretrained(model, \"{kind}\").{fold}");
+                }
+            }
+        }
+        text
+    }
+}
+
+/// Name of the base that is compiled into the program.
+const EMBEDDED: &str = "embedded";
+/// Data files that are named.
+const MOST_NAMES: usize = 3;
+/// Digits of a hash that tell two apart.
+const DIGITS: usize = 12;
+
+/// `hash` with its digits (those after the last colon) cut.
+fn cut(hash: &str) -> String {
+    let start = hash.rfind(':').map_or(0, |colon| colon + 1);
+    hash.chars().take(start + DIGITS).collect()
+}
+
+/// The last part of a path.
+fn last_of(path: &Path) -> String {
+    path.file_name().map_or_else(|| "data".to_owned(), |name| name.to_string_lossy().into_owned())
+}
+
+fn with_perplexity(loss: f64) -> String {
+    format!("{loss:.4} (perplexity {:.2})", loss.exp())
+}
