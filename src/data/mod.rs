@@ -19,6 +19,7 @@ pub mod sources;
 pub mod store;
 pub mod stream;
 pub mod tokenizer;
+pub mod turns;
 
 pub use batch::{Batch, NO_LOSS, Row, RowRef};
 pub use dataset::{DataReport, Dataset, load, load_text};
@@ -29,6 +30,7 @@ pub use sources::{Split, files, has_split};
 pub use store::Rows;
 pub use stream::DecodeStream;
 pub use tokenizer::Tokenizer;
+pub use turns::{Turn, prompt_of_turns, turns};
 
 /// Helpers shared by the tests of this folder.
 #[cfg(test)]

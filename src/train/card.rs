@@ -7,7 +7,10 @@
 use std::{fmt::Write, fs, path::Path};
 
 use engraft_adapters::{AdapterSpec, BaseDescription, Kinds};
-use engraft_util::atomic;
+use engraft_util::{
+    atomic,
+    words::{count, count_of, short_hash},
+};
 
 use super::{DataSource, Length, RunOptions, Warmup};
 use crate::{data::DataReport, error::Result, optim::schedule::Schedule};
@@ -119,8 +122,8 @@ impl Card<'_> {
     fn rows(&self) -> Vec<(&'static str, String)> {
         let options = self.options;
         let mut rows = vec![("base", self.base_name())];
-        rows.extend(self.base.revision.as_ref().map(|revision| ("commit of the base", cut(revision))));
-        rows.extend(self.base.fingerprint.as_ref().map(|print| ("fingerprint of the base", cut(print))));
+        rows.extend(self.base.revision.as_ref().map(|revision| ("commit of the base", short_hash(revision).to_owned())));
+        rows.extend(self.base.fingerprint.as_ref().map(|print| ("fingerprint of the base", short_hash(print).to_owned())));
         for (name, value) in self.spec.lines() {
             rows.push((if name == "kind" { "method" } else { name }, value));
         }
@@ -136,8 +139,11 @@ impl Card<'_> {
         rows.push((
             "steps",
             format!(
-                "{} of {}{length}, {} rows each, rows of up to {} tokens",
-                self.step, self.steps, options.batch, self.seq_len
+                "{} of {}{length}, {} each, rows of up to {}",
+                self.step,
+                self.steps,
+                count_of(options.batch, "row"),
+                count_of(self.seq_len, "token")
             ),
         ));
         rows.push(("learning rate", self.learning_rate()));
@@ -160,7 +166,7 @@ impl Card<'_> {
         };
         let warmup = match options.warmup {
             Warmup::Steps(0) => String::new(),
-            warmup => format!(", warm-up {} steps", warmup.steps(self.steps)),
+            warmup => format!(", warm-up {}", count(warmup.steps(self.steps), "step")),
         };
         format!("{}, {schedule}{warmup}, weight decay {}", options.lr, options.adamw.weight_decay)
     }
@@ -240,15 +246,6 @@ impl Card<'_> {
 const EMBEDDED: &str = "embedded";
 /// Data files that are named.
 const MOST_NAMES: usize = 3;
-/// Digits of a hash that tell two apart.
-const DIGITS: usize = 12;
-
-/// `hash` with its digits (those after the last colon) cut.
-fn cut(hash: &str) -> String {
-    let start = hash.rfind(':').map_or(0, |colon| colon + 1);
-    hash.chars().take(start + DIGITS).collect()
-}
-
 /// The last part of a path.
 fn last_of(path: &Path) -> String {
     path.file_name().map_or_else(|| "data".to_owned(), |name| name.to_string_lossy().into_owned())

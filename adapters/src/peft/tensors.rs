@@ -37,7 +37,8 @@ impl TensorFile {
         let broken = |rule: String| Error::SafeTensors { path: path.to_owned(), rule };
         let mut file = File::open(path).map_err(read)?;
         let total = file.metadata().map_err(read)?.len();
-        let header = Header::read(&mut file, total, LONGEST_HEADER).map_err(|fault| match fault {
+        let header = Header::read(&mut file, total, LONGEST_HEADER);
+        let header = header.map_err(|fault| Error::stand_in(path).unwrap_or_else(|| match fault {
             HeaderError::Read(cause) => read(cause),
             HeaderError::Short { size } => {
                 broken(format!("it has {size} bytes, too few for a header length"))
@@ -49,7 +50,7 @@ impl TensorFile {
             HeaderError::Data { described, held } => {
                 broken(format!("its header describes {described} bytes of tensors, the file has {held}"))
             }
-        })?;
+        }))?;
         Ok(Self { path: path.to_owned(), file, header: header.metadata, start: header.start })
     }
 

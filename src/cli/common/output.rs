@@ -5,6 +5,7 @@ use std::{
     sync::atomic::{AtomicU8, Ordering},
 };
 
+pub use engraft_util::words::{count, count_of};
 use serde_json::Value;
 
 use crate::error::{Error, Result};
@@ -24,7 +25,7 @@ fn output_error(cause: &io::Error) -> Error {
     if cause.kind() == io::ErrorKind::BrokenPipe {
         return Error::ClosedPipe;
     }
-    Error::failed(format!("standard output cannot be written: {cause}; free space or redirect it elsewhere"))
+    Error::failed(format!("standard output cannot be written: {cause}; redirect it elsewhere"))
 }
 
 /// How much is said on standard error, besides errors.
@@ -71,11 +72,6 @@ pub fn write_error(text: &str) {
     let _ = writeln!(io::stderr(), "{text}");
 }
 
-/// A number with the word that is counted: `1 step`, `2 steps`.
-pub fn count(number: u64, word: &str) -> String {
-    format!("{number} {word}{}", if number == 1 { "" } else { "s" })
-}
-
 /// Line breaks shown as such: a sample takes one line.
 pub fn one_line(text: &str) -> String {
     text.trim().replace('\n', "\\n")
@@ -84,11 +80,6 @@ pub fn one_line(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn one_is_no_plural() {
-        assert_eq!([count(0, "row"), count(1, "row"), count(2, "row")], ["0 rows", "1 row", "2 rows"]);
-    }
 
     #[test]
     fn a_closed_pipe_is_no_failure() {

@@ -1,6 +1,9 @@
 //! The program `engraft-infer`.
 
+mod chat;
 mod generate;
+mod prompts;
+mod sampling;
 
 use std::process::ExitCode;
 
@@ -28,6 +31,9 @@ enum Command {
     /// Continue prompts
     #[command(args_override_self = true, allow_negative_numbers = true)]
     Generate(generate::GenerateArgs),
+    /// Talk with a model in the template that conversations are trained in
+    #[command(args_override_self = true, allow_negative_numbers = true)]
+    Chat(chat::ChatArgs),
     /// Print a script that completes commands and options in a shell
     Completions(shell::CompletionsArgs),
     /// Print the manual page, or write the pages of all commands
@@ -43,6 +49,7 @@ fn run(typed: EngraftInfer) -> Result<()> {
     typed.common.apply();
     match typed.command {
         Command::Generate(args) => generate::run(&args),
+        Command::Chat(args) => chat::run(&args),
         Command::Completions(args) => shell::completions(EngraftInfer::command(), &args),
         Command::Man(args) => shell::man(EngraftInfer::command(), &args),
     }
@@ -52,6 +59,7 @@ fn run(typed: EngraftInfer) -> Result<()> {
 pub(super) fn options(command: &str) -> Vec<Facts> {
     match command {
         "generate" => generate::GenerateArgs::facts(),
+        "chat" => chat::ChatArgs::facts(),
         _ => Vec::new(),
     }
 }

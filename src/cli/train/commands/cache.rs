@@ -12,7 +12,7 @@ use crate::{
     cli::{
         common::{
             environment::Environment,
-            output::{count, write_error, write_json, write_note, write_out},
+            output::{count, count_of, write_error, write_json, write_note, write_out},
         },
         train::cached::{CacheEntry, CacheKind, entries, total},
     },
@@ -71,10 +71,7 @@ pub fn run(args: &CacheArgs) -> Result<()> {
 }
 
 fn entries_of(entries: &[&CacheEntry]) -> String {
-    match entries.len() {
-        1 => "1 entry".to_owned(),
-        number => format!("{number} entries"),
-    }
+    count_of(entries.len(), "entry")
 }
 
 /// Removes entries but those that are being written; returns those that are gone.

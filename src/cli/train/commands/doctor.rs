@@ -9,7 +9,7 @@ use crate::{
     cli::{
         common::{
             environment::Environment,
-            output::{write_json, write_out},
+            output::{count_of, write_json, write_out},
         },
         train::cached::{CacheKind, entries, total},
     },
@@ -84,7 +84,7 @@ fn program() -> Finding {
 
 fn cpu() -> Finding {
     let threads = rayon::current_num_threads();
-    let threads = if threads == 1 { "1 thread".to_owned() } else { format!("{threads} threads") };
+    let threads = count_of(threads, "thread");
     let text = |kernels: &str| format!("{}, {threads}, {kernels} ({})", cpu_name(), dispatch_level());
     match level() {
         Level::Avx512 => good("CPU", text("kernels for AVX-512")),
@@ -132,7 +132,7 @@ fn cache(environment: &Environment) -> Finding {
     };
     let held = entries(Some(folder), None);
     let bases = held.iter().filter(|entry| entry.kind == CacheKind::Bases).count();
-    let bases = if bases == 1 { "1 base".to_owned() } else { format!("{bases} bases") };
+    let bases = count_of(bases, "base");
     let text = format!("{}: {}, {bases}", folder.display(), size(total(&held)));
     match can_write(folder) {
         Ok(()) => good("cache", text),
@@ -151,7 +151,7 @@ fn downloads(environment: &Environment) -> Finding {
         return bad("downloads", "no folder: HOME is not set; set HOME or HF_HOME");
     };
     let held = entries(None, Some(folder));
-    let models = if held.len() == 1 { "1 model".to_owned() } else { format!("{} models", held.len()) };
+    let models = count_of(held.len(), "repository");
     good("downloads", format!("{}: {}, {models}", folder.display(), size(total(&held))))
 }
 
