@@ -10,6 +10,9 @@ use engraft_util::{atomic, shards::IndexError, stand_in::StandIn};
 /// `Result` with the library's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
+/// The remedy for a path that begins with `~`, which the program takes as a name like any other.
+pub const TILDE: &str = "~ stands for the home folder in a shell alone; write the whole path";
+
 /// A sentence for the user, with optional `hint:` lines.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Report {
@@ -53,9 +56,7 @@ impl Error {
     /// A user's file that cannot be read: [`Error::Input`] with the path, the cause and a remedy.
     pub fn reading(path: &Path, cause: &io::Error) -> Self {
         let remedy = match cause.kind() {
-            io::ErrorKind::NotFound if path.starts_with("~") => {
-                "~ stands for the home folder in a shell alone; write the whole path"
-            }
+            io::ErrorKind::NotFound if path.starts_with("~") => TILDE,
             io::ErrorKind::NotFound => "check the path",
             io::ErrorKind::PermissionDenied => "check its permissions",
             _ => "check the file",

@@ -8,6 +8,7 @@ mod client;
 mod download;
 mod explain;
 mod proxy;
+mod push;
 mod repo;
 
 use std::{
@@ -17,9 +18,15 @@ use std::{
 
 use engraft_util::shards;
 
-pub use self::proxy::Proxies;
+pub use self::{
+    proxy::Proxies,
+    push::{Push, Pushed, Upload, push},
+};
 use self::{client::Client, repo::Repo};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, TILDE};
+
+/// The branch that is meant where none is named.
+const MAIN: &str = "main";
 
 /// How to reach the hub, and where its files are kept.
 #[derive(Debug, Clone, Default)]
@@ -110,6 +117,9 @@ fn local(name: &str, option: &str) -> Result<Option<PathBuf>> {
     }
     if is_id(name) {
         return Ok(None);
+    }
+    if path.starts_with("~") {
+        return Err(Error::input(format!("{option} {name}: is not there; {TILDE}")));
     }
     Err(Error::input(format!(
         "{option} {name}: is neither a folder nor a hub id; check the path, or give an id as `name` or `owner/name`"

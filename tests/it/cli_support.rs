@@ -2,6 +2,7 @@
 
 use std::{
     fs,
+    io::Write,
     path::{Path, PathBuf},
     process::{Child, Command, Output, Stdio},
 };
@@ -65,6 +66,15 @@ impl Sandbox {
     /// Runs `engraft-infer` with the words of `line`.
     pub fn infer(&self, line: &str) -> Finished {
         Finished(self.program(env!("CARGO_BIN_EXE_engraft-infer"), &words(line)).output().unwrap())
+    }
+
+    /// Runs `engraft-infer` with the words of `line`, and `input` as its standard input.
+    pub fn infer_with(&self, line: &str, input: &str) -> Finished {
+        let mut command = self.program(env!("CARGO_BIN_EXE_engraft-infer"), &words(line));
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+        Finished(child.wait_with_output().unwrap())
     }
 
     /// A training run of few, small steps in the folder `run`; `line` adds options.

@@ -19,7 +19,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 
 use self::{
     args::TrainArgs,
-    commands::{cache, doctor, eval, inspect, plan, train},
+    commands::{cache, doctor, eval, inspect, plan, push, train},
 };
 use super::common::{
     options::{Facts, Options},
@@ -56,6 +56,8 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     /// List converted bases, tokens, measured speeds and downloads, or remove them
     Cache(cache::CacheArgs),
+    /// Upload an adapter to the hub
+    Push(push::PushArgs),
     /// Print a script that completes commands and options in a shell
     Completions(shell::CompletionsArgs),
     /// Print the manual page, or write the pages of all commands
@@ -76,6 +78,7 @@ fn run(typed: Engraft) -> Result<()> {
         Command::Inspect(args) => inspect::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Cache(args) => cache::run(&args),
+        Command::Push(args) => push::run(&args),
         Command::Completions(args) => shell::completions(Engraft::command(), &args),
         Command::Man(args) => shell::man(Engraft::command(), &args),
     }

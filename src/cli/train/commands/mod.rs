@@ -5,4 +5,5 @@ pub mod doctor;
 pub mod eval;
 pub mod inspect;
 pub mod plan;
+pub mod push;
 pub mod train;
