@@ -1,7 +1,6 @@
 //! A training run from its first look at the data to the finished adapter.
 
 use std::{
-    cell::Cell,
     path::{Path, PathBuf},
     sync::{Arc, atomic::AtomicBool},
 };
@@ -99,7 +98,6 @@ fn go(
         before,
         folder: &folder,
         interrupt,
-        losses: Cell::default(),
     };
     reporter.event(&Event::Start(&run.start(&trainer)))?;
     reporter.event(&Event::Plan(&selection))?;

@@ -1,19 +1,15 @@
 //! The loop over optimizer steps: evaluations, saves, and the ways it ends.
 
 use std::{
-    cell::Cell,
     path::PathBuf,
     sync::atomic::{AtomicBool, Ordering},
     time::Instant,
 };
 
 use engraft_adapters::peft;
-use engraft_util::words::count;
 
 use super::{
-    Event, Finished, PlanConfig, Reporter, RunFolder, RunOptions,
-    card::{self, Card, Losses},
-    events,
+    Event, Finished, PlanConfig, Reporter, RunFolder, RunOptions, events,
     prepare::Prepared,
     save::{self, SaveInfo},
 };
@@ -42,8 +38,6 @@ pub(super) struct Run<'a> {
     pub before: usize,
     pub folder: &'a RunFolder,
     pub interrupt: &'a AtomicBool,
-    /// What is known of losses, for the adapter's card.
-    pub losses: Cell<Losses>,
 }
 
 impl Run<'_> {
@@ -56,8 +50,7 @@ impl Run<'_> {
         let begun_at = trainer.steps_done();
         if begun_at >= steps {
             reporter.event(&Event::Note(&format!(
-                "the run is finished after {}; a larger --steps goes on",
-                count(steps, "step")
+                "the run is finished after {steps} steps; a larger --steps goes on"
             )))?;
             // The process that made the last step may have been killed before it wrote the adapter, or
             // removed older saves.
@@ -97,8 +90,8 @@ impl Run<'_> {
     /// its rates because of other programs, so slow steps show nothing.
     fn is_faster_than_planned(&self, tokens_per_s: f64) -> bool {
         let chosen = &self.selection.chosen;
-        let tokens = self.options.batch * self.prepared.longest();
-        chosen.measured && tokens_per_s > FASTER * tokens as f64 / chosen.seconds
+        let tokens = self.options.batch as f64 * self.prepared.statistics.padded_length(1);
+        chosen.measured && tokens_per_s > FASTER * tokens / chosen.seconds
     }
 
     /// One optimizer step; returns its input tokens and seconds.
@@ -121,7 +114,6 @@ impl Run<'_> {
             tokens_per_s: per_second(report.input_tokens, seconds),
             scale: report.scale,
         };
-        self.note_losses(|losses| losses.trained = Some(event.loss));
         reporter.event(&Event::Step(&event))?;
         Ok((report.input_tokens, seconds))
     }
@@ -148,7 +140,6 @@ impl Run<'_> {
         self.stop_if_interrupted(trainer)?;
         let found = found?;
         let event = events::Eval { step: trainer.steps_done(), loss: found.loss, tokens: found.tokens };
-        self.note_losses(|losses| losses.evaluated(event.step, event.loss));
         reporter.event(&Event::Eval(&event))
     }
 
@@ -209,36 +200,10 @@ impl Run<'_> {
     fn write_adapter(&self, trainer: &Trainer) -> Result<()> {
         let projected = trainer.projected();
         let (values, description) = (trainer.values(), self.base.description());
-        peft::save(&self.folder.adapter(), trainer.set(), &values, projected.as_deref(), &description)?;
-        self.write_card(trainer)
-    }
-
-    fn note_losses(&self, note: impl FnOnce(&mut Losses)) {
-        let mut losses = self.losses.get();
-        note(&mut losses);
-        self.losses.set(losses);
-    }
-
-    /// Writes the adapter's model card.
-    fn write_card(&self, trainer: &Trainer) -> Result<()> {
-        let prepared = self.prepared;
-        let card = Card {
-            base: &self.base.description(),
-            spec: &trainer.set().spec,
-            trainables: prepared.set.trainables(),
-            options: self.options,
-            data: prepared.train.report,
-            seq_len: prepared.seq_len,
-            step: trainer.steps_done(),
-            steps: prepared.steps,
-            losses: self.losses.get(),
-        };
-        card::write(&self.folder.adapter(), &card)
+        Ok(peft::save(&self.folder.adapter(), trainer.set(), &values, projected.as_deref(), &description)?)
     }
 
     fn finish(&self, trainer: &Trainer, tokens_per_s: f64, reporter: &mut dyn Reporter) -> Result<Finished> {
-        // Once more, with the last evaluation.
-        self.write_card(trainer)?;
         let adapter = self.folder.adapter();
         let done = events::Done {
             step: trainer.steps_done(),
