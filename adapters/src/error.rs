@@ -321,9 +321,10 @@ impl Error {
 /// The end of the sentence about an adapter that does not fit: what to do, where that is not the same for each reason.
 fn remedy(problems: &[Problem]) -> &'static str {
     let any = |is: fn(&Problem) -> bool| problems.iter().any(is);
-    if any(|it| matches!(it, Problem::UnsupportedType(_))
-        || matches!(it, Problem::Field { expected, .. } if expected.contains("supported")))
-    {
+    if any(|it| {
+        matches!(it, Problem::UnsupportedType(_))
+            || matches!(it, Problem::Field { expected, .. } if expected.contains("supported"))
+    }) {
         "; fold it into its base with PEFT's merge_and_unload() and use the result as the base"
     } else if any(|it| matches!(it, Problem::Layers { .. } | Problem::Shape { .. } | Problem::Spec(_))) {
         "; give the base that it was trained on"

@@ -42,7 +42,8 @@ pub fn turns(text: &str, name: &str) -> Result<Vec<Turn>> {
     };
     let turn = |(number, item): (usize, Value)| {
         let wrong = |what: &str| Error::input(format!("{name}: message {number} {what}; {FORM}"));
-        let turn: Turn = serde_json::from_value(item).map_err(|_| wrong("lacks a role or a content that is text"))?;
+        let turn: Turn =
+            serde_json::from_value(item).map_err(|_| wrong("lacks a role or a content that is text"))?;
         if !ROLES.contains(&turn.role.as_str()) {
             return Err(wrong(&format!("has the role {:?}, and not {}", turn.role, ROLES.join(", "))));
         }
@@ -127,7 +128,10 @@ mod tests {
             ("3", "is no conversation"),
             ("[]", "is empty"),
             (r#"[{"role": "user"}]"#, "message 1 lacks"),
-            (r#"[{"role": "user", "content": "a"}, {"role": "me", "content": "b"}]"#, "message 2 has the role \"me\""),
+            (
+                r#"[{"role": "user", "content": "a"}, {"role": "me", "content": "b"}]"#,
+                "message 2 has the role \"me\"",
+            ),
         ] {
             let error = turns(text, "x.json").unwrap_err().to_string();
             assert!(error.starts_with("x.json: ") && error.contains(part), "{error}");

@@ -18,11 +18,11 @@ use std::{
 
 use engraft_util::shards;
 
+use self::{client::Client, repo::Repo};
 pub use self::{
     proxy::Proxies,
     push::{Push, Pushed, Upload, push},
 };
-use self::{client::Client, repo::Repo};
 use crate::error::{Error, Result, TILDE};
 
 /// The branch that is meant where none is named.

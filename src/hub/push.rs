@@ -159,7 +159,8 @@ impl Pusher<'_> {
         let answers = reply.json["objects"].as_array().filter(|_| reply.is_success());
         let Some(answers) = answers else { return Err(self.refused("take the large files", &reply)) };
         for it in large {
-            let answer = answers.iter().find(|answer| answer["oid"] == it.oid.as_str()).unwrap_or(&Value::Null);
+            let answer =
+                answers.iter().find(|answer| answer["oid"] == it.oid.as_str()).unwrap_or(&Value::Null);
             if let Some(why) = answer["error"]["message"].as_str() {
                 return Err(Error::failed(format!("{}: the hub refuses {}: {why}", self.id, it.file.path)));
             }
@@ -178,7 +179,11 @@ impl Pusher<'_> {
     /// Sends a file to the address of an LFS action.
     fn put(&self, action: &Value, it: &Large) -> Result<()> {
         let reply = self.send("PUT", &self.href(action, it)?, &headers(action), &it.file.bytes)?;
-        if reply.is_success() { Ok(()) } else { Err(self.refused(&format!("store {}", it.file.path), &reply)) }
+        if reply.is_success() {
+            Ok(())
+        } else {
+            Err(self.refused(&format!("store {}", it.file.path), &reply))
+        }
     }
 
     fn verify(&self, action: &Value, it: &Large) -> Result<()> {
@@ -186,19 +191,27 @@ impl Pusher<'_> {
         let mut headers = headers(action);
         headers.push((header::CONTENT_TYPE.to_string(), LFS.to_owned()));
         let reply = self.send("POST", &self.href(action, it)?, &headers, body.as_bytes())?;
-        if reply.is_success() { Ok(()) } else { Err(self.refused(&format!("check {}", it.file.path), &reply)) }
+        if reply.is_success() {
+            Ok(())
+        } else {
+            Err(self.refused(&format!("check {}", it.file.path), &reply))
+        }
     }
 
     fn href(&self, action: &Value, it: &Large) -> Result<String> {
         let address = action["href"].as_str().map(str::to_owned);
         address.ok_or_else(|| {
-            Error::failed(format!("{}: the hub names no address for {}; try again later", self.id, it.file.path))
+            Error::failed(format!(
+                "{}: the hub names no address for {}; try again later",
+                self.id, it.file.path
+            ))
         })
     }
 
     /// Commits all files; returns the commit's id.
     fn commit(&self, push: &Push, large: &[Large]) -> Result<Option<String>> {
-        let mut lines = vec![json!({ "key": "header", "value": { "summary": push.message, "description": "" } })];
+        let mut lines =
+            vec![json!({ "key": "header", "value": { "summary": push.message, "description": "" } })];
         for file in push.files {
             lines.push(match large.iter().find(|it| it.file.path == file.path) {
                 Some(Large { oid, .. }) => json!({
@@ -223,7 +236,10 @@ impl Pusher<'_> {
     }
 
     fn post(&self, path: &str, content: &str, body: &[u8]) -> Result<Reply> {
-        let headers = [(header::CONTENT_TYPE.to_string(), content.to_owned()), (header::ACCEPT.to_string(), accepted(content))];
+        let headers = [
+            (header::CONTENT_TYPE.to_string(), content.to_owned()),
+            (header::ACCEPT.to_string(), accepted(content)),
+        ];
         self.send("POST", &self.client.address(path), &headers, body)
     }
 
@@ -260,7 +276,10 @@ impl Pusher<'_> {
     }
 
     fn cut(&self, cause: &str) -> Error {
-        Error::failed(format!("{}: the push was cut: {cause}; run the command again to go on from there", self.id))
+        Error::failed(format!(
+            "{}: the push was cut: {cause}; run the command again to go on from there",
+            self.id
+        ))
     }
 
     fn refused(&self, what: &str, reply: &Reply) -> Error {
@@ -274,9 +293,15 @@ impl Pusher<'_> {
                 "{id}: the token in use may not {what}{why}; set HF_TOKEN to one that may write there, or name another \
                  owner"
             )),
-            404 => Error::input(format!("{id}: the hub knows no such owner or repository{why}; check the id")),
-            400 | 422 => Error::input(format!("{id}: the hub does not {what}{why}; correct the folder or the id")),
-            status => Error::failed(format!("{id}: the hub answered {status} instead of to {what}{why}; try again later")),
+            404 => {
+                Error::input(format!("{id}: the hub knows no such owner or repository{why}; check the id"))
+            }
+            400 | 422 => {
+                Error::input(format!("{id}: the hub does not {what}{why}; correct the folder or the id"))
+            }
+            status => Error::failed(format!(
+                "{id}: the hub answered {status} instead of to {what}{why}; try again later"
+            )),
         }
     }
 }

@@ -1,10 +1,13 @@
 //! The model card of an adapter: `README.md` in its folder, in the form that the hub and PEFT read.
 //!
-//! It tells base, method, data, settings and losses, and no path of this machine. It is a function of the run and
-//! its step alone, so that an interrupted run ends with the same card. It is written after the adapter's files: a
-//! crash between the two leaves the card of the save before.
+//! It tells base, method, data, settings and losses, and no path of this machine. It is written after the adapter's
+//! files: a crash between the two leaves the card of the save before.
 
-use std::{fmt::Write, fs, path::Path};
+use std::{
+    fmt::Write,
+    fs,
+    path::{Path, PathBuf},
+};
 
 use engraft_adapters::{AdapterSpec, BaseDescription, Kinds};
 use engraft_util::{
@@ -12,7 +15,7 @@ use engraft_util::{
     words::{count, count_of, short_hash},
 };
 
-use super::{DataSource, Length, RunOptions, Warmup};
+use super::{DataSource, Event, Length, Reporter, RunOptions, Warmup, prepare::Prepared};
 use crate::{data::DataReport, error::Result, optim::schedule::Schedule};
 
 /// Name of the file.
@@ -21,55 +24,114 @@ pub const CARD: &str = "README.md";
 /// Stands in every card that engraft wrote. A card without it is its user's, and is kept.
 const MARK: &str = "<!-- Written by engraft with every save. Remove this line to keep your changes. -->";
 
-/// Losses of a run, as far as they are known.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Losses {
+/// Losses of a run, as far as they are known: a run that goes on takes those before it from its last card.
+#[derive(Debug, Clone, Default, PartialEq)]
+struct Losses {
     /// Mean loss over the held-out rows before the first step.
-    pub before: Option<f64>,
-    /// The last such loss, with its step.
-    pub evaluated: Option<(u64, f64)>,
+    before: Option<f64>,
+    /// The last such loss after it, with its step.
+    evaluated: Option<(u64, f64)>,
     /// Mean loss over the rows of the last step.
-    pub trained: Option<f64>,
+    trained: Option<f64>,
 }
 
+/// Names of the rows with losses.
+const TRAINED: &str = "loss of the last step";
+const BEFORE: &str = "evaluation loss before";
+const EVALUATED: &str = "evaluation loss";
+
 impl Losses {
-    /// Notes an evaluation after `step` steps.
-    pub fn evaluated(&mut self, step: u64, loss: f64) {
-        if step == 0 {
-            self.before = Some(loss);
+    /// The losses that a card tells, to four digits.
+    fn of_card(text: &str) -> Self {
+        let row = |name: &str| text.lines().find_map(|line| line.strip_prefix(&format!("| {name} | ")));
+        let number = |row: &str| row.split(' ').next()?.parse::<f64>().ok();
+        let step = |row: &str| {
+            let row = row.trim_end_matches(" |");
+            row.rsplit_once(" at step ").and_then(|(_, step)| step.parse::<u64>().ok())
+        };
+        Self {
+            before: row(BEFORE).and_then(number),
+            evaluated: row(EVALUATED).and_then(|row| Some((step(row)?, number(row)?))),
+            trained: row(TRAINED).and_then(number),
         }
-        self.evaluated = Some((step, loss));
     }
 }
 
+/// Passes events on, and writes the card of the adapter with every save and at the end.
+pub(super) struct CardWriter<'a> {
+    inner: &'a mut dyn Reporter,
+    card: Card<'a>,
+    /// The run folder.
+    folder: PathBuf,
+}
+
+impl<'a> CardWriter<'a> {
+    pub fn new(inner: &'a mut dyn Reporter, card: Card<'a>, folder: &Path) -> Self {
+        let mut card = card;
+        if card.step > 0
+            && let Ok(old) = fs::read_to_string(folder.join(ADAPTER).join(CARD))
+        {
+            card.losses = Losses::of_card(&old);
+        }
+        Self { inner, card, folder: folder.to_owned() }
+    }
+
+    /// Writes the card, if there is an adapter for it.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn write(&self) -> Result<()> {
+        let adapter = self.folder.join(ADAPTER);
+        if adapter.is_dir() { write(&adapter, &self.card) } else { Ok(()) }
+    }
+}
+
+impl Reporter for CardWriter<'_> {
+    fn event(&mut self, event: &Event<'_>) -> Result<()> {
+        match event {
+            Event::Step(step) => {
+                self.card.step = step.step;
+                self.card.losses.trained = Some(step.loss);
+            }
+            Event::Eval(eval) if eval.step == 0 => self.card.losses.before = Some(eval.loss),
+            Event::Eval(eval) => self.card.losses.evaluated = Some((eval.step, eval.loss)),
+            Event::Saved(_) | Event::Done(_) => self.write()?,
+            _ => {}
+        }
+        self.inner.event(event)
+    }
+}
+
+/// The adapter's folder in a run folder.
+const ADAPTER: &str = "adapter";
+
 /// What a card tells.
 #[derive(Debug)]
-pub struct Card<'a> {
+pub(super) struct Card<'a> {
     /// The base that the adapter is for.
-    pub base: &'a BaseDescription,
+    base: BaseDescription,
     /// The adapter.
-    pub spec: &'a AdapterSpec,
+    spec: &'a AdapterSpec,
     /// Number of trained values.
-    pub trainables: usize,
+    trainables: usize,
     /// Options of the run.
-    pub options: &'a RunOptions,
+    options: &'a RunOptions,
     /// Counts of the training data.
-    pub data: DataReport,
+    data: DataReport,
     /// Most tokens of a row.
-    pub seq_len: usize,
+    seq_len: usize,
     /// Optimizer steps done.
-    pub step: u64,
+    step: u64,
     /// Optimizer steps of the whole run.
-    pub steps: u64,
-    /// Losses so far.
-    pub losses: Losses,
+    steps: u64,
+    losses: Losses,
 }
 
 /// Writes `card` into the adapter's folder, unless the card there is not ours.
 ///
 /// # Errors
 /// When it cannot be written.
-pub fn write(folder: &Path, card: &Card) -> Result<()> {
+fn write(folder: &Path, card: &Card) -> Result<()> {
     let path = folder.join(CARD);
     let text = card.text();
     match fs::read_to_string(&path) {
@@ -78,9 +140,24 @@ pub fn write(folder: &Path, card: &Card) -> Result<()> {
     }
 }
 
-impl Card<'_> {
+impl<'a> Card<'a> {
+    /// The card of a run that has done `step` steps.
+    pub fn new(options: &'a RunOptions, base: BaseDescription, prepared: &'a Prepared, step: u64) -> Self {
+        Self {
+            base,
+            spec: &prepared.set.spec,
+            trainables: prepared.set.trainables(),
+            options,
+            data: prepared.train.report,
+            seq_len: prepared.seq_len,
+            step,
+            steps: prepared.steps,
+            losses: Losses::default(),
+        }
+    }
+
     /// The text of the file, YAML header included.
-    pub fn text(&self) -> String {
+    fn text(&self) -> String {
         let base = self.base_name();
         let kinds = Kinds::of(self.spec);
         let kinds = kinds.as_ref().map_or(&[][..], Kinds::names);
@@ -122,8 +199,18 @@ impl Card<'_> {
     fn rows(&self) -> Vec<(&'static str, String)> {
         let options = self.options;
         let mut rows = vec![("base", self.base_name())];
-        rows.extend(self.base.revision.as_ref().map(|revision| ("commit of the base", short_hash(revision).to_owned())));
-        rows.extend(self.base.fingerprint.as_ref().map(|print| ("fingerprint of the base", short_hash(print).to_owned())));
+        rows.extend(
+            self.base
+                .revision
+                .as_ref()
+                .map(|revision| ("commit of the base", short_hash(revision).to_owned())),
+        );
+        rows.extend(
+            self.base
+                .fingerprint
+                .as_ref()
+                .map(|print| ("fingerprint of the base", short_hash(print).to_owned())),
+        );
         for (name, value) in self.spec.lines() {
             rows.push((if name == "kind" { "method" } else { name }, value));
         }
@@ -149,12 +236,12 @@ impl Card<'_> {
         rows.push(("learning rate", self.learning_rate()));
         rows.push(("seed", options.seed.to_string()));
         rows.push(("computed on", format!("{} in {}", options.machine.device, options.machine.precision)));
-        rows.extend(self.losses.trained.map(|loss| ("loss of the last step", format!("{loss:.4}"))));
-        rows.extend(self.losses.before.map(|loss| ("evaluation loss before", with_perplexity(loss))));
-        rows.extend(self.losses.evaluated.filter(|(step, _)| *step > 0).map(|(step, loss)| {
-            let when = if step == self.step { String::new() } else { format!(" at step {step}") };
-            ("evaluation loss", format!("{}{when}", with_perplexity(loss)))
-        }));
+        rows.extend(self.losses.trained.map(|loss| (TRAINED, format!("{loss:.4}"))));
+        rows.extend(self.losses.before.map(|loss| (BEFORE, with_perplexity(loss))));
+        let evaluated = self.losses.evaluated;
+        rows.extend(
+            evaluated.map(|(step, loss)| (EVALUATED, format!("{} at step {step}", with_perplexity(loss)))),
+        );
         rows
     }
 
@@ -253,4 +340,18 @@ fn last_of(path: &Path) -> String {
 
 fn with_perplexity(loss: f64) -> String {
     format!("{loss:.4} (perplexity {:.2})", loss.exp())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_card_tells_its_losses_again() {
+        let text = "x\n| loss of the last step | 2.3100 |\n| evaluation loss before | 4.4760 (perplexity 87.88) |\n\
+                    | evaluation loss | 2.5000 (perplexity 12.18) at step 40 |\n";
+        let losses = Losses { before: Some(4.476), evaluated: Some((40, 2.5)), trained: Some(2.31) };
+        assert_eq!(Losses::of_card(text), losses);
+        assert_eq!(Losses::of_card("# mine\n"), Losses::default());
+    }
 }

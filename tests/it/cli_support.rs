@@ -150,7 +150,8 @@ impl Finished {
     }
 }
 
-/// All files below `folder` with their bytes, by relative path.
+/// All files below `folder` with their bytes, by relative path; without model cards, whose losses a resumed run may not
+/// know.
 pub fn files_below(folder: &Path) -> Vec<(PathBuf, Vec<u8>)> {
     let mut found = Vec::new();
     let mut open = vec![folder.to_owned()];
@@ -159,7 +160,7 @@ pub fn files_below(folder: &Path) -> Vec<(PathBuf, Vec<u8>)> {
             let path = entry.unwrap().path();
             if path.is_dir() {
                 open.push(path);
-            } else {
+            } else if !path.ends_with("README.md") {
                 found.push((path.strip_prefix(folder).unwrap().to_owned(), fs::read(&path).unwrap()));
             }
         }

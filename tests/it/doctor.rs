@@ -17,7 +17,10 @@ fn doctor_tells_what_is_here() {
     assert!(text.contains("not asked (HF_HUB_OFFLINE)"), "{text}");
     let json = sandbox.engraft("doctor --json").succeeds().events().remove(0);
     assert!(json["memory"]["found"].as_str().unwrap().contains("free of"), "{json}");
-    assert!(json["cache"]["found"].as_str().unwrap().contains(sandbox.path("cache").to_str().unwrap()), "{json}");
+    assert!(
+        json["cache"]["found"].as_str().unwrap().contains(sandbox.path("cache").to_str().unwrap()),
+        "{json}"
+    );
 }
 
 #[test]
@@ -31,12 +34,21 @@ fn doctor_asks_the_hub() {
     };
     let server = Server::start(Hub::new("owner/tiny", []));
     let found = hub(&server.endpoint, "");
-    assert_eq!((found["ok"].as_bool(), found["found"].as_str().unwrap()), (Some(true), &format!("{} answers", server.endpoint)[..]));
+    assert_eq!(
+        (found["ok"].as_bool(), found["found"].as_str().unwrap()),
+        (Some(true), &format!("{} answers", server.endpoint)[..])
+    );
     server.with(|hub| hub.status = Some(401));
     let refused = hub(&server.endpoint, "hf_x");
-    assert!(refused["ok"] == false && refused["found"].as_str().unwrap().contains("refuses the token"), "{refused}");
+    assert!(
+        refused["ok"] == false && refused["found"].as_str().unwrap().contains("refuses the token"),
+        "{refused}"
+    );
     let nobody = hub("http://127.0.0.1:9", "");
-    assert!(nobody["ok"] == false && nobody["found"].as_str().unwrap().contains("cannot be reached"), "{nobody}");
+    assert!(
+        nobody["ok"] == false && nobody["found"].as_str().unwrap().contains("cannot be reached"),
+        "{nobody}"
+    );
 }
 
 #[test]
@@ -71,7 +83,10 @@ fn pointers_and_pages_in_place_of_files_are_told() {
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 12\n";
     let page = "<!DOCTYPE html>\n<html><title>x</title></html>\n";
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/base");
-    let (lfs, html) = ("is a pointer of Git LFS, not the file itself; run `git lfs pull`", "is an HTML page, not the file itself");
+    let (lfs, html) = (
+        "is a pointer of Git LFS, not the file itself; run `git lfs pull`",
+        "is an HTML page, not the file itself",
+    );
     for name in ["config.json", "model.safetensors", "tokenizer.json"] {
         for (text, sentence) in [(pointer, lfs), (page, html)] {
             let _ = fs::remove_dir_all(sandbox.path("base"));
@@ -80,18 +95,24 @@ fn pointers_and_pages_in_place_of_files_are_told() {
                 fs::copy(format!("{source}/{file}"), sandbox.path("base").join(file)).unwrap();
             }
             fs::write(sandbox.path("base").join(name), text).unwrap();
-            sandbox.engraft("eval --base base --data data.jsonl").refused(&[&format!("base/{name}: {sentence}")[..]]);
+            sandbox
+                .engraft("eval --base base --data data.jsonl")
+                .refused(&[&format!("base/{name}: {sentence}")[..]]);
         }
     }
     fs::remove_file(sandbox.path("base/model.safetensors")).unwrap();
     sandbox.write("base/pytorch_model.bin", pointer);
-    sandbox.engraft("eval --base base --data data.jsonl").refused(&["base/pytorch_model.bin: is a pointer of Git LFS"]);
+    sandbox
+        .engraft("eval --base base --data data.jsonl")
+        .refused(&["base/pytorch_model.bin: is a pointer of Git LFS"]);
     sandbox.train("--steps 1").succeeds();
     for name in ["adapter_config.json", "adapter_model.safetensors"] {
         let path = sandbox.path("run/adapter").join(name);
         let whole = fs::read(&path).unwrap();
         fs::write(&path, page).unwrap();
-        sandbox.infer("generate --base embedded --adapter run --prompt x").refused(&[&format!("{name}: {html}")[..]]);
+        sandbox
+            .infer("generate --base embedded --adapter run --prompt x")
+            .refused(&[&format!("{name}: {html}")[..]]);
         fs::write(&path, whole).unwrap();
     }
 }
@@ -121,8 +142,14 @@ fn adapters_that_are_not_read_come_with_a_remedy() {
 #[test]
 fn a_tilde_is_explained() {
     let sandbox = Sandbox::new();
-    sandbox.engraft("train --data=~/x.txt").refused(&["~/x.txt", "~ stands for the home folder in a shell alone"]);
-    sandbox.engraft("eval --base=~/x").refused(&["--base ~/x", "~ stands for the home folder in a shell alone"]);
-    sandbox.engraft("train --output=~/run").refused(&["~/run", "~ stands for the home folder in a shell alone"]);
+    sandbox
+        .engraft("train --data=~/x.txt")
+        .refused(&["~/x.txt", "~ stands for the home folder in a shell alone"]);
+    sandbox
+        .engraft("eval --base=~/x")
+        .refused(&["--base ~/x", "~ stands for the home folder in a shell alone"]);
+    sandbox
+        .engraft("train --output=~/run")
+        .refused(&["~/run", "~ stands for the home folder in a shell alone"]);
     assert!(!sandbox.path("~").exists());
 }

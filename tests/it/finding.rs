@@ -11,7 +11,8 @@ fn two_runs() -> Sandbox {
     let sandbox = Sandbox::new();
     sandbox.train("--steps 2").succeeds();
     sandbox.write("ids.jsonl", "{\"input_ids\":[1,2,3,4],\"labels\":[1,2,3,4]}\n".repeat(8));
-    let line = format!("train --base {TINY} --data ids.jsonl --steps 2 --batch 2 --output tiny --json --threads 1");
+    let line =
+        format!("train --base {TINY} --data ids.jsonl --steps 2 --batch 2 --output tiny --json --threads 1");
     sandbox.engraft(&line).succeeds();
     sandbox
 }
@@ -28,7 +29,10 @@ fn a_run_folder_is_its_adapter_and_an_adapter_names_its_base() {
     assert_eq!(of("--adapter tiny/adapter"), tiny);
     assert_eq!(of("--adapter run"), of("--base embedded --adapter run/adapter"));
     let eval = |words: &str| sandbox.engraft(&format!("eval --json {words}")).succeeds().events();
-    assert_eq!(eval("--data ids.jsonl --adapter tiny"), eval(&format!("--data ids.jsonl --base {TINY} --adapter tiny/adapter")));
+    assert_eq!(
+        eval("--data ids.jsonl --adapter tiny"),
+        eval(&format!("--data ids.jsonl --base {TINY} --adapter tiny/adapter"))
+    );
     // A new run takes both from an adapter to start from.
     let line = "train --init-adapter tiny --data ids.jsonl --steps 1 --batch 2 --output next --json";
     sandbox.engraft(line).succeeds();
@@ -39,17 +43,25 @@ fn a_run_folder_is_its_adapter_and_an_adapter_names_its_base() {
 #[test]
 fn adapters_of_two_bases_and_of_one_that_is_not_here_are_refused() {
     let sandbox = two_runs();
-    sandbox
-        .infer("generate --adapter run --adapter tiny --input-ids 1")
-        .refused(&["--adapter run, --adapter tiny", "different bases, embedded and", "adapters of one base"]);
+    sandbox.infer("generate --adapter run --adapter tiny --input-ids 1").refused(&[
+        "--adapter run, --adapter tiny",
+        "different bases, embedded and",
+        "adapters of one base",
+    ]);
     let config = sandbox.path("tiny/adapter/adapter_config.json");
     let text = fs::read_to_string(&config).unwrap();
     fs::write(&config, text.replace(TINY, "/nowhere/at/all")).unwrap();
-    sandbox
-        .engraft("eval --adapter tiny --data ids.jsonl")
-        .refused(&["--adapter tiny", "/nowhere/at/all, which is not here", "--base"]);
+    sandbox.engraft("eval --adapter tiny --data ids.jsonl").refused(&[
+        "--adapter tiny",
+        "/nowhere/at/all, which is not here",
+        "--base",
+    ]);
     fs::write(&config, text.replace(&format!("\"{TINY}\""), "null")).unwrap();
-    sandbox.infer("generate --adapter tiny --input-ids 1").refused(&["--adapter tiny", "names no base", "--base"]);
+    sandbox.infer("generate --adapter tiny --input-ids 1").refused(&[
+        "--adapter tiny",
+        "names no base",
+        "--base",
+    ]);
     fs::remove_dir_all(sandbox.path("run/adapter")).unwrap();
     sandbox
         .infer("generate --adapter run --prompt x")
@@ -80,10 +92,16 @@ fn names_of_other_programs_lead_to_the_name_here() {
         let parts = [&format!("error: {name}: there is no such option; it is called {here} here")[..]];
         sandbox.engraft(&format!("train {option}")).refused(&parts);
     }
-    sandbox.engraft("train --report-to tensorboard").refused(&["every run keeps its metrics in the run folder"]);
+    sandbox
+        .engraft("train --report-to tensorboard")
+        .refused(&["every run keeps its metrics in the run folder"]);
     sandbox.infer("generate --prompt x --max-length 5").refused(&["it is called --max-new-tokens here"]);
-    sandbox.infer("generate --prompt x --num_return_sequences 5").refused(&["it is called --num-samples here"]);
-    sandbox.engraft("generate").refused(&["generate: there is no such command; it is engraft-infer generate"]);
+    sandbox
+        .infer("generate --prompt x --num_return_sequences 5")
+        .refused(&["it is called --num-samples here"]);
+    sandbox
+        .engraft("generate")
+        .refused(&["generate: there is no such command; it is engraft-infer generate"]);
     sandbox.infer("train").refused(&["train: there is no such command; it is engraft train"]);
 }
 
@@ -105,7 +123,10 @@ fn a_config_file_is_corrected_by_line() {
         ("seed = 1\nmax_steps = 3", "x.toml, line 2: unknown key \"max_steps\"; it is called \"steps\" here"),
         ("rank = \"8\"", "x.toml, line 1: `rank = \"8\"`: give a whole number from 1"),
         ("\nlr = -1", "x.toml, line 2: lr = -1: is no finite number above 0"),
-        ("[train]\nlr = 1", "x.toml, line 1: begins the section \"train\"; write all options without sections"),
+        (
+            "[train]\nlr = 1",
+            "x.toml, line 1: begins the section \"train\"; write all options without sections",
+        ),
     ] {
         sandbox.write("x.toml", text);
         sandbox.engraft("train --config x.toml").refused(&[sentence]);
@@ -132,13 +153,26 @@ fn quiet_says_nothing_and_verbose_says_more() {
 #[test]
 fn short_help_is_short_and_switches_list_no_values() {
     let sandbox = Sandbox::new();
-    let (short, long) = (sandbox.engraft("train -h").succeeds().stdout(), sandbox.engraft("train --help").succeeds().stdout());
+    let (short, long) = (
+        sandbox.engraft("train -h").succeeds().stdout(),
+        sandbox.engraft("train --help").succeeds().stdout(),
+    );
     for basic in ["--data", "--base", "--rank", "--steps", "--lr", "--output", "--resume"] {
-        assert!(short.contains(&format!("{basic} ")) || short.contains(&format!("{basic}[")), "{basic}: {short}");
+        assert!(
+            short.contains(&format!("{basic} ")) || short.contains(&format!("{basic}[")),
+            "{basic}: {short}"
+        );
     }
     assert!(!short.contains("--label-smoothing") && long.contains("--label-smoothing"), "{short}");
-    assert!(short.lines().count() * 3 < long.lines().count(), "{} {}", short.lines().count(), long.lines().count());
-    for program in [sandbox.infer("generate --help"), sandbox.infer("generate -h"), sandbox.engraft("eval --help")] {
+    assert!(
+        short.lines().count() * 3 < long.lines().count(),
+        "{} {}",
+        short.lines().count(),
+        long.lines().count()
+    );
+    for program in
+        [sandbox.infer("generate --help"), sandbox.infer("generate -h"), sandbox.engraft("eval --help")]
+    {
         let text = program.succeeds().stdout();
         assert!(!text.contains("possible values: true") && !text.contains("- true"), "{text}");
     }
@@ -192,7 +226,10 @@ fn a_card_tells_the_run_and_no_path() {
     assert!(card("tiny").contains("tiny (a folder)") && card("tiny").contains("--base BASE"));
     sandbox.engraft(&format!("{SMALL} --steps 2 --output evaluated --eval-fraction 0.3")).succeeds();
     let evaluated = card("evaluated");
-    assert!(evaluated.contains("| evaluation loss before | ") && evaluated.contains("| evaluation loss | "), "{evaluated}");
+    assert!(
+        evaluated.contains("| evaluation loss before | ") && evaluated.contains("| evaluation loss | "),
+        "{evaluated}"
+    );
     // A card that its user has made their own is kept.
     fs::write(sandbox.path("run/adapter/README.md"), "mine").unwrap();
     sandbox.train("--steps 4 --resume").succeeds();

@@ -31,7 +31,10 @@ fn prompts_come_from_whole_files_records_and_conversations() {
     assert_eq!((records.len(), &records[0]["token_ids"]), (3, &whole[0]["token_ids"]));
     assert_eq!(records[2]["prompt"], serde_json::json!([1, 2]));
     // A conversation is the template of training.
-    sandbox.write("chat.json", "[{\"role\": \"system\", \"content\": \"S\"}, {\"role\": \"user\", \"content\": \"Hi\"}]");
+    sandbox.write(
+        "chat.json",
+        "[{\"role\": \"system\", \"content\": \"S\"}, {\"role\": \"user\", \"content\": \"Hi\"}]",
+    );
     sandbox.write("template.txt", "system:\nS\n\nuser:\nHi\n\nassistant:\n");
     let chat = infer("--messages chat.json");
     assert_eq!(ids_of(&chat), ids_of(&infer("--prompt-whole template.txt")));
@@ -85,7 +88,8 @@ fn a_chat_keeps_the_conversation_and_its_cache() {
     let chat = sandbox.infer_with(&format!("chat -v {GREEDY} --system S"), typed).succeeds();
     let (stdout, stderr) = (chat.stdout(), chat.stderr());
     // What the second answer was given is what `generate` makes of the same turns.
-    let record: Value = serde_json::from_str(&fs::read_to_string(sandbox.path("one.jsonl")).unwrap()).unwrap();
+    let record: Value =
+        serde_json::from_str(&fs::read_to_string(sandbox.path("one.jsonl")).unwrap()).unwrap();
     let turns = record["messages"].as_array().unwrap();
     let roles: Vec<&str> = turns.iter().map(|turn| turn["role"].as_str().unwrap()).collect();
     assert_eq!(roles, ["system", "user", "assistant", "user", "assistant"]);

@@ -38,10 +38,12 @@ fn an_adapter_becomes_a_repository_and_then_a_commit() {
         assert_eq!(hub.repositories.get("me/poems"), Some(&false));
         let (id, lines) = &hub.commits[0];
         assert_eq!((id.as_str(), &lines[0]["value"]["summary"]), ("me/poems", &"First".into()));
-        let paths: Vec<&str> = lines[1..].iter().map(|line| line["value"]["path"].as_str().unwrap()).collect();
+        let paths: Vec<&str> =
+            lines[1..].iter().map(|line| line["value"]["path"].as_str().unwrap()).collect();
         assert_eq!(paths, ["adapter_config.json", "adapter_model.safetensors", "README.md"]);
         let file = |name: &str| fs::read(sandbox.path("run/adapter").join(name)).unwrap();
-        let content = |index: usize| STANDARD.decode(lines[index]["value"]["content"].as_str().unwrap()).unwrap();
+        let content =
+            |index: usize| STANDARD.decode(lines[index]["value"]["content"].as_str().unwrap()).unwrap();
         assert_eq!((content(1), content(3)), (file("adapter_config.json"), file("README.md")));
         let oid = lines[2]["value"]["oid"].as_str().unwrap().to_owned();
         assert_eq!(hub.large[&oid], file("adapter_model.safetensors"));
@@ -93,7 +95,11 @@ fn a_cut_connection_is_tried_again_and_then_told() {
     });
     let cut = push(&sandbox, &server, TOKEN, "run me/poems");
     assert_eq!(cut.code(), Some(1), "{}", cut.stderr());
-    assert!(cut.stderr().contains("the push was cut") && cut.stderr().contains("run the command again"), "{}", cut.stderr());
+    assert!(
+        cut.stderr().contains("the push was cut") && cut.stderr().contains("run the command again"),
+        "{}",
+        cut.stderr()
+    );
     server.with(|hub| {
         assert!(hub.commits.is_empty(), "half a push is no commit");
         hub.cuts = 0;

@@ -46,7 +46,8 @@ impl PushServer {
         let store_address = format!("http://{}", store.local_addr().unwrap());
         let hub = Arc::new(Mutex::new(hub));
         for listener in [listener, store] {
-            let (shared, store_address, endpoint) = (Arc::clone(&hub), store_address.clone(), endpoint.clone());
+            let (shared, store_address, endpoint) =
+                (Arc::clone(&hub), store_address.clone(), endpoint.clone());
             thread::spawn(move || {
                 for stream in listener.incoming().flatten() {
                     answer(stream, &shared, &endpoint, &store_address);
@@ -122,7 +123,11 @@ fn read(reader: &mut BufReader<TcpStream>) -> Option<Request> {
 
 fn reply(hub: &mut Pushes, request: &Request, endpoint: &str, store: &str) -> (u16, Value) {
     if let Some(oid) = request.path.strip_prefix("/store/") {
-        assert_eq!((request.method.as_str(), &request.token), ("PUT", &None), "the store must not see the token");
+        assert_eq!(
+            (request.method.as_str(), &request.token),
+            ("PUT", &None),
+            "the store must not see the token"
+        );
         hub.large.insert(oid.to_owned(), request.body.clone());
         return (200, Value::Null);
     }
@@ -155,7 +160,10 @@ fn create(hub: &mut Pushes, body: &Value, endpoint: &str) -> (u16, Value) {
     let owner = body["organization"].as_str().unwrap();
     let id = format!("{owner}/{}", body["name"].as_str().unwrap());
     if !hub.may_create.contains(owner) {
-        return (403, json!({ "error": format!("You don't have the rights to create a model under {owner:?}") }));
+        return (
+            403,
+            json!({ "error": format!("You don't have the rights to create a model under {owner:?}") }),
+        );
     }
     if hub.repositories.contains_key(&id) {
         return (409, json!({ "error": "You already created this model repo" }));
@@ -194,8 +202,15 @@ fn commit(hub: &mut Pushes, id: &str, request: &Request) -> (u16, Value) {
     let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     for line in lines.iter().filter(|line| line["key"] == "lfsFile") {
         let oid = line["value"]["oid"].as_str().unwrap();
-        if hub.large.get(oid).is_none_or(|bytes| bytes.len() as u64 != line["value"]["size"].as_u64().unwrap()) {
-            return (400, json!({ "error": format!("LFS pointer {oid} points to a file that does not exist") }));
+        if hub
+            .large
+            .get(oid)
+            .is_none_or(|bytes| bytes.len() as u64 != line["value"]["size"].as_u64().unwrap())
+        {
+            return (
+                400,
+                json!({ "error": format!("LFS pointer {oid} points to a file that does not exist") }),
+            );
         }
     }
     hub.commits.push((id.to_owned(), lines));

@@ -35,7 +35,10 @@ mod tests {
 
     #[test]
     fn one_is_no_plural() {
-        assert_eq!([count(0u64, "row"), count(1u64, "row"), count_of(2, "row")], ["0 rows", "1 row", "2 rows"]);
+        assert_eq!(
+            [count(0u64, "row"), count(1u64, "row"), count_of(2, "row")],
+            ["0 rows", "1 row", "2 rows"]
+        );
         assert_eq!([count(1u64, "entry"), count(2u64, "entry")], ["1 entry", "2 entries"]);
         assert_eq!(count(3u64, "day"), "3 days");
     }

@@ -65,8 +65,7 @@ impl Source {
     fn open(folder: PathBuf) -> Result<Self> {
         let path = folder.join(TENSOR_FILE);
         if !path.exists() && folder.join("adapter_model.bin").exists() {
-            let found =
-                "its tensors are a pickle, adapter_model.bin, which is not read (load it in PEFT and save it again)";
+            let found = "its tensors are a pickle, adapter_model.bin, which is not read (load it in PEFT and save it again)";
             return Err(Error::NotAnAdapter { path: folder, found: found.to_owned() });
         }
         let config = Config::read(&folder.join(CONFIG_FILE))?;

@@ -73,7 +73,8 @@ impl FoundAdapter {
     pub fn find(name: &Path, args: &BaseArgs, environment: &Environment) -> Result<Self> {
         let download = Download::new();
         let options = hub_options(name, None, args, environment)?;
-        let folder = hub::adapter(&name.display().to_string(), &options, &|progress| download.show(&progress))?;
+        let folder =
+            hub::adapter(&name.display().to_string(), &options, &|progress| download.show(&progress))?;
         Ok(Self { name: name.to_owned(), folder: inside_run(&folder)? })
     }
 
@@ -132,7 +133,9 @@ pub fn base_of(adapters: &[FoundAdapter], option: &str, args: &BaseArgs) -> Resu
         for base in adapter.bases()? {
             match &found {
                 None => found = Some((adapter, base)),
-                Some((first, other)) if !base.is(other) => return Err(two_bases(first, other, adapter, &base)),
+                Some((first, other)) if !base.is(other) => {
+                    return Err(two_bases(first, other, adapter, &base));
+                }
                 Some(_) => {}
             }
         }

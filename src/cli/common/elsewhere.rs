@@ -51,11 +51,26 @@ pub const ELSEWHERE: &[Elsewhere] = &[
     ),
     // data
     same(
-        &["train-file", "train-data", "dataset", "dataset-name", "dataset-path", "datasets", "data-path", "file"],
+        &[
+            "train-file",
+            "train-data",
+            "dataset",
+            "dataset-name",
+            "dataset-path",
+            "datasets",
+            "data-path",
+            "file",
+        ],
         &["data"],
     ),
-    same(&["validation-file", "valid-data", "eval-file", "eval-dataset", "test-file"], &["eval-data", "data"]),
-    same(&["validation-split-percentage", "val-set-size", "test-size", "validation-split"], &["eval-fraction"]),
+    same(
+        &["validation-file", "valid-data", "eval-file", "eval-dataset", "test-file"],
+        &["eval-data", "data"],
+    ),
+    same(
+        &["validation-split-percentage", "val-set-size", "test-size", "validation-split"],
+        &["eval-fraction"],
+    ),
     same(
         &[
             "block-size",
@@ -70,8 +85,16 @@ pub const ELSEWHERE: &[Elsewhere] = &[
     ),
     same(&["max-length"], &["seq-len", "max-new-tokens"]),
     same(&["packing", "sample-packing", "concat"], &["pack"]),
-    noted(&["train-on-inputs", "train-on-input"], &["train-on-prompt"], "the loss is on completions without it"),
-    noted(&["mask-prompt", "completion-only-loss"], &["train-on-prompt"], "the loss is on completions without it"),
+    noted(
+        &["train-on-inputs", "train-on-input"],
+        &["train-on-prompt"],
+        "the loss is on completions without it",
+    ),
+    noted(
+        &["mask-prompt", "completion-only-loss"],
+        &["train-on-prompt"],
+        "the loss is on completions without it",
+    ),
     // adapter
     same(&["peft-type", "fine-tune-type", "tuner-type", "adapter-type"], &["method"]),
     same(&["lora-r", "lora-rank", "r"], &["rank"]),
@@ -147,11 +170,7 @@ pub const ELSEWHERE: &[Elsewhere] = &[
         &[],
         "train evaluates where there is held-out data; leave it out",
     ),
-    noted(
-        &["push-to-hub", "hub-model-id"],
-        &[],
-        "push a finished adapter with engraft push DIR OWNER/NAME",
-    ),
+    noted(&["push-to-hub", "hub-model-id"], &[], "push a finished adapter with engraft push DIR OWNER/NAME"),
     noted(&["config-file"], &["config"], "a TOML file"),
     // generation
     same(&["max-tokens", "n-predict", "length", "max-gen-len"], &["max-new-tokens"]),
@@ -208,7 +227,9 @@ mod tests {
         assert_eq!(of("max_steps").unwrap(), "it is called --steps here");
         assert_eq!(of("lora_dropout").unwrap(), "write --lora-dropout");
         assert_eq!(of("lora-r").unwrap(), "it is called --rank here");
-        assert!(of("per-device-train-batch-size").unwrap().starts_with("it is called --batch here (--batch is"));
+        assert!(
+            of("per-device-train-batch-size").unwrap().starts_with("it is called --batch here (--batch is")
+        );
         assert_eq!(of("report-to").unwrap(), "every run keeps its metrics in the run folder");
     }
 

@@ -55,7 +55,9 @@ pub fn usage_error(usage: &clap::Error, options: &[Facts]) -> Error {
             Some(format!("{missing} is missing; give it, as --help says"))
         }
         ErrorKind::InvalidValue | ErrorKind::ValueValidation => wrong_value(usage, options),
-        ErrorKind::UnknownArgument => context(usage, ContextKind::InvalidArg).map(|word| unknown(word, options)),
+        ErrorKind::UnknownArgument => {
+            context(usage, ContextKind::InvalidArg).map(|word| unknown(word, options))
+        }
         ErrorKind::InvalidSubcommand => unknown_command(usage),
         _ => None,
     };
@@ -81,11 +83,14 @@ fn context(usage: &clap::Error, kind: ContextKind) -> Option<&str> {
 fn unknown(word: &str, options: &[Facts]) -> String {
     let Some(name) = word.strip_prefix("--") else {
         let is_path = !word.starts_with('-') && Path::new(word).exists();
-        let named = ["data", "path", "adapter"].into_iter().find(|name| options.iter().any(|it| it.name == **name));
+        let named =
+            ["data", "path", "adapter"].into_iter().find(|name| options.iter().any(|it| it.name == **name));
         return match named.filter(|_| is_path) {
             Some(option) => format!("{word}: stands alone; write --{option} {word}"),
             None if word.starts_with('-') => format!("{word}: there is no such option; --help lists all"),
-            None => format!("{word}: belongs to no option; values of switches are written with =, as --json=false"),
+            None => format!(
+                "{word}: belongs to no option; values of switches are written with =, as --json=false"
+            ),
         };
     };
     let known: Vec<&str> = options.iter().map(|facts| facts.name.as_str()).collect();

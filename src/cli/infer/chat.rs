@@ -151,7 +151,9 @@ impl Chat<'_, '_, '_> {
                 }
                 return Ok(Some(prompt));
             }
-            let Some(oldest) = self.turns.iter().position(|turn| turn.role != "system") else { return Ok(None) };
+            let Some(oldest) = self.turns.iter().position(|turn| turn.role != "system") else {
+                return Ok(None);
+            };
             if oldest + 1 == self.turns.len() {
                 return Ok(None);
             }

@@ -87,9 +87,7 @@ impl Ready {
     /// When there is one.
     pub fn check_stop(&self, options: &GenerateOptions) -> Result<()> {
         if self.opened.tokenizer.is_none() && !options.stop.is_empty() {
-            return Err(Error::input(
-                "--stop: the base has no tokenizer to compare text with; leave it out",
-            ));
+            return Err(Error::input("--stop: the base has no tokenizer to compare text with; leave it out"));
         }
         Ok(())
     }
@@ -191,7 +189,9 @@ fn check_together(loaded: &[Loaded], named: &[ScaledAdapter]) -> Result<()> {
             "--adapter {name}: is the second one with a {what}; give one with a {what} and any number of LoRAs"
         )))
     };
-    for (index, (Loaded { set, .. }, ScaledAdapter { name, scale, .. })) in loaded.iter().zip(named).enumerate() {
+    for (index, (Loaded { set, .. }, ScaledAdapter { name, scale, .. })) in
+        loaded.iter().zip(named).enumerate()
+    {
         if set.loras.is_empty() && set.embedding.is_none() && *scale != 1.0 {
             let what = if set.prompt.is_some() { "prompt" } else { "prefix" };
             return Err(Error::input(format!(

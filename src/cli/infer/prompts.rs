@@ -91,7 +91,9 @@ impl PromptArgs {
         let is_jsonl = is_jsonl.is_some_and(|extension| extension.eq_ignore_ascii_case("jsonl"));
         let lines = (1..).zip(text.lines()).filter(|(_, line)| !line.is_empty());
         let prompts = if is_jsonl {
-            lines.map(|(number, line)| record(line, &format!("{name}:{number}"))).collect::<Result<Vec<_>>>()?
+            lines
+                .map(|(number, line)| record(line, &format!("{name}:{number}")))
+                .collect::<Result<Vec<_>>>()?
         } else {
             lines.map(|(_, line)| Given::Text(line.to_owned())).collect()
         };
@@ -119,7 +121,8 @@ fn record(line: &str, place: &str) -> Result<Given> {
         return Ok(Given::Text(text.to_owned()));
     }
     let ids = fields.get("input_ids").ok_or_else(|| wrong("has no prompt"))?;
-    let ids = serde_json::from_value(ids.clone()).map_err(|_| wrong("has input_ids that are no token ids"))?;
+    let ids =
+        serde_json::from_value(ids.clone()).map_err(|_| wrong("has input_ids that are no token ids"))?;
     Ok(Given::Ids(ids))
 }
 
@@ -185,7 +188,9 @@ pub fn from_turns(turns: &[Turn], opened: &Opened) -> Result<Vec<u32>> {
     };
     let end = tokenizer.end_of_text(opened.base.config.eos_token);
     let end = end.ok_or_else(|| {
-        Error::input("the base has no end-of-text token, which ends the turns of a conversation; give --prompt")
+        Error::input(
+            "the base has no end-of-text token, which ends the turns of a conversation; give --prompt",
+        )
     })?;
     data::prompt_of_turns(turns, tokenizer, end)
 }
@@ -217,8 +222,8 @@ fn standard_input(what: &str) -> Result<String> {
 }
 
 fn utf8(bytes: Vec<u8>, name: &str) -> Result<String> {
-    let text =
-        String::from_utf8(bytes).map_err(|_| Error::input(format!("{name}: is not UTF-8; save it as UTF-8")))?;
+    let text = String::from_utf8(bytes)
+        .map_err(|_| Error::input(format!("{name}: is not UTF-8; save it as UTF-8")))?;
     Ok(text.strip_prefix('\u{feff}').map_or_else(|| text.clone(), str::to_owned))
 }
 

@@ -169,7 +169,8 @@ mod tests {
         let key = "0123456789abcdef0123456789abcdef";
         fs::create_dir_all(at(&format!("cache/{key}"))).unwrap();
         fs::write(at(&format!("cache/{key}/model.safetensors")), [0; 100]).unwrap();
-        fs::write(at(&format!("cache/{key}/source")), "/x/models--a--b/snapshots/607a30d783dfa663\n").unwrap();
+        fs::write(at(&format!("cache/{key}/source")), "/x/models--a--b/snapshots/607a30d783dfa663\n")
+            .unwrap();
         fs::create_dir_all(at("cache/tokens")).unwrap();
         fs::write(at("cache/tokens/abc"), [0; 10]).unwrap();
         fs::write(at("cache/calibration.json"), [0; 5]).unwrap();

@@ -99,9 +99,8 @@ impl<'a> Document<'a> {
             ));
         }
         let remedy = advice(key, known, |option| format!("{option:?}"));
-        let remedy = remedy.unwrap_or_else(|| {
-            "use the long names of `engraft train --help` without the dashes".to_owned()
-        });
+        let remedy = remedy
+            .unwrap_or_else(|| "use the long names of `engraft train --help` without the dashes".to_owned());
         Error::input(format!("{place}: unknown key {key:?}; {remedy}"))
     }
 
@@ -148,7 +147,11 @@ fn remedy(facts: &Facts, message: &str) -> String {
     // "unknown variant `steep`, expected one of `constant`, `linear`, `cosine`"
     let known: Vec<&str> = message.split('`').skip(3).step_by(2).collect();
     if let (true, Some((last, others))) = (message.starts_with("unknown variant"), known.split_last()) {
-        return if others.is_empty() { format!("give {last}") } else { format!("give {} or {last}", others.join(", ")) };
+        return if others.is_empty() {
+            format!("give {last}")
+        } else {
+            format!("give {} or {last}", others.join(", "))
+        };
     }
     let expects = |names: &[&str]| names.iter().any(|name| message.contains(&format!("expected {name}")));
     if facts.value == "BOOL" {
@@ -234,7 +237,10 @@ mod tests {
     fn names_file_key_and_line() {
         let error = |text: &str| parse(text, "run.toml").unwrap_err().to_string();
         let of = |text| parse(text, "run.toml").unwrap_err().to_string();
-        assert_eq!(of("seed = 3\nrnak = 3"), "run.toml, line 2: unknown key \"rnak\"; did you mean \"rank\"?");
+        assert_eq!(
+            of("seed = 3\nrnak = 3"),
+            "run.toml, line 2: unknown key \"rnak\"; did you mean \"rank\"?"
+        );
         assert_eq!(
             of("learning_rate = 0.1"),
             "run.toml, line 1: unknown key \"learning_rate\"; it is called \"lr\" here"
@@ -246,7 +252,8 @@ mod tests {
 
     #[test]
     fn underscores_are_dashes() {
-        let args = parse("seq_len = 7\nlora_dropout = 0.5\nbase_dtype = 'q8'\n\"no_shuffle\" = true", "x").unwrap();
+        let args =
+            parse("seq_len = 7\nlora_dropout = 0.5\nbase_dtype = 'q8'\n\"no_shuffle\" = true", "x").unwrap();
         assert_eq!((args.data.seq_len, args.lora_dropout, args.no_shuffle), (Some(7), Some(0.5), Some(true)));
         let twice = parse("seq-len = 7\nseq_len = 8", "x.toml").unwrap_err().to_string();
         assert!(twice.starts_with("x.toml, line 2: duplicate key"), "{twice}");
@@ -257,11 +264,17 @@ mod tests {
         for (text, sentence) in [
             ("lr = 1.0\nrank = \"8\"", "x.toml, line 2: `rank = \"8\"`: give a whole number from 1"),
             ("rank = -1", "x.toml, line 1: `rank = -1`: give a whole number from 1"),
-            ("\n\nlr = -1", "x.toml, line 3: lr = -1: is no finite number above 0; give a number such as 0.0005"),
+            (
+                "\n\nlr = -1",
+                "x.toml, line 3: lr = -1: is no finite number above 0; give a number such as 0.0005",
+            ),
             ("seed = 3.5", "x.toml, line 1: `seed = 3.5`: give a whole number from 0, without quotes"),
             ("offline = \"yes\"", "x.toml, line 1: `offline = \"yes\"`: give true or false, without quotes"),
             ("data = \"a.txt\"", "x.toml, line 1: `data = \"a.txt\"`: give a list, as in data = [\"..\"]"),
-            ("schedule = \"steep\"", "x.toml, line 1: `schedule = \"steep\"`: give constant, linear or cosine"),
+            (
+                "schedule = \"steep\"",
+                "x.toml, line 1: `schedule = \"steep\"`: give constant, linear or cosine",
+            ),
             ("base = 3", "x.toml, line 1: `base = 3`: give text in quotes"),
             ("device = \"tpu\"", "x.toml, line 1: `device = \"tpu\"`: give auto, cpu, cuda or cuda:N"),
             (

@@ -83,7 +83,10 @@ fn remove<'a>(chosen: &[&'a CacheEntry]) -> Result<Vec<&'a CacheEntry>> {
             continue;
         }
         entry.remove().map_err(|cause| {
-            Error::failed(format!("{}: cannot be removed: {cause}; check its permissions", entry.path.display()))
+            Error::failed(format!(
+                "{}: cannot be removed: {cause}; check its permissions",
+                entry.path.display()
+            ))
         })?;
         removed.push(entry);
     }
@@ -111,7 +114,8 @@ fn lines(entries: &[&CacheEntry]) -> String {
     let line = |kind: &str, bytes: u64, used: &str, name: &str| {
         format!("{kind:<8}{:>10}  {used:<13} {name}", size(bytes)).trim_end().to_owned() + "\n"
     };
-    let each = entries.iter().map(|entry| line(entry.kind.name(), entry.bytes, &days_ago(entry.age()), &entry.name));
+    let each =
+        entries.iter().map(|entry| line(entry.kind.name(), entry.bytes, &days_ago(entry.age()), &entry.name));
     each.collect::<String>() + &line("all", total(entries.iter().copied()), "", "")
 }
 

@@ -136,7 +136,9 @@ fn cache(environment: &Environment) -> Finding {
     let text = format!("{}: {}, {bases}", folder.display(), size(total(&held)));
     match can_write(folder) {
         Ok(()) => good("cache", text),
-        Err(why) => bad("cache", format!("{text}; cannot be written: {why}; set ENGRAFT_CACHE to another folder")),
+        Err(why) => {
+            bad("cache", format!("{text}; cannot be written: {why}; set ENGRAFT_CACHE to another folder"))
+        }
     }
 }
 

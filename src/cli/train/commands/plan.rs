@@ -56,7 +56,10 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     let seq_len = match rows(&options, &base, (limit, set.prompt_len()), &environment)? {
         Some(longest) => longest,
         None => {
-            write_note(&format!("hint: planned for rows of {}; the data were not read", count_of(limit, "token")));
+            write_note(&format!(
+                "hint: planned for rows of {}; the data were not read",
+                count_of(limit, "token")
+            ));
             limit + set.prompt_len()
         }
     };
