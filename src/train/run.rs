@@ -9,11 +9,15 @@ use std::{
     time::Instant,
 };
 
-use engraft_adapters::peft;
+use engraft_adapters::{Kinds, peft};
 
 use super::{
-    Event, PlanConfig, Reporter, RunFolder, RunOptions, events, memory,
+    Event, PlanConfig, Reporter, RunFolder, RunOptions,
+    events::{self, Progress, Stage},
+    memory,
+    pace::{History, Pace, per_second},
     prepare::{Prepared, describe, prepare},
+    record::Recorder,
     resume,
     save::{self, SaveInfo},
 };
@@ -34,6 +38,8 @@ use crate::{
 /// The result of a run.
 #[derive(Debug)]
 pub struct Finished {
+    /// Number of steps done.
+    pub step: u64,
     /// Path of the adapter's folder.
     pub adapter: PathBuf,
     /// Beginning of a held-out row (else of a training row): its prompt, or a few tokens of a text.
@@ -86,8 +92,11 @@ fn go(
     let past = if options.resume { save::newest(&folder.saves())? } else { None };
     let (past, damaged) = past.map_or((None, Vec::new()), |(past, damaged)| (Some(past), damaged));
     let trace = options.memory_trace.as_ref().map(|_| Trace::start()).transpose()?;
+    let mut reporter = Recorder::new(reporter);
+    begin(&mut reporter, Stage::Reading)?;
     let mut prepared = prepare(options, base, tokenizer, past.as_ref(), folder.path())?;
     let past_info = past.as_ref().map(|past| &past.info);
+    begin(&mut reporter, Stage::Preparing)?;
     let selection = memory::plan(options, base, &memory::job(options, base, &prepared, past_info))?;
     let info = describe(options, base, &prepared, selection.chosen.plan.config);
     let longer = match &past {
@@ -103,6 +112,7 @@ fn go(
     counting::reset_peak();
     // A smaller plan may change the micro-batch.
     let info = describe(options, base, &prepared, selection.chosen.plan.config);
+    let done_before = past.as_ref().map(|past| past.info.step);
     if let Some(past) = past {
         resume::check_finite(&past)?;
         trainer.restore(past.info.step, &past.tensors())?;
@@ -110,6 +120,7 @@ fn go(
     }
     folder.claim()?;
     folder.write_config(&options.config_text)?;
+    let history = reporter.open(&folder, done_before)?;
     let run = Run {
         options,
         base,
@@ -119,13 +130,17 @@ fn go(
         before,
         folder: &folder,
         interrupt,
+        history,
     };
     reporter.event(&Event::Start(&run.start(&trainer)))?;
     reporter.event(&Event::Plan(&selection))?;
     for note in damaged.iter().chain(&smaller).chain(&prepared.hints).chain(&longer) {
         reporter.event(&Event::Note(note))?;
     }
-    let finished = run.train(&mut trainer, reporter);
+    let finished = run.train(&mut trainer, &mut reporter);
+    if let Err(error) = &finished {
+        reporter.failed(trainer.steps_done(), error);
+    }
     // Also of a run that failed: its user wants to see why.
     if let (Some(trace), Some(path)) = (trace, &options.memory_trace) {
         let plan = &selection.chosen.plan;
@@ -200,6 +215,8 @@ struct Run<'a> {
     before: usize,
     folder: &'a RunFolder,
     interrupt: &'a AtomicBool,
+    /// What earlier processes recorded.
+    history: History,
 }
 
 impl Run<'_> {
@@ -217,32 +234,28 @@ impl Run<'_> {
             self.write_adapter(trainer)?;
             return self.finish(trainer, 0.0, reporter);
         }
+        let mut pace = Pace::new(self.history);
         if begun_at == 0 {
-            self.evaluate(trainer, reporter)?;
+            self.evaluate(trainer, &mut pace, reporter)?;
         }
-        let (mut tokens, mut seconds) = (0, 0.0);
-        let mut fastest = 0f64;
         while trainer.steps_done() < steps {
             self.stop_if_interrupted(trainer)?;
             self.stop_if_memory_is_short(trainer)?;
-            let (step_tokens, step_seconds) = self.step(trainer, reporter)?;
-            tokens += step_tokens;
-            seconds += step_seconds;
-            fastest = fastest.max(per_second(step_tokens, step_seconds));
+            self.step(trainer, &mut pace, reporter)?;
             let done = trainer.steps_done();
             if done == steps || is_due(done, self.options.save_every) {
                 self.save(trainer, reporter)?;
             }
             if done < steps && is_due(done, self.options.eval_every) {
-                self.evaluate(trainer, reporter)?;
+                self.evaluate(trainer, &mut pace, reporter)?;
             }
         }
         self.write_adapter(trainer)?;
-        self.evaluate(trainer, reporter)?;
-        if self.is_faster_than_planned(fastest) {
+        self.evaluate(trainer, &mut pace, reporter)?;
+        if self.is_faster_than_planned(pace.fastest()) {
             Rates::forget(self.options.cache.as_deref(), self.base.weights.wte.arithmetic);
         }
-        self.finish(trainer, per_second(tokens, seconds), reporter)
+        self.finish(trainer, pace.tokens_per_s(), reporter)
     }
 
     /// Whether steps of `tokens_per_s` show that the plan's rates are too low. A machine may be slower than
@@ -253,28 +266,38 @@ impl Run<'_> {
         chosen.measured && tokens_per_s > FASTER * tokens as f64 / chosen.seconds
     }
 
-    /// One optimizer step; returns its input tokens and seconds.
-    fn step(&self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<(usize, f64)> {
+    /// One optimizer step.
+    fn step(&self, trainer: &mut Trainer, pace: &mut Pace, reporter: &mut dyn Reporter) -> Result<()> {
         let options = self.options;
         let done = trainer.steps_done();
         let batches = self.micro_batches(done);
         let lr = rate(options.schedule, options.lr, self.prepared.warmup, self.prepared.steps, done);
         let started = Instant::now();
         let report = trainer.step(&batches, lr).map_err(|error| self.out_of_memory(trainer, error))?;
-        let seconds = started.elapsed().as_secs_f64();
+        let (seconds, smoothed_loss) = pace.step(report.loss, report.input_tokens, started);
         let step = done + 1;
         let event = events::Step {
             step,
             steps: self.prepared.steps,
             loss: report.loss,
+            smoothed_loss,
             lr,
             grad_norm: report.grad_norm,
             tokens: report.tokens,
             tokens_per_s: per_second(report.input_tokens, seconds),
+            seconds,
+            epoch: self.epoch(step),
+            elapsed: pace.elapsed(),
+            remaining: pace.remaining(self.prepared.steps - step),
+            memory: resident(),
             scale: report.scale,
         };
-        reporter.event(&Event::Step(&event))?;
-        Ok((report.input_tokens, seconds))
+        reporter.event(&Event::Step(&event))
+    }
+
+    /// Passes over the training rows that `steps` steps make.
+    fn epoch(&self, steps: u64) -> f64 {
+        steps as f64 * self.options.batch as f64 / self.prepared.train.rows.len() as f64
     }
 
     fn micro_batch(&self) -> usize {
@@ -289,16 +312,33 @@ impl Run<'_> {
     }
 
     /// Loss over the held-out rows, if there are any.
-    fn evaluate(&self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<()> {
+    fn evaluate(&self, trainer: &mut Trainer, pace: &mut Pace, reporter: &mut dyn Reporter) -> Result<()> {
         let Some(eval) = &self.prepared.eval else { return Ok(()) };
         phase::enter(Phase::Evaluation);
-        let mut batches =
-            eval.batches(self.micro_batch()).take_while(|_| !self.interrupt.load(Ordering::Relaxed));
-        let found = trainer.evaluate(&mut batches);
+        let started = Instant::now();
+        let mut progress = Progress { stage: Stage::Evaluating, done: 0, total: eval.rows.len() as u64 };
+        // A batch is handed out when those before it are done. What cannot be shown is no reason to stop.
+        let mut show = |batch: &Batch| {
+            let _ = reporter.event(&Event::Progress(&progress));
+            progress.done += batch.rows as u64;
+        };
+        let batches = eval.batches(self.micro_batch()).take_while(|_| !self.interrupt.load(Ordering::Relaxed));
+        let found = trainer.evaluate(&mut batches.inspect(|batch| show(batch)));
         // A part of the rows says nothing about all of them.
         self.stop_if_interrupted(trainer)?;
         let found = found?;
-        let event = events::Eval { step: trainer.steps_done(), loss: found.loss, tokens: found.tokens };
+        let seconds = started.elapsed().as_secs_f64();
+        pace.evaluated(seconds);
+        let step = trainer.steps_done();
+        let event = events::Eval {
+            step,
+            loss: found.loss,
+            tokens: found.tokens,
+            seconds,
+            epoch: self.epoch(step),
+            elapsed: pace.elapsed(),
+            memory: resident(),
+        };
         reporter.event(&Event::Eval(&event))
     }
 
@@ -342,9 +382,12 @@ impl Run<'_> {
     }
 
     fn save(&self, trainer: &Trainer, reporter: &mut dyn Reporter) -> Result<()> {
+        let started = Instant::now();
+        begin(reporter, Stage::Saving)?;
         let path = self.write_save(trainer)?;
         self.write_adapter(trainer)?;
-        reporter.event(&Event::Saved(&path))
+        let (step, seconds) = (trainer.steps_done(), started.elapsed().as_secs_f64());
+        reporter.event(&Event::Saved(&events::Saved { step, path, seconds }))
     }
 
     fn write_save(&self, trainer: &Trainer) -> Result<PathBuf> {
@@ -376,7 +419,7 @@ impl Run<'_> {
         let rows = self.prepared.eval.as_ref().unwrap_or(&self.prepared.train);
         let vocab = self.base.config.vocab;
         let prompt = rows.rows.iter().next().map(|row| beginning(row, vocab)).unwrap_or_default();
-        Ok(Finished { adapter, prompt })
+        Ok(Finished { step: done.step, adapter, prompt })
     }
 
     fn counted(&self) -> Option<events::Counted> {
@@ -391,6 +434,7 @@ impl Run<'_> {
         let prepared = self.prepared;
         events::Start {
             base: self.base.name.clone(),
+            method: Kinds::of(&prepared.set.spec).map_or_else(String::new, |kinds| kinds.to_string()),
             matched: prepared.set.matched(&self.base.description()),
             trainables: prepared.set.trainables(),
             data: prepared.train.report,
@@ -401,6 +445,8 @@ impl Run<'_> {
             micro_batch: self.micro_batch(),
             seq_len: prepared.seq_len,
             output: self.folder.path().to_owned(),
+            machine: self.options.machine.clone(),
+            config: self.options.config_text.clone(),
         }
     }
 }
@@ -412,8 +458,14 @@ fn is_due(done: u64, every: u64) -> bool {
 /// How many times as fast as planned a step is that nothing but wrong rates explains.
 const FASTER: f64 = 1.5;
 
-fn per_second(tokens: usize, seconds: f64) -> f64 {
-    if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 }
+/// Tells that a stage begins whose length is not known.
+fn begin(reporter: &mut dyn Reporter, stage: Stage) -> Result<()> {
+    reporter.event(&Event::Progress(&Progress { stage, done: 0, total: 0 }))
+}
+
+/// Resident bytes of the process.
+fn resident() -> Option<u64> {
+    machine::resident().map(|resident| resident.total)
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@ pub mod open;
 pub mod options;
 pub mod output;
 pub mod program;
+pub mod progress;
 pub mod sample;
 pub mod signals;
 pub mod values;

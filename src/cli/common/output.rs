@@ -34,9 +34,45 @@ pub fn count(number: u64, word: &str) -> String {
     format!("{number} {word}{}", if number == 1 { "" } else { "s" })
 }
 
+/// `text` as one word of a shell command.
+pub fn quoted(text: &str) -> String {
+    let plain = |c: char| c.is_alphanumeric() || "/._-+=:@".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        text.to_owned()
+    } else {
+        format!("'{}'", text.replace('\'', r"'\''"))
+    }
+}
+
+/// Items of a list that people are shown.
+const MOST_SHOWN: usize = 3;
+
+/// The first three of `items`, and how many more there are: `a, b, c and 9 more`.
+pub fn shortened_list(items: &[String], separator: &str) -> String {
+    let shown = items.iter().take(MOST_SHOWN).map(String::as_str).collect::<Vec<_>>().join(separator);
+    match items.len().saturating_sub(MOST_SHOWN) {
+        0 => shown,
+        more => format!("{shown} and {more} more"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn commands_can_be_pasted() {
+        assert_eq!(quoted("runs/a-2/adapter"), "runs/a-2/adapter");
+        assert_eq!(quoted("my run's"), r"'my run'\''s'");
+        assert_eq!(quoted(""), "''");
+    }
+
+    #[test]
+    fn lists_are_cut_to_three() {
+        let items = |count: usize| (0..count).map(|index| index.to_string()).collect::<Vec<_>>();
+        assert_eq!(shortened_list(&items(3), ", "), "0, 1, 2");
+        assert_eq!(shortened_list(&items(12), ", "), "0, 1, 2 and 9 more");
+    }
 
     #[test]
     fn one_is_no_plural() {

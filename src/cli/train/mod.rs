@@ -1,7 +1,8 @@
 //! The program `engraft`: parses options, turns them into a run, prints.
 //!
 //! `args` holds one definition for each option of `train`; `layers` joins command line, files and
-//! defaults; `resolve` turns the result into values the library takes; `report` prints.
+//! defaults; `resolve` turns the result into values the library takes; `report` prints, and `report_page` makes
+//! the page of a run.
 
 mod args;
 mod closing;
@@ -9,6 +10,7 @@ mod commands;
 mod config_file;
 mod layers;
 mod report;
+mod report_page;
 mod resolve;
 mod table;
 
@@ -18,7 +20,7 @@ use clap::{Parser, Subcommand};
 
 use self::{
     args::TrainArgs,
-    commands::{eval, inspect, plan, train},
+    commands::{eval, inspect, plan, report as report_command, train},
 };
 use super::common::{
     options::{Facts, Options},
@@ -47,6 +49,9 @@ enum Command {
     /// Describe an adapter, a base or a run folder
     #[command(args_override_self = true, allow_negative_numbers = true)]
     Inspect(inspect::InspectArgs),
+    /// Lay runs side by side: a table, and a page with curves; also while they go on
+    #[command(args_override_self = true)]
+    Report(report_command::ReportArgs),
 }
 
 /// Runs the program with the arguments of the process.
@@ -58,6 +63,7 @@ pub fn main() -> ExitCode {
             Some(Command::Plan(args)) => plan::run(*args),
             Some(Command::Eval(args)) => eval::run(&args),
             Some(Command::Inspect(args)) => inspect::run(&args),
+            Some(Command::Report(args)) => report_command::run(&args),
         },
     ))
 }

@@ -3,4 +3,5 @@
 pub mod eval;
 pub mod inspect;
 pub mod plan;
+pub mod report;
 pub mod train;
