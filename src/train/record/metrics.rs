@@ -40,6 +40,9 @@ pub fn kept(path: &Path, step: u64) -> io::Result<Kept> {
         Err(cause) if cause.kind() == io::ErrorKind::NotFound => return Ok(kept),
         file => file?,
     };
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::other("it is no file"));
+    }
     let mut reader = BufReader::with_capacity(1 << 16, file);
     let mut bytes = Vec::new();
     loop {

@@ -87,7 +87,7 @@ impl<'a> Recorder<'a> {
     fn write(&mut self, event: &Event<'_>) -> Result<()> {
         for line in Line::of(event) {
             if let Err(cause) = self.write_line(line) {
-                self.report(&metrics::path(&self.folder.clone()), &cause)?;
+                self.report(&metrics::path(&self.folder), &cause)?;
             }
         }
         if let (Event::Saved(_) | Event::Done(_), Some(file)) = (event, &self.metrics) {

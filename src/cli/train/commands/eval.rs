@@ -80,14 +80,11 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     let mut evaluator = Evaluator::new(opened.base.clone(), adapter, limits, args.head_rows())?;
     let (mut done, total) = (0, data.rows.len() as u64);
     let work = Work::new("evaluating");
-    let mut batches = data.batches(args.micro_batch()).inspect(|batch| {
+    let found = evaluator.evaluate(&mut data.batches(args.micro_batch()).inspect(|batch| {
         work.at(done, total);
         done += batch.rows as u64;
-    });
-    let found = evaluator.evaluate(&mut batches);
-    drop(batches);
+    }))?;
     drop(work);
-    let found = found?;
     let perplexity = found.perplexity();
     if args.json == Some(true) {
         let (loss, tokens, rows) = (found.loss, found.tokens, found.rows);

@@ -81,8 +81,9 @@ impl Chart {
     fn draw(&self, area: &Area) -> Drawn {
         let curves: Vec<Vec<(f64, f64)>> = self.curves.iter().map(|curve| thinned(&curve.points)).collect();
         let all = || curves.iter().flatten();
-        let first = all().map(|point| point.0).fold(f64::INFINITY, f64::min).min(1e18);
-        let last = all().map(|point| point.0).fold(first, f64::max);
+        let steps = || all().map(|point| point.0);
+        let first = steps().reduce(f64::min).unwrap_or(0.0);
+        let last = steps().fold(first, f64::max);
         // One step alone has a width as well.
         let last = if last > first { last } else { first + 1.0 };
         let lowest = all().map(|point| point.1).fold(f64::INFINITY, f64::min);
@@ -106,7 +107,7 @@ impl Chart {
             .axis_style(GRID.stroke_width(SCALE))
             .set_all_tick_mark_size(px(3))
             .label_style(font.color(&TEXT))
-            .x_label_formatter(&|step| if step.fract() == 0.0 { format!("{step}") } else { String::new() })
+            .x_label_formatter(&|step: &f64| if step.fract() == 0.0 { format!("{step}") } else { String::new() })
             .y_label_formatter(&self.label)
             .draw()?;
         for (curve, points) in self.curves.iter().zip(curves) {

@@ -38,11 +38,12 @@ fn differences(runs: &[History]) -> Vec<(&str, Vec<&str>)> {
     let mut names: Vec<&str> = options.iter().flatten().map(|(name, _)| *name).collect();
     names.sort_unstable();
     names.dedup();
-    let value = |options: &Vec<(&'_ str, &'_ str)>, name: &str| {
-        options.iter().find(|(own, _)| *own == name).map_or("-", |(_, value)| *value)
-    };
     let row = |name| (name, options.iter().map(|options| value(options, name)).collect::<Vec<_>>());
     names.into_iter().map(row).filter(|(_, values)| values.iter().any(|value| *value != values[0])).collect()
+}
+
+fn value<'a>(options: &[(&'a str, &'a str)], name: &str) -> &'a str {
+    options.iter().find(|(own, _)| *own == name).map_or("-", |(_, value)| *value)
 }
 
 /// A table of the runs, and of the options by which they differ.
