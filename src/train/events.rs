@@ -20,7 +20,7 @@ pub trait Reporter {
 #[derive(Debug)]
 pub enum Event<'a> {
     /// How far a stage of the run is that may take seconds; sent many times a second.
-    Progress(&'a Progress),
+    Progress(Progress),
     /// Everything is loaded and the run begins.
     Start(&'a Start),
     /// How memory will be used.
@@ -31,7 +31,7 @@ pub enum Event<'a> {
     Step(&'a Step),
     /// An evaluation is finished.
     Eval(&'a Eval),
-    /// A text was sampled.
+    /// The adapter as it is continued a prompt.
     Sample(&'a Sample),
     /// A save is on disk.
     Saved(&'a Saved),
@@ -39,6 +39,13 @@ pub enum Event<'a> {
     Interrupted(&'a Interrupted),
     /// The adapter is on disk and the run is over.
     Done(&'a Done),
+}
+
+impl Event<'_> {
+    /// A stage begins whose length is not known.
+    pub fn begun(stage: Stage) -> Self {
+        Self::Progress(Progress { stage, done: 0, total: 0 })
+    }
 }
 
 /// A part of a run that may take seconds, besides its optimizer steps.
@@ -169,14 +176,14 @@ impl Eval {
     }
 }
 
-/// A text that the adapter gave for a prompt.
+/// A text that was generated during training.
 #[derive(Debug)]
 pub struct Sample {
     /// Number of steps done.
     pub step: u64,
-    /// The prompt as text.
+    /// The text before it.
     pub prompt: String,
-    /// The text after the prompt.
+    /// The text that follows.
     pub text: String,
 }
 

@@ -12,6 +12,7 @@ pub mod record;
 mod resume;
 pub mod run;
 pub mod save;
+mod steps;
 
 pub use adapter::{AdapterOptions, PrefixStart};
 pub use events::{Event, Reporter};

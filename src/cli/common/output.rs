@@ -56,6 +56,11 @@ pub fn shortened_list(items: &[String], separator: &str) -> String {
     }
 }
 
+/// Line breaks shown as such: a sample takes one line.
+pub fn one_line(text: &str) -> String {
+    text.trim().replace('\n', "\\n")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

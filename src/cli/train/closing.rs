@@ -6,7 +6,7 @@ use indicatif::ProgressBar;
 use crate::{
     cli::common::{
         open::Opened,
-        output::{quoted, write_out},
+        output::{one_line, quoted, write_out},
         progress::{has_bars, spinner},
         sample,
     },
@@ -76,9 +76,4 @@ fn infer() -> String {
     let here = std::env::current_dir().ok();
     let short = here.as_deref().and_then(|here| program.strip_prefix(here).ok()).unwrap_or(&program);
     short.display().to_string()
-}
-
-/// Line breaks shown as such: a sample takes one line.
-fn one_line(text: &str) -> String {
-    text.trim().replace('\n', "\\n")
 }

@@ -12,7 +12,7 @@ use indicatif::{HumanCount, ProgressBar, ProgressState, ProgressStyle};
 
 use crate::{
     cli::common::{
-        output::{count, shortened_list, write_json, write_note, write_out},
+        output::{count, one_line, shortened_list, write_json, write_note, write_out},
         progress::{Patience, clock, has_bars, sentence, spinner},
     },
     cli::train::table,
@@ -222,9 +222,8 @@ impl HumanReporter {
     }
 
     fn sample(&self, sample: &Sample) -> Result<()> {
-        let Sample { step, prompt, text } = sample;
-        let one_line = |text: &str| text.trim().replace('\n', "\\n");
-        self.result(&format!("step {step}: {} -> {}\n", one_line(prompt), one_line(text)))
+        let (step, prompt, text) = (sample.step, one_line(&sample.prompt), one_line(&sample.text));
+        self.result(&format!("step {step}: {prompt} => {text}\n"))
     }
 
     fn done(&self, done: &Done) -> Result<()> {
