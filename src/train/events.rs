@@ -20,7 +20,7 @@ pub trait Reporter {
 #[derive(Debug)]
 pub enum Event<'a> {
     /// How far a stage of the run is that may take seconds; sent many times a second.
-    Progress(Progress),
+    Progress(StageProgress),
     /// Everything is loaded and the run begins.
     Start(&'a Start),
     /// How memory will be used.
@@ -44,7 +44,7 @@ pub enum Event<'a> {
 impl Event<'_> {
     /// A stage begins whose length is not known.
     pub fn begun(stage: Stage) -> Self {
-        Self::Progress(Progress { stage, done: 0, total: 0 })
+        Self::Progress(StageProgress { stage, done: 0, total: 0 })
     }
 }
 
@@ -75,7 +75,7 @@ impl Stage {
 
 /// How far a stage is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Progress {
+pub struct StageProgress {
     /// The stage; one ends when the next begins, or another event arrives.
     pub stage: Stage,
     /// Units done, such as bytes or rows.

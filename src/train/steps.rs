@@ -145,7 +145,7 @@ impl Run<'_> {
         phase::enter(Phase::Evaluation);
         let started = Instant::now();
         let mut progress =
-            events::Progress { stage: Stage::Evaluating, done: 0, total: eval.rows.len() as u64 };
+            events::StageProgress { stage: Stage::Evaluating, done: 0, total: eval.rows.len() as u64 };
         // A batch is handed out when those before it are done. That it cannot be shown is no reason to stop.
         let show = |batch: &Batch| {
             let _ = reporter.event(&Event::Progress(progress));

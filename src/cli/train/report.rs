@@ -20,7 +20,7 @@ use crate::{
     plan::{Selection, size},
     train::{
         Event, PlanConfig, Reporter,
-        events::{Done, Eval, Progress, Sample, Stage, Start, Step},
+        events::{Done, Eval, Sample, Stage, StageProgress, Start, Step},
         record::{Line, Stamped},
     },
 };
@@ -37,8 +37,8 @@ impl JsonReporter {
     }
 
     /// A line for a stage only if it takes long.
-    fn progress(&mut self, progress: &Progress) -> Result<()> {
-        let Progress { stage, done, total } = *progress;
+    fn progress(&mut self, progress: StageProgress) -> Result<()> {
+        let StageProgress { stage, done, total } = progress;
         match patience(&mut self.stage, stage).is_over() {
             true => write_line(Line::progress(stage, done, total)),
             false => Ok(()),
@@ -60,7 +60,7 @@ pub fn write_line(line: Line) -> Result<()> {
 impl Reporter for JsonReporter {
     fn event(&mut self, event: &Event<'_>) -> Result<()> {
         if let Event::Progress(progress) = event {
-            return self.progress(progress);
+            return self.progress(*progress);
         }
         self.stage = None;
         match event {
@@ -130,8 +130,8 @@ impl HumanReporter {
         }
     }
 
-    fn progress(&mut self, progress: &Progress) {
-        let Progress { stage, done, total } = *progress;
+    fn progress(&mut self, progress: StageProgress) {
+        let StageProgress { stage, done, total } = progress;
         let patience = patience(&mut self.stage, stage);
         let text = sentence(stage.name(), done, total, patience.seconds());
         match &self.bar {
@@ -276,7 +276,7 @@ fn stepping(end: Arc<AtomicU64>, began: Instant) -> ProgressStyle {
 impl Reporter for HumanReporter {
     fn event(&mut self, event: &Event<'_>) -> Result<()> {
         if let Event::Progress(progress) = event {
-            self.progress(progress);
+            self.progress(*progress);
             return Ok(());
         }
         self.end_stage();

@@ -104,7 +104,7 @@ pub struct NoteLine {
     pub text: String,
 }
 
-/// See [`Progress`](crate::train::events::Progress); only in the output of `--json`.
+/// See [`Progress`](crate::train::events::StageProgress); only in the output of `--json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[allow(missing_docs, reason = "the fields are those of the event")]
 pub struct ProgressLine {
