@@ -36,13 +36,10 @@ pub struct Kept {
 /// Those of the system.
 pub fn kept(path: &Path, step: u64) -> io::Result<Kept> {
     let mut kept = Kept::default();
-    let file = match File::open(path) {
+    let file = match open(path) {
         Err(cause) if cause.kind() == io::ErrorKind::NotFound => return Ok(kept),
         file => file?,
     };
-    if !file.metadata()?.is_file() {
-        return Err(io::Error::other("it is no file"));
-    }
     let mut reader = BufReader::with_capacity(1 << 16, file);
     let mut bytes = Vec::new();
     loop {
@@ -58,6 +55,14 @@ pub fn kept(path: &Path, step: u64) -> io::Result<Kept> {
             note(&line, &mut kept.history);
         }
         kept.bytes += read as u64;
+    }
+}
+
+/// Opens a file of the disk: a device, say, may never end.
+fn open(path: &Path) -> io::Result<File> {
+    match std::fs::metadata(path)?.is_file() {
+        true => File::open(path),
+        false => Err(io::Error::other("it is no file")),
     }
 }
 
@@ -79,7 +84,7 @@ fn note(line: &Line, history: &mut History) {
 /// [`Error::Input`] where the folder has no record.
 pub fn read(folder: &Path, visit: &mut dyn FnMut(Stamped)) -> Result<()> {
     let path = path(folder);
-    let file = File::open(&path).map_err(|cause| match cause.kind() {
+    let file = open(&path).map_err(|cause| match cause.kind() {
         io::ErrorKind::NotFound => Error::input(format!(
             "{}: holds no {NAME}; name the folder of a run, such as runs/embedded-lora",
             folder.display()

@@ -1,4 +1,4 @@
-//! Our bytes beside those of TensorBoard's own writer (`benchmarks/tensorboard.py record`).
+//! Our bytes beside those of TensorBoard's own writer (`benchmarks/read_tensorboard.py record`).
 
 use super::*;
 

@@ -1,7 +1,7 @@
 """TensorBoard's own reader and writer beside engraft's event files (pip install tensorboard).
 
-    python benchmarks/tensorboard.py check RUN      what TensorBoard reads of a run, compared with its metrics.jsonl
-    python benchmarks/tensorboard.py record FILE    the small file that tests compare engraft's bytes with
+    python benchmarks/read_tensorboard.py check RUN      what TensorBoard reads of a run, compared with its metrics.jsonl
+    python benchmarks/read_tensorboard.py record FILE    the small file that tests compare engraft's bytes with
 """
 
 import json
@@ -12,20 +12,21 @@ from pathlib import Path
 
 
 def record(path):
-    """Writes events at fixed times with TensorBoard's writer and its text plugin."""
+    """Writes events at fixed times with TensorBoard's writer and its own protobuf classes."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.text import summary as text
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.types_pb2 import DT_STRING
+    from tensorboard.plugins.text import metadata as text
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     time = 1763881920.25
     scalars = [("train/loss", 2.5), ("train/learning_rate", 0.001), ("train/grad_norm", 0.0)]
     values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars]
-    sample = text.pb("sample", "    Once upon a time\n    ünïcode").value[0]
-    # What only TensorBoard's own writers add: an empty description and the name again.
-    sample.metadata.ClearField("display_name")
-    sample.metadata.ClearField("summary_description")
-    sample.tag = "sample"
+    tensor = TensorProto(dtype=DT_STRING, string_val=["    Once upon a time\n    ünïcode".encode()])
+    tensor.tensor_shape.dim.add(size=1)
+    sample = Summary.Value(tag="sample", tensor=tensor)
+    sample.metadata.plugin_data.plugin_name = text.PLUGIN_NAME
     events = [
         Event(wall_time=time, file_version="brain.Event:2"),
         Event(wall_time=time, step=3, session_log=SessionLog(status=SessionLog.START)),
