@@ -63,7 +63,7 @@ fn go(typed: TrainArgs, is_json: &mut bool) -> Result<()> {
     let folder = RunFolder::look(&output, options.resume)?;
     let opened = open::base(&args.base, &environment, compute, options.constraints.stream == Some(true))?;
     let json = *is_json;
-    let mut reporter: Box<dyn Reporter> = if json {
+    let reporter: Box<dyn Reporter> = if json {
         Box::new(JsonReporter::new())
     } else {
         // A run that goes on has its precision.
