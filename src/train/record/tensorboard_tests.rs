@@ -37,7 +37,7 @@ fn numbers_take_as_many_bytes_as_they_need() {
         message.varint(2, value);
         message.0
     };
-    assert_eq!(bytes(0), []);
+    assert!(bytes(0).is_empty());
     assert_eq!(bytes(127), [0x10, 0x7f]);
     assert_eq!(bytes(300), [0x10, 0xac, 0x02]);
     assert_eq!(bytes(u64::MAX).len(), 11);
