@@ -3,9 +3,7 @@
 use std::path::PathBuf;
 
 use super::PlanConfig;
-use crate::{
-    data::DataReport, error::Result, observe::machine::Machine, optim::LossScale, plan::Selection,
-};
+use crate::{data::DataReport, error::Result, observe::machine::Machine, optim::LossScale, plan::Selection};
 
 /// Receives events; an error it returns ends the run.
 pub trait Reporter {

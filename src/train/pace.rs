@@ -153,7 +153,11 @@ mod tests {
         pace.steps = 1;
         pace.each.add(2.0);
         let (seconds, _) = pace.step(1.0, 600, now.checked_sub(Duration::from_secs(2)).unwrap());
-        assert!((seconds - 2.0).abs() < 0.5 && (pace.remaining(10) - 27.0).abs() < 3.0, "{}", pace.remaining(10));
+        assert!(
+            (seconds - 2.0).abs() < 0.5 && (pace.remaining(10) - 27.0).abs() < 3.0,
+            "{}",
+            pace.remaining(10)
+        );
         assert!((pace.tokens_per_s() - 300.0).abs() < 60.0 && pace.elapsed() >= 100.0);
     }
 }

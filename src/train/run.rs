@@ -7,6 +7,7 @@ use std::{
 
 use super::{
     Event, PlanConfig, Reporter, RunFolder, RunOptions,
+    card::{Card, CardWriter},
     events::Stage,
     memory,
     pace::Pace,
@@ -71,11 +72,11 @@ fn go(
     let past = if options.resume { save::newest(&folder.saves())? } else { None };
     let (past, damaged) = past.map_or((None, Vec::new()), |(past, damaged)| (Some(past), damaged));
     let trace = options.memory_trace.as_ref().map(|_| Trace::start()).transpose()?;
-    let mut reporter = Recorder::new(reporter);
-    reporter.event(&Event::begun(Stage::Reading))?;
+    let mut recorder = Recorder::new(reporter);
+    recorder.event(&Event::begun(Stage::Reading))?;
     let mut prepared = prepare(options, base, tokenizer, past.as_ref(), folder.path())?;
     let past_info = past.as_ref().map(|past| &past.info);
-    reporter.event(&Event::begun(Stage::Preparing))?;
+    recorder.event(&Event::begun(Stage::Preparing))?;
     let selection = memory::plan(options, base, &memory::job(options, base, &prepared, past_info))?;
     let info = describe(options, base, &prepared, selection.chosen.plan.config);
     let longer = match &past {
@@ -99,7 +100,7 @@ fn go(
     }
     folder.claim()?;
     folder.write_config(&options.config_text)?;
-    let history = reporter.open(&folder, done_before)?;
+    let history = recorder.open(&folder, done_before)?;
     let mut run = Run {
         options,
         base,
@@ -111,14 +112,21 @@ fn go(
         interrupt,
         pace: Pace::new(history),
     };
+    let done = trainer.steps_done();
+    let card = Card::new(options, base.description(), &prepared, done);
+    let mut reporter = CardWriter::new(&mut recorder, card, folder.path());
     reporter.event(&Event::Start(&run.start(&trainer)))?;
     reporter.event(&Event::Plan(&selection))?;
     for note in damaged.iter().chain(&smaller).chain(&prepared.hints).chain(&longer) {
         reporter.event(&Event::Note(note))?;
     }
     let finished = run.train(&mut trainer, &mut reporter);
+    if matches!(finished, Err(Error::Interrupted(_))) {
+        // What is wrong with a card must not hide how to go on.
+        let _ = reporter.write();
+    }
     if let Err(error) = &finished {
-        reporter.failed(trainer.steps_done(), error);
+        recorder.failed(trainer.steps_done(), error);
     }
     // Also of a run that failed: its user wants to see why.
     if let (Some(trace), Some(path)) = (trace, &options.memory_trace) {

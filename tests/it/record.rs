@@ -51,7 +51,9 @@ fn every_step_and_evaluation_is_on_record() {
     let lines = metrics(&sandbox.path("run"));
     let steps = of_kind(&lines, "step");
     assert_eq!(numbers(&steps, "step"), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
-    for key in ["lr", "grad_norm", "tokens", "tokens_per_s", "seconds", "epoch", "elapsed", "remaining", "time"] {
+    for key in
+        ["lr", "grad_norm", "tokens", "tokens_per_s", "seconds", "epoch", "elapsed", "remaining", "time"]
+    {
         assert_eq!(numbers(&steps, key).len(), 6);
     }
     // What is printed is what is written down.
@@ -162,8 +164,10 @@ fn tensorboards_files_hold_the_numbers_of_the_record() {
     ] {
         let of_tag = scalars(&files[0], tag);
         let expected = of_kind(&lines, kind);
-        let expected: Vec<(u64, f64)> =
-            expected.iter().map(|line| (line["step"].as_u64().unwrap(), line[key].as_f64().unwrap())).collect();
+        let expected: Vec<(u64, f64)> = expected
+            .iter()
+            .map(|line| (line["step"].as_u64().unwrap(), line[key].as_f64().unwrap()))
+            .collect();
         assert_eq!(of_tag.len(), expected.len(), "{tag}");
         for (found, expected) in of_tag.iter().zip(&expected) {
             assert_eq!(found.0, expected.0, "{tag}");
@@ -185,7 +189,8 @@ fn resumed_with(make: impl Fn(&Path)) -> (Sandbox, Finished) {
 
 #[test]
 fn a_record_that_cannot_be_written_loses_no_training() {
-    let makes: [fn(&Path); 2] = [|path| fs::create_dir(path).unwrap(), |path| symlink("/dev/full", path).unwrap()];
+    let makes: [fn(&Path); 2] =
+        [|path| fs::create_dir(path).unwrap(), |path| symlink("/dev/full", path).unwrap()];
     for make in makes {
         let (sandbox, again) = resumed_with(make);
         assert_eq!(again.events_of("step").len(), 2);
@@ -209,9 +214,24 @@ fn the_report_is_one_page_that_loads_nothing() {
     assert!(run.stderr().contains("report: run/report.html"), "{}", run.stderr());
     let page = fs::read_to_string(sandbox.path("run/report.html")).unwrap();
     for part in [
-        "Course of the run", "Learning rate", "Gradient norm", "Throughput", "Memory", "Evaluation", "Samples",
-        "How to use the adapter", "engraft-infer generate --adapter run/adapter", "PeftModel", "Data", "12 records",
-        "Configuration", "attn.c_attn", "Options", "<th>seed</th>", "base alone", "prefers-color-scheme: dark",
+        "Course of the run",
+        "Learning rate",
+        "Gradient norm",
+        "Throughput",
+        "Memory",
+        "Evaluation",
+        "Samples",
+        "How to use the adapter",
+        "engraft-infer generate --adapter run/adapter",
+        "PeftModel",
+        "Data",
+        "12 records",
+        "Configuration",
+        "attn.c_attn",
+        "Options",
+        "<th>seed</th>",
+        "base alone",
+        "prefers-color-scheme: dark",
     ] {
         assert!(page.contains(part), "no {part:?}");
     }
@@ -230,7 +250,8 @@ fn the_report_is_one_page_that_loads_nothing() {
 fn runs_are_laid_side_by_side() {
     let sandbox = Sandbox::new();
     for (name, lr) in [("a", "0.01"), ("b", "0.02")] {
-        let line = format!("{} --output {name} --steps 3 --lr {lr} --eval-fraction 0.3", crate::cli_support::SMALL);
+        let line =
+            format!("{} --output {name} --steps 3 --lr {lr} --eval-fraction 0.3", crate::cli_support::SMALL);
         sandbox.engraft(&line).succeeds();
     }
     let table = sandbox.engraft("report a b").succeeds().stdout();

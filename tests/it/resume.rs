@@ -54,7 +54,10 @@ fn killed_at_any_moment_it_ends_in_the_same_bytes() {
     };
     assert_eq!(paths(&found), paths(&expected));
     assert!(found == expected);
-    assert_eq!(names(&sandbox.path("run")), ["adapter", "config.toml", "events", "lock", "metrics.jsonl", "report.html", "saves"]);
+    assert_eq!(
+        names(&sandbox.path("run")),
+        ["adapter", "config.toml", "events", "lock", "metrics.jsonl", "report.html", "saves"]
+    );
     assert_eq!(names(&sandbox.path("run/saves")), ["step-00000027.safetensors", "step-00000030.safetensors"]);
 }
 
@@ -177,7 +180,8 @@ fn a_full_disk_leaves_the_last_good_save_and_nothing_else() {
     // The record has a gap, which is said; it is no reason to stop.
     assert!(stderr.contains("metrics.jsonl: cannot be written"), "{stderr}");
     let records = ["config.toml", "metrics.jsonl", "tfevents"];
-    let is_record = |path: &&std::path::PathBuf| records.iter().any(|name| path.to_string_lossy().contains(name));
+    let is_record =
+        |path: &&std::path::PathBuf| records.iter().any(|name| path.to_string_lossy().contains(name));
     assert!(differing.iter().all(is_record), "{differing:?}");
     assert!(after.len() <= before.len() + 1);
     sandbox.engraft("train --resume --output run --json").succeeds();

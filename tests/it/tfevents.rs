@@ -117,7 +117,9 @@ fn event(record: &[u8]) -> Event {
             2 => event.step = value.number(),
             3 => event.version = value.text(),
             5 => event.scalars = value.fields().iter().filter_map(|(_, value)| scalar(value)).collect(),
-            7 => event.session_start = value.fields().iter().any(|(field, it)| *field == 1 && it.number() == 1),
+            7 => {
+                event.session_start = value.fields().iter().any(|(field, it)| *field == 1 && it.number() == 1)
+            }
             other => panic!("field {other}"),
         }
     }

@@ -8,7 +8,7 @@ use std::{
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::output::write_note;
+use super::output::{Loudness, is_at_least, write_note};
 
 /// Where there is no bar, the first line comes after that time: what is done sooner needs none.
 const FIRST: Duration = Duration::from_secs(3);
@@ -21,7 +21,7 @@ const SURE: f64 = 0.3;
 
 /// Whether standard error shows bars.
 pub fn has_bars() -> bool {
-    io::stderr().is_terminal()
+    io::stderr().is_terminal() && is_at_least(Loudness::Normal)
 }
 
 /// Decides when something long is worth a line.
@@ -104,8 +104,7 @@ impl Work {
     /// `done` of `total` units are done; a total of 0 is unknown.
     pub fn at(&self, done: u64, total: u64) {
         let mut shown = self.shown.borrow_mut();
-        let (bar, patience) =
-            shown.get_or_insert_with(|| (has_bars().then(spinner), Patience::new()));
+        let (bar, patience) = shown.get_or_insert_with(|| (has_bars().then(spinner), Patience::new()));
         let text = || sentence(self.what, done, total, patience.seconds());
         match bar {
             Some(bar) => bar.set_message(text()),

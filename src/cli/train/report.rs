@@ -48,7 +48,8 @@ impl JsonReporter {
 
 /// The patience with `stage`, which may have just begun.
 fn patience(current: &mut Option<(Stage, Patience)>, stage: Stage) -> &mut Patience {
-    let fresh = current.take().filter(|(known, _)| *known == stage).unwrap_or_else(|| (stage, Patience::new()));
+    let fresh =
+        current.take().filter(|(known, _)| *known == stage).unwrap_or_else(|| (stage, Patience::new()));
     &mut current.insert(fresh).1
 }
 

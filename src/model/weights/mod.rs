@@ -191,7 +191,8 @@ impl Weights {
         }
         let mut copy = Cursor::new(Vec::new());
         let mut file = Sink { file: &mut copy, path: Path::new("the embedded base"), at: 0 };
-        let conversion = Conversion { source: &source, wanted: &wanted, tied: config.tied, on_bytes: &|_, _| {} };
+        let conversion =
+            Conversion { source: &source, wanted: &wanted, tied: config.tied, on_bytes: &|_, _| {} };
         let fingerprint = convert::convert(conversion, dtype, &mut file)?;
         Self::map(&Source::in_memory(copy.into_inner())?, &wanted, config, fingerprint)
     }
@@ -320,7 +321,7 @@ impl Weights {
 pub fn read_config(folder: &Path) -> Result<Config> {
     let path = folder.join("config.json");
     let text = std::fs::read_to_string(&path).map_err(|cause| Error::reading(&path, &cause))?;
-    Config::from_json(&text, &path)
+    Config::from_json(&text, &path).map_err(|error| Error::damaged(&path, || error))
 }
 
 /// Hands the views out in canonical order.

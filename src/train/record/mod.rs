@@ -14,6 +14,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use self::{appender::Appender, tensorboard::EventFile};
 pub use self::{
     line::{
         DataLine, DoneLine, ErrorLine, EvalLine, InterruptedLine, Line, NoteLine, PlanLine, ProgressLine,
@@ -21,7 +22,6 @@ pub use self::{
     },
     tensorboard::is_event_file,
 };
-use self::{appender::Appender, tensorboard::EventFile};
 use super::{Event, Reporter, RunFolder, pace::History};
 use crate::error::{Error, Result};
 
@@ -42,7 +42,9 @@ enum Board {
     /// Nothing is written there, because it cannot be.
     Closed,
     /// Not made yet; `purge` is the first step of which older files no longer count.
-    Awaited { purge: Option<u64> },
+    Awaited {
+        purge: Option<u64>,
+    },
     Open(EventFile),
 }
 
@@ -155,9 +157,9 @@ pub fn add_samples(folder: &Path, samples: Vec<SampleLine>) -> Result<()> {
     let path = metrics::path(folder);
     let write = || {
         let mut file = Appender::open(&path, u64::MAX)?;
-        samples.into_iter().try_for_each(|sample| {
-            file.append(Stamped::now(Line::Sample(sample)).text().as_bytes())
-        })
+        samples
+            .into_iter()
+            .try_for_each(|sample| file.append(Stamped::now(Line::Sample(sample)).text().as_bytes()))
     };
     write().map_err(|cause| Error::writing(&path, &cause))
 }

@@ -78,9 +78,8 @@ fn next_path(folder: &Path, time: f64) -> io::Result<PathBuf> {
     for entry in fs::read_dir(folder)? {
         let name = entry?.file_name().to_string_lossy().into_owned();
         let parts = name.strip_prefix(PREFIX).and_then(|rest| rest.split_once(".engraft."));
-        let numbers = parts.and_then(|(seconds, number)| {
-            Some((seconds.parse::<u64>().ok()?, number.parse::<u64>().ok()?))
-        });
+        let numbers = parts
+            .and_then(|(seconds, number)| Some((seconds.parse::<u64>().ok()?, number.parse::<u64>().ok()?)));
         last = last.max(numbers);
     }
     let now = time as u64;

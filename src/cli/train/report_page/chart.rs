@@ -107,15 +107,19 @@ impl Chart {
             .axis_style(GRID.stroke_width(SCALE))
             .set_all_tick_mark_size(px(3))
             .label_style(font.color(&TEXT))
-            .x_label_formatter(&|step: &f64| if step.fract() == 0.0 { format!("{step}") } else { String::new() })
+            .x_label_formatter(&|step: &f64| {
+                if step.fract() == 0.0 { format!("{step}") } else { String::new() }
+            })
             .y_label_formatter(&self.label)
             .draw()?;
         for (curve, points) in self.curves.iter().zip(curves) {
             let colour = colour(curve.colour);
             match curve.stroke {
-                Stroke::Line => chart.draw_series([PathElement::new(points, colour.stroke_width(2 * SCALE))])?,
+                Stroke::Line => {
+                    chart.draw_series([PathElement::new(points, colour.stroke_width(2 * SCALE))])?
+                }
                 Stroke::Faint => {
-                    chart.draw_series([PathElement::new(points, colour.mix(0.3).stroke_width(SCALE))])?
+                    chart.draw_series([PathElement::new(points, colour.mix(0.45).stroke_width(SCALE))])?
                 }
                 Stroke::Dashes => {
                     let style = colour.stroke_width(3 * SCALE / 2);
@@ -197,7 +201,10 @@ mod tests {
     #[test]
     fn every_colour_is_one_of_the_style_sheet() {
         let svg = chart(vec![(1.0, 2.0), (2.0, 3.0), (3.0, f64::NAN)]).svg().unwrap();
-        assert!(svg.contains("var(--c0)") && svg.contains("var(--c1)") && svg.contains("var(--muted)"), "{svg}");
+        assert!(
+            svg.contains("var(--c0)") && svg.contains("var(--c1)") && svg.contains("var(--muted)"),
+            "{svg}"
+        );
         assert!(!svg.contains('#'), "a fixed colour: {svg}");
         assert!(svg.starts_with("<svg role=\"img\" viewBox=\"0 0 1600 800\""), "{}", &svg[..80]);
     }

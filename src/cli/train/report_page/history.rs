@@ -180,7 +180,10 @@ impl History {
     pub fn options(&self) -> Vec<(&str, &str)> {
         let config = self.start.as_ref().map_or("", |start| start.config.as_str());
         let lines = config.lines().filter(|line| !line.trim_start().starts_with('#'));
-        lines.filter_map(|line| line.split_once('=')).map(|(name, value)| (name.trim(), value.trim())).collect()
+        lines
+            .filter_map(|line| line.split_once('='))
+            .map(|(name, value)| (name.trim(), value.trim()))
+            .collect()
     }
 
     /// The state in a few words.

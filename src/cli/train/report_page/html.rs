@@ -89,7 +89,8 @@ pub fn table(columns: &[Column], rows: &[Vec<String>]) -> String {
 pub fn pairs(rows: &[(&str, String)]) -> String {
     let mut out = String::from("<div class=\"panel\"><table><tbody>\n");
     for (name, value) in rows {
-        let _ = writeln!(out, "<tr><th>{}</th><td class=\"value\">{}</td></tr>", escaped(name), escaped(value));
+        let _ =
+            writeln!(out, "<tr><th>{}</th><td class=\"value\">{}</td></tr>", escaped(name), escaped(value));
     }
     out.push_str("</tbody></table></div>\n");
     out

@@ -43,7 +43,11 @@ fn heading(history: &History) -> String {
     match &history.state {
         State::Failed(error) => {
             text += &format!("<p class=\"bad\">{}</p>\n", escaped(&error.message));
-            text += &error.hints.iter().map(|hint| format!("<p>hint: {}</p>\n", escaped(hint))).collect::<String>();
+            text += &error
+                .hints
+                .iter()
+                .map(|hint| format!("<p>hint: {}</p>\n", escaped(hint)))
+                .collect::<String>();
         }
         State::Interrupted(_) => text += &format!("<p>It goes on with</p>\n{}", code(&resume(&output))),
         State::Going(_) => {
@@ -101,11 +105,6 @@ pub fn number(value: &f64) -> String {
     }
 }
 
-/// Bytes at an axis.
-pub fn bytes(value: &f64) -> String {
-    size(value.max(0.0) as u64)
-}
-
 /// The size of a chart over the whole width, and of half of it.
 pub const WIDE: (u32, u32) = (1010, 300);
 pub const HALF: (u32, u32) = (490, 200);
@@ -133,7 +132,8 @@ fn charts(history: &History) -> Result<String> {
         let mut keys = Vec::new();
         if let (true, Some(plan)) = (title == MEMORY, &history.plan) {
             let ends = [steps.first(), steps.last()];
-            let points = ends.into_iter().flatten().map(|point| (point.step, plan.peak_bytes as f64)).collect();
+            let points =
+                ends.into_iter().flatten().map(|point| (point.step, plan.peak_bytes as f64 / MIB)).collect();
             curves.push(Curve { points, stroke: Stroke::Dashes, colour: 1 });
             keys = vec![(0, "resident after a step"), (1, "planned peak")];
         }
@@ -143,7 +143,8 @@ fn charts(history: &History) -> Result<String> {
     Ok(out + "</div>\n")
 }
 
-const MEMORY: &str = "Memory";
+const MEMORY: &str = "Memory, MiB";
+const MIB: f64 = (1 << 20) as f64;
 
 /// A number of a step, with its title and how an axis writes it.
 type Number = (&'static str, fn(&f64) -> String, fn(&Point) -> f64);
@@ -154,16 +155,25 @@ pub fn numbers() -> [Number; 4] {
         ("Learning rate", number, |point| point.lr),
         ("Gradient norm, before clipping", number, |point| point.grad_norm),
         ("Throughput, tokens per second", number, |point| point.tokens_per_s),
-        (MEMORY, bytes, |point| point.memory),
+        (MEMORY, number, |point| point.memory / MIB),
     ]
 }
 
 fn evaluation(history: &History) -> String {
     if history.evals.is_empty() {
-        return String::from("<h2>Evaluation</h2>\n<p>There was no held-out data: --eval-data or --eval-fraction gives an evaluation.</p>\n");
+        return String::from(
+            "<h2>Evaluation</h2>\n<p>There was no held-out data: --eval-data or --eval-fraction gives an evaluation.</p>\n",
+        );
     }
     let number = |title| Column { title, class: "number" };
-    let columns = [number("step"), number("epoch"), number("loss"), number("perplexity"), number("tokens"), number("time")];
+    let columns = [
+        number("step"),
+        number("epoch"),
+        number("loss"),
+        number("perplexity"),
+        number("tokens"),
+        number("time"),
+    ];
     let row = |eval: &crate::train::record::EvalLine| {
         vec![
             eval.step.to_string(),
@@ -183,7 +193,7 @@ fn samples(history: &History) -> String {
         return String::new();
     }
     let columns = [
-        Column { title: "step", class: "number" },
+        Column { title: "step", class: "" },
         Column { title: "prompt", class: "text" },
         Column { title: "continuation", class: "text" },
     ];
@@ -207,7 +217,9 @@ fn usage(history: &History) -> String {
         base += &format!(" --base-dtype {dtype}");
     }
     let prompt = history.samples.last().map_or("Once", |sample| sample.prompt.trim_end());
-    let mut text = String::from("<h2>How to use the adapter</h2>\n<p>Generate, from the folder that the run was started in:</p>\n");
+    let mut text = String::from(
+        "<h2>How to use the adapter</h2>\n<p>Generate, from the folder that the run was started in:</p>\n",
+    );
     text += &code(&format!(
         "engraft-infer generate{base} --adapter {} --temperature 0 --prompt {}",
         quoted(&adapter),
@@ -251,7 +263,8 @@ fn data(history: &History) -> String {
         ("held-out rows", whole(data.eval_rows as f64)),
     ];
     if let Some(start) = &history.start {
-        let sizes = format!("{} ({} at a time), up to {} tokens each", start.batch, start.micro_batch, start.seq_len);
+        let sizes =
+            format!("{} ({} at a time), up to {} tokens each", start.batch, start.micro_batch, start.seq_len);
         rows.push(("rows per step", sizes));
     }
     format!("<h2>Data</h2>\n{}", html::pairs(&rows))
@@ -271,7 +284,8 @@ fn configuration(history: &History) -> String {
         let steps: Vec<_> = history.resumed.iter().map(u64::to_string).collect();
         rows.push(("resumed after step", steps.join(", ")));
     }
-    let options: Vec<_> = history.options().into_iter().map(|(name, value)| (name, value.to_owned())).collect();
+    let options: Vec<_> =
+        history.options().into_iter().map(|(name, value)| (name, value.to_owned())).collect();
     format!("<h2>Configuration</h2>\n{}<h2>Options</h2>\n{}", html::pairs(&rows), html::pairs(&options))
 }
 

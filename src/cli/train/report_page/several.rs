@@ -79,7 +79,8 @@ fn charts(runs: &[History]) -> Result<String> {
     let keys: Vec<(usize, &str)> = names.iter().enumerate().map(|(at, name)| (at, name.as_str())).collect();
     let mut out = String::from("<h2>Course of the runs</h2>\n<div class=\"charts\">\n");
     let chart = |curves, from_zero, label, size| Chart { curves, from_zero, label, size };
-    let smoothed = |(at, run): (usize, &History)| Curve::of(&run.steps, Stroke::Line, at, |point| point.smoothed);
+    let smoothed =
+        |(at, run): (usize, &History)| Curve::of(&run.steps, Stroke::Line, at, |point| point.smoothed);
     let curves = runs.iter().enumerate().map(smoothed).collect();
     out += &figure("Training loss, smoothed", &keys, &chart(curves, false, number, WIDE), true)?;
     if runs.iter().any(|run| !run.evals.is_empty()) {
