@@ -1,8 +1,8 @@
 //! Shows how far something long is: on a terminal a line that moves, else a line now and then.
 
 use std::{
-    cell::RefCell,
     io::{self, IsTerminal},
+    sync::{Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -92,18 +92,23 @@ pub fn spinner() -> ProgressBar {
 #[derive(Debug)]
 pub struct Work {
     what: &'static str,
-    shown: RefCell<Option<(Option<ProgressBar>, Patience)>>,
+    shown: Mutex<Option<(Option<ProgressBar>, Patience)>>,
+}
+
+/// The content of a lock, also after a thread that held it has panicked.
+fn open<T>(lock: &Mutex<T>) -> MutexGuard<'_, T> {
+    lock.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Work {
     /// Work that people know as `what`.
     pub fn new(what: &'static str) -> Self {
-        Self { what, shown: RefCell::new(None) }
+        Self { what, shown: Mutex::new(None) }
     }
 
     /// `done` of `total` units are done; a total of 0 is unknown.
     pub fn at(&self, done: u64, total: u64) {
-        let mut shown = self.shown.borrow_mut();
+        let mut shown = open(&self.shown);
         let (bar, patience) = shown.get_or_insert_with(|| (has_bars().then(spinner), Patience::new()));
         let text = || sentence(self.what, done, total, patience.seconds());
         match bar {
@@ -120,7 +125,7 @@ impl Work {
 
 impl Drop for Work {
     fn drop(&mut self) {
-        if let Some((Some(bar), _)) = self.shown.get_mut() {
+        if let Some((Some(bar), _)) = &*open(&self.shown) {
             bar.finish_and_clear();
         }
     }
