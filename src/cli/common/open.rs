@@ -103,7 +103,7 @@ pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute, stream
     };
     let name = args.base.as_deref().unwrap_or(EMBEDDED);
     let cache = if source == BaseSource::Embedded { Path::new("") } else { environment.cache()? };
-    let work = Work::new("reading the base, once");
+    let work = Work::new("reading the base for the first time");
     let loaded = Base::load_with(&source, name, cache, dtype, &|done, total| work.at(done, total))?;
     drop(work);
     let Compute { device, activations } = compute;

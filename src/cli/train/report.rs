@@ -189,7 +189,7 @@ impl HumanReporter {
             let end = self.began.elapsed().as_secs_f64() + step.remaining;
             self.end.store((end * 1e3) as u64, Relaxed);
             self.latest = format!(
-                "loss {:.4}  lr {:.2e}  {:.0} tokens/s  epoch {:.2}",
+                "loss {:.4}  lr {:.2e}  {:.0} tok/s  epoch {:.2}",
                 step.smoothed_loss, step.lr, step.tokens_per_s, step.epoch
             );
             bar.set_position(step.step);
