@@ -7,6 +7,7 @@ mod args;
 mod closing;
 mod commands;
 mod config_file;
+mod data_source;
 mod layers;
 mod report;
 mod resolve;
@@ -18,7 +19,7 @@ use clap::{Parser, Subcommand};
 
 use self::{
     args::TrainArgs,
-    commands::{eval, inspect, plan, train},
+    commands::{data, eval, inspect, plan, train},
 };
 use super::common::{
     options::{Facts, Options},
@@ -44,6 +45,9 @@ enum Command {
     /// Loss and perplexity of a base with an adapter, or alone
     #[command(args_override_self = true, allow_negative_numbers = true)]
     Eval(eval::EvalArgs),
+    /// Look at data before training: counts, lengths, the first records with what is learned, what looks wrong
+    #[command(args_override_self = true, allow_negative_numbers = true)]
+    Data(data::DataCommand),
     /// Describe an adapter, a base or a run folder
     #[command(args_override_self = true, allow_negative_numbers = true)]
     Inspect(inspect::InspectArgs),
@@ -57,6 +61,7 @@ pub fn main() -> ExitCode {
             Some(Command::Train(args)) => train::run(*args),
             Some(Command::Plan(args)) => plan::run(*args),
             Some(Command::Eval(args)) => eval::run(&args),
+            Some(Command::Data(args)) => data::run(&args),
             Some(Command::Inspect(args)) => inspect::run(&args),
         },
     ))
@@ -67,6 +72,7 @@ pub(super) fn options(command: &str) -> Vec<Facts> {
     match command {
         "train" | "plan" => TrainArgs::facts(),
         "eval" => eval::EvalArgs::facts(),
+        "data" => data::SurveyArgs::facts(),
         _ => Vec::new(),
     }
 }
