@@ -118,13 +118,12 @@ pub(super) struct Parser<'a> {
     vocab: usize,
     /// Columns of a file that names them in its first record, once it is read.
     columns: Vec<String>,
-    csv: csv_core::Reader,
 }
 
 impl<'a> Parser<'a> {
     /// For a file of `kind` whose ids are below `vocab`.
     pub(super) fn new(kind: Kind, keys: &'a Keys, vocab: usize) -> Self {
-        Self { kind, keys, vocab, columns: Vec::new(), csv: split::field_reader(kind) }
+        Self { kind, keys, vocab, columns: Vec::new() }
     }
 
     /// Whether the next record names the columns.
@@ -137,7 +136,7 @@ impl<'a> Parser<'a> {
     /// # Errors
     /// Two columns of one name.
     pub(super) fn take_columns(&mut self, place: SourceLine, raw: &str) -> Result<()> {
-        let columns = split::fields(raw, &self.csv);
+        let columns = split::fields(raw, self.kind);
         let twice = (1..columns.len()).find(|&index| columns[..index].contains(&columns[index]));
         if let Some(index) = twice {
             return Err(place.error(format!(
@@ -168,7 +167,7 @@ impl<'a> Parser<'a> {
     }
 
     fn row(&self, place: SourceLine, raw: &str) -> Result<Object> {
-        let fields = split::fields(raw, &self.csv);
+        let fields = split::fields(raw, self.kind);
         if fields.len() != self.columns.len() {
             return Err(place.error(format!(
                 "has {} fields for {} columns; put quotes around a field that holds the separator",

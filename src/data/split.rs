@@ -264,9 +264,12 @@ fn quoted_len(bytes: &[u8]) -> Option<usize> {
     }
 }
 
-/// The fields of a record of CSV.
-pub(super) fn fields(record: &str, reader: &csv_core::Reader) -> Vec<String> {
-    let mut reader = reader.clone();
+/// The fields of a record of `kind`, CSV or TSV.
+pub(super) fn fields(record: &str, kind: Kind) -> Vec<String> {
+    let delimiter = if kind == Kind::Tsv { b'\t' } else { b',' };
+    let break_only = csv_core::Terminator::Any(b'\n');
+    // Built anew: the clone of a reader has no automaton.
+    let mut reader = csv_core::ReaderBuilder::new().delimiter(delimiter).terminator(break_only).build();
     let (mut output, mut ends) = (vec![0; record.len() + 1], vec![0; 16]);
     let (mut input, mut written, mut count) = (record.as_bytes(), 0, 0);
     loop {
@@ -288,13 +291,6 @@ pub(super) fn fields(record: &str, reader: &csv_core::Reader) -> Vec<String> {
         field
     };
     ends[..count].iter().map(field).collect()
-}
-
-/// Reads the fields of a record of `kind`.
-pub(super) fn field_reader(kind: Kind) -> csv_core::Reader {
-    let delimiter = if kind == Kind::Tsv { b'\t' } else { b',' };
-    let break_only = csv_core::Terminator::Any(b'\n');
-    csv_core::ReaderBuilder::new().delimiter(delimiter).terminator(break_only).build()
 }
 
 #[cfg(test)]
@@ -378,13 +374,12 @@ mod tests {
         let text = "text,id\r\n\"a \"\"b\"\"\r\nc\",1\r\n\n5\" disk,2\n\"x\",\"\"";
         let expected = [(1, "text,id"), (2, "\"a \"\"b\"\"\r\nc\",1"), (5, "5\" disk,2"), (6, "\"x\",\"\"")];
         holds(Kind::Csv, text, &expected, None);
-        let reader = field_reader(Kind::Csv);
-        assert_eq!(fields(expected[1].1, &reader), ["a \"b\"\r\nc", "1"]);
-        assert_eq!(fields(expected[2].1, &reader), ["5\" disk", "2"]);
-        assert_eq!(fields("\"x\",\"\"", &reader), ["x", ""]);
-        assert_eq!(fields("a\tb,c\t", &field_reader(Kind::Tsv)), ["a", "b,c", ""]);
+        assert_eq!(fields(expected[1].1, Kind::Csv), ["a \"b\"\r\nc", "1"]);
+        assert_eq!(fields(expected[2].1, Kind::Csv), ["5\" disk", "2"]);
+        assert_eq!(fields("\"x\",\"\"", Kind::Csv), ["x", ""]);
+        assert_eq!(fields("a\tb,c\t", Kind::Tsv), ["a", "b,c", ""]);
         let many = (0..99).map(|index| index.to_string()).collect::<Vec<_>>();
-        assert_eq!(fields(&many.join(","), &reader), many);
+        assert_eq!(fields(&many.join(","), Kind::Csv), many);
     }
 
     #[test]

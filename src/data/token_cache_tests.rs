@@ -10,7 +10,7 @@ use crate::data::{
 
 /// A text whose rows go to a file, more than 1 MiB of them.
 fn long(word: &str) -> String {
-    format!("hello the {word}\n").repeat(12_000)
+    format!("hello the {word}\n").repeat(30_000)
 }
 
 struct Case {
