@@ -40,7 +40,7 @@ pub struct Lora {
     pub part: Option<String>,
     /// Output columns it adds to.
     pub columns: Range<usize>,
-    /// Rank r.
+    /// Rank r, the rows of A.
     pub rank: usize,
     /// Numerator of the scale.
     pub alpha: f64,
@@ -100,7 +100,7 @@ pub struct NormVectors {
 /// A low-rank delta on the token embedding: row t of the table gets `scale * (B A)` column t added.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EmbeddingDelta {
-    /// Rank r.
+    /// Rank r, the rows of A.
     pub rank: usize,
     /// Scale s of the delta.
     pub scale: f32,
@@ -113,7 +113,7 @@ pub struct EmbeddingDelta {
 /// Learned keys and values in front of every sequence; each takes a position of the base.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prefix {
-    /// Virtual tokens, P.
+    /// Length p, in virtual tokens.
     pub length: usize,
     /// How the values come about.
     pub values: PrefixValues,
@@ -131,7 +131,7 @@ pub enum PrefixValues {
     },
     /// `tanh(embedding in_weight^T + in_bias) out_weight^T + out_bias`, [P, 2Ld].
     Projected {
-        /// Hidden width.
+        /// Width of the hidden layer.
         hidden: usize,
         /// [P, d].
         embedding: usize,
@@ -149,7 +149,7 @@ pub enum PrefixValues {
 /// Learned embeddings in front of the tokens' own; they take positions as tokens do.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prompt {
-    /// Virtual tokens, P.
+    /// Length p, in virtual tokens.
     pub length: usize,
     /// [P, width].
     pub embeddings: usize,

@@ -144,13 +144,13 @@ pub enum Error {
     Read {
         /// The file or folder that cannot be read.
         path: PathBuf,
-        /// The system's error.
+        /// Why, in the system's words.
         cause: io::Error,
     },
     /// A folder without adapter files.
     #[error("{}: is no adapter: {found}; name a folder that holds adapter_config.json, or {}", .path.display(), methods::list(|kind| format!("{}/", kind.name), " and "))]
     NotAnAdapter {
-        /// The folder.
+        /// Folder of the adapter.
         path: PathBuf,
         /// Content of the folder, as the end of a sentence.
         found: String,

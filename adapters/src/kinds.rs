@@ -46,7 +46,7 @@ impl Kinds {
     }
 }
 
-/// That kind alone.
+/// A list of that kind alone.
 impl From<&'static Kind> for Kinds {
     fn from(kind: &'static Kind) -> Self {
         Self(vec![kind.name])

@@ -49,7 +49,7 @@ pub struct Group {
 pub struct Segment {
     /// Index of the first value in the store.
     pub offset: usize,
-    /// Number of values.
+    /// Number of values of the tensor.
     pub len: usize,
     /// How an optimizer treats them.
     pub group: Group,

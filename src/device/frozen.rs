@@ -24,7 +24,7 @@ use crate::error::{Error, Result};
 
 /// Bytes that outlive every view on them: a mapped file, or data compiled into the program.
 pub trait Bytes: Send + Sync {
-    /// All bytes.
+    /// The bytes that ranges are taken of.
     fn bytes(&self) -> &[u8];
 
     /// The mapping whose pages can be fetched and released, for bytes of a file.

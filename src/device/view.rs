@@ -80,7 +80,7 @@ impl<'a> View<'a> {
         View { dtype, len: self.size() / dtype.size(), ..self }
     }
 
-    /// Number of bytes.
+    /// Bytes of all its elements.
     pub fn size(&self) -> usize {
         self.len * self.dtype.size()
     }

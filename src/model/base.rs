@@ -45,7 +45,7 @@ pub struct Base {
     pub name: String,
     /// Its sizes and switches.
     pub config: Config,
-    /// Its frozen tensors.
+    /// Its frozen tensors, on the device.
     pub weights: Weights,
     /// Where it came from.
     pub source: BaseSource,

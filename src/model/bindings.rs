@@ -24,7 +24,7 @@ pub type LayerSites = [SiteBinding; SITES];
 /// A linear site of a layer with its adapters.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct SiteBinding {
-    /// Low-rank deltas.
+    /// Low-rank deltas, in the order of the sets that they come from.
     pub deltas: Vec<Delta>,
     /// u: multiplies the input of the frozen product.
     pub u: Option<Scaling>,
@@ -72,9 +72,9 @@ impl SiteBinding {
 /// Adapter sets bound to one flat store of values.
 #[derive(Debug, Clone)]
 pub struct AdapterBindings {
-    /// Sites by layer.
+    /// Sites of each layer, from the first layer to the last.
     pub layers: Vec<LayerSites>,
-    /// Layer norms.
+    /// Trained gains and biases of all layer norms.
     pub norms: NormBindings,
     /// The embedding of tokens.
     pub embedding: EmbeddingBinding,
@@ -156,7 +156,7 @@ pub enum PrefixSource {
 /// Places of the network `tanh(E W1^T + b1) W2^T + b2` in the flat store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Projection {
-    /// Hidden width.
+    /// Width of the projection's hidden layer.
     pub hidden: usize,
     /// E `(p, c)`.
     pub embedding: usize,

@@ -90,7 +90,7 @@ macro_rules! site_buffers {
 }
 
 impl<'a> Block<'a> {
-    /// n.
+    /// Tokens n = b t of the pass.
     fn cells(&self) -> usize {
         self.groups.iter().map(RowGroup::len).sum()
     }

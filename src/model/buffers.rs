@@ -65,7 +65,7 @@ pub struct BlockBuffers {
 /// What the adapters of a layer have its block keep, by site.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct KeptWidths {
-    /// Sums of ranks.
+    /// Sum of the ranks of all deltas, for each site of a layer.
     pub ranks: [usize; SITES],
     /// Columns of what a trainable g multiplies; 0 without one.
     pub products: [usize; SITES],

@@ -29,7 +29,7 @@ pub struct NormBinding {
 pub struct NormBindings {
     /// By layer, in the order in which a token meets them.
     pub layers: Vec<[NormBinding; NORMS]>,
-    /// Before the head.
+    /// Of the norm before the head.
     pub last: NormBinding,
 }
 

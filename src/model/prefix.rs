@@ -37,9 +37,9 @@ pub struct PrefixState {
     gradient: Buffer,
     /// Inside of the network, `(p, hidden)`: before and after tanh, and its gradient.
     hidden: [Buffer; 3],
-    /// c.
+    /// Width c of the base.
     width: usize,
-    /// 2 l c.
+    /// Values of a virtual token: 2 l c, keys and values of l layers.
     row: usize,
 }
 

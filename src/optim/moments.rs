@@ -55,7 +55,7 @@ const SCALES: [&str; 2] = ["first_scales", "second_scales"];
 pub struct SavedTensor<'a> {
     /// Name of the tensor.
     pub name: &'a str,
-    /// Element type.
+    /// F32, or the type of the codes and scales of 8-bit moments.
     pub dtype: DType,
     /// The elements' bytes, with any alignment.
     pub bytes: &'a [u8],

@@ -27,6 +27,8 @@ pub enum Event<'a> {
     Step(&'a Step),
     /// An evaluation is finished.
     Eval(&'a Eval),
+    /// The adapter as it is continued a prompt.
+    Sample(&'a Sample),
     /// A save is on disk.
     Saved(&'a Path),
     /// The adapter is on disk and the run is over.
@@ -97,6 +99,17 @@ impl Eval {
     pub fn perplexity(&self) -> f64 {
         self.loss.exp()
     }
+}
+
+/// A text that was generated during training.
+#[derive(Debug)]
+pub struct Sample {
+    /// Number of steps done.
+    pub step: u64,
+    /// The text before it.
+    pub prompt: String,
+    /// The text that follows.
+    pub text: String,
 }
 
 /// Bytes of heap and arenas at their peak.

@@ -10,6 +10,7 @@ mod prepare;
 mod resume;
 pub mod run;
 pub mod save;
+mod steps;
 
 pub use adapter::{AdapterOptions, PrefixStart};
 pub use events::{Event, Reporter};

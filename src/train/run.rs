@@ -2,33 +2,23 @@
 
 use std::{
     path::{Path, PathBuf},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Instant,
+    sync::{Arc, atomic::AtomicBool},
 };
 
-use engraft_adapters::peft;
-
 use super::{
-    Event, PlanConfig, Reporter, RunFolder, RunOptions, events, memory,
+    Event, PlanConfig, Reporter, RunFolder, RunOptions, memory,
     prepare::{Prepared, describe, prepare},
     resume,
     save::{self, SaveInfo},
+    steps::Run,
 };
 use crate::{
-    data::{Batch, NO_LOSS, RowRef, Tokenizer},
+    data::Tokenizer,
     engine::Trainer,
-    error::{Error, Report, Result},
+    error::{Error, Result},
     model::Base,
-    observe::{
-        counting, machine,
-        phase::{self, Phase},
-        trace::Trace,
-    },
-    optim::schedule::rate,
-    plan::{Selection, budget, calibrate::Rates, size, size_up},
+    observe::{counting, trace::Trace},
+    plan::{Selection, size},
 };
 
 /// The result of a run.
@@ -38,17 +28,6 @@ pub struct Finished {
     pub adapter: PathBuf,
     /// Beginning of a held-out row (else of a training row): its prompt, or a few tokens of a text.
     pub prompt: Vec<u32>,
-}
-
-/// Tokens of a text that make a prompt.
-const PROMPT: usize = 16;
-
-/// The tokens up to the first supervised one; of a text, its first tokens. Ids from `vocab` on are no text.
-fn beginning(row: RowRef, vocab: usize) -> Vec<u32> {
-    let text = row.ids.iter().zip(row.targets).filter(|(id, _)| (**id as usize) < vocab);
-    let unsupervised = text.clone().take_while(|(_, target)| **target == NO_LOSS).count();
-    let len = if unsupervised == 0 { PROMPT } else { unsupervised + 1 };
-    text.map(|(id, _)| *id).take(len).collect()
 }
 
 /// Trains until the last step, or until `interrupt` is set.
@@ -187,233 +166,6 @@ impl Setup<'_> {
         );
         Ok(Planned { trainer, selection, before, smaller: Some(smaller) })
     }
-}
-
-/// The parts of a run that stay the same.
-struct Run<'a> {
-    options: &'a RunOptions,
-    base: &'a Base,
-    prepared: &'a Prepared,
-    /// The description in saves, at step 0.
-    info: SaveInfo,
-    selection: &'a Selection<PlanConfig>,
-    before: usize,
-    folder: &'a RunFolder,
-    interrupt: &'a AtomicBool,
-}
-
-impl Run<'_> {
-    /// The loop over optimizer steps.
-    fn train(&self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<Finished> {
-        let steps = self.prepared.steps;
-        let begun_at = trainer.steps_done();
-        if begun_at >= steps {
-            reporter.event(&Event::Note(&format!(
-                "the run is finished after {steps} steps; a larger --steps goes on"
-            )))?;
-            // The process that made the last step may have been killed before it wrote the adapter, or
-            // removed older saves.
-            save::prune(&self.folder.saves(), begun_at, self.options.keep)?;
-            self.write_adapter(trainer)?;
-            return self.finish(trainer, 0.0, reporter);
-        }
-        if begun_at == 0 {
-            self.evaluate(trainer, reporter)?;
-        }
-        let (mut tokens, mut seconds) = (0, 0.0);
-        let mut fastest = 0f64;
-        while trainer.steps_done() < steps {
-            self.stop_if_interrupted(trainer)?;
-            self.stop_if_memory_is_short(trainer)?;
-            let (step_tokens, step_seconds) = self.step(trainer, reporter)?;
-            tokens += step_tokens;
-            seconds += step_seconds;
-            fastest = fastest.max(per_second(step_tokens, step_seconds));
-            let done = trainer.steps_done();
-            if done == steps || is_due(done, self.options.save_every) {
-                self.save(trainer, reporter)?;
-            }
-            if done < steps && is_due(done, self.options.eval_every) {
-                self.evaluate(trainer, reporter)?;
-            }
-        }
-        self.write_adapter(trainer)?;
-        self.evaluate(trainer, reporter)?;
-        if self.is_faster_than_planned(fastest) {
-            Rates::forget(self.options.cache.as_deref(), self.base.weights.wte.arithmetic);
-        }
-        self.finish(trainer, per_second(tokens, seconds), reporter)
-    }
-
-    /// Whether steps of `tokens_per_s` show that the plan's rates are too low. A machine may be slower than
-    /// its rates because of other programs, so slow steps show nothing.
-    fn is_faster_than_planned(&self, tokens_per_s: f64) -> bool {
-        let chosen = &self.selection.chosen;
-        let tokens = self.options.batch * self.prepared.longest();
-        chosen.measured && tokens_per_s > FASTER * tokens as f64 / chosen.seconds
-    }
-
-    /// One optimizer step; returns its input tokens and seconds.
-    fn step(&self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<(usize, f64)> {
-        let options = self.options;
-        let done = trainer.steps_done();
-        let batches = self.micro_batches(done);
-        let lr = rate(options.schedule, options.lr, self.prepared.warmup, self.prepared.steps, done);
-        let started = Instant::now();
-        let report = trainer.step(&batches, lr).map_err(|error| self.out_of_memory(trainer, error))?;
-        let seconds = started.elapsed().as_secs_f64();
-        let step = done + 1;
-        let event = events::Step {
-            step,
-            steps: self.prepared.steps,
-            loss: report.loss,
-            lr,
-            grad_norm: report.grad_norm,
-            tokens: report.tokens,
-            tokens_per_s: per_second(report.input_tokens, seconds),
-            scale: report.scale,
-        };
-        reporter.event(&Event::Step(&event))?;
-        Ok((report.input_tokens, seconds))
-    }
-
-    fn micro_batch(&self) -> usize {
-        self.selection.chosen.plan.config.micro_batch
-    }
-
-    /// The rows of the step after `done` steps, cut into micro-batches.
-    fn micro_batches(&self, done: u64) -> Vec<Batch> {
-        let (train, batch) = (&self.prepared.train, self.options.batch);
-        let drawn = self.prepared.sampler.rows(done * batch as u64, batch);
-        drawn.chunks(self.micro_batch()).map(|chunk| train.batch(chunk)).collect()
-    }
-
-    /// Loss over the held-out rows, if there are any.
-    fn evaluate(&self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<()> {
-        let Some(eval) = &self.prepared.eval else { return Ok(()) };
-        phase::enter(Phase::Evaluation);
-        let mut batches =
-            eval.batches(self.micro_batch()).take_while(|_| !self.interrupt.load(Ordering::Relaxed));
-        let found = trainer.evaluate(&mut batches);
-        // A part of the rows says nothing about all of them.
-        self.stop_if_interrupted(trainer)?;
-        let found = found?;
-        let event = events::Eval { step: trainer.steps_done(), loss: found.loss, tokens: found.tokens };
-        reporter.event(&Event::Eval(&event))
-    }
-
-    /// After a signal: saves, so that `--resume` loses nothing, and stops.
-    fn stop_if_interrupted(&self, trainer: &Trainer) -> Result<()> {
-        if !self.interrupt.load(Ordering::Relaxed) {
-            return Ok(());
-        }
-        self.write_save(trainer)?;
-        let output = self.folder.path().display();
-        let message = format!("interrupted after step {}; everything is saved", trainer.steps_done());
-        Err(Error::Interrupted(Report::new(message))
-            .hint(format!("engraft train --resume --output {output}")))
-    }
-
-    /// Stops while there is still memory to save with.
-    fn stop_if_memory_is_short(&self, trainer: &Trainer) -> Result<()> {
-        match (self.options.free_memory)() {
-            Some(free) if free < budget::LOW => {
-                let message = format!("{} of memory are free, which is too little to go on", size(free));
-                Err(self.out_of_memory(trainer, Error::memory(message)))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// After [`Error::Memory`]: saves, and tells how to go on; any other error passes.
-    fn out_of_memory(&self, trainer: &Trainer, error: Error) -> Error {
-        let Error::Memory(report) = error else { return error };
-        if let Err(unsaved) = self.write_save(trainer) {
-            return Error::Memory(report.with_hint(unsaved.to_string()));
-        }
-        let output = self.folder.path().display();
-        let less = size_up(self.selection.chosen.peak() / 4 * 3);
-        Error::Memory(
-            report
-                .with_hint(format!("everything is saved after step {}", trainer.steps_done()))
-                .with_hint(format!("engraft train --resume --output {output} --memory {less}"))
-                .with_hint("or free memory, and resume without --memory"),
-        )
-    }
-
-    fn save(&self, trainer: &Trainer, reporter: &mut dyn Reporter) -> Result<()> {
-        let path = self.write_save(trainer)?;
-        self.write_adapter(trainer)?;
-        reporter.event(&Event::Saved(&path))
-    }
-
-    fn write_save(&self, trainer: &Trainer) -> Result<PathBuf> {
-        phase::enter(Phase::Saving);
-        let loss_scale = trainer.loss_scale();
-        let info = save::SaveInfo { step: trainer.steps_done(), loss_scale, ..self.info.clone() };
-        let path = save::write(&self.folder.saves(), &info, &trainer.tensors())?;
-        save::prune(&self.folder.saves(), info.step, self.options.keep)?;
-        Ok(path)
-    }
-
-    fn write_adapter(&self, trainer: &Trainer) -> Result<()> {
-        let projected = trainer.projected();
-        let (values, description) = (trainer.values(), self.base.description());
-        Ok(peft::save(&self.folder.adapter(), trainer.set(), &values, projected.as_deref(), &description)?)
-    }
-
-    fn finish(&self, trainer: &Trainer, tokens_per_s: f64, reporter: &mut dyn Reporter) -> Result<Finished> {
-        let adapter = self.folder.adapter();
-        let done = events::Done {
-            step: trainer.steps_done(),
-            adapter: adapter.clone(),
-            peak_bytes: self.selection.chosen.peak(),
-            counted: self.counted(),
-            measured_bytes: machine::resident().map(|resident| resident.peak),
-            tokens_per_s,
-        };
-        reporter.event(&Event::Done(&done))?;
-        let rows = self.prepared.eval.as_ref().unwrap_or(&self.prepared.train);
-        let vocab = self.base.config.vocab;
-        let prompt = rows.rows.iter().next().map(|row| beginning(row, vocab)).unwrap_or_default();
-        Ok(Finished { adapter, prompt })
-    }
-
-    fn counted(&self) -> Option<events::Counted> {
-        let planned = self.before as u64 + self.selection.chosen.plan.counted();
-        let counted = counting::measured_peak() as u64;
-        // The plan of a run on a device does not count the host's memory.
-        (counting::peak() > 0 && self.base.device.own_memory().is_none())
-            .then_some(events::Counted { planned, counted })
-    }
-
-    fn start(&self, trainer: &Trainer) -> events::Start {
-        let prepared = self.prepared;
-        events::Start {
-            base: self.base.name.clone(),
-            matched: prepared.set.matched(&self.base.description()),
-            trainables: prepared.set.trainables(),
-            data: prepared.train.report,
-            eval_rows: prepared.eval.as_ref().map_or(0, |eval| eval.rows.len()),
-            done: trainer.steps_done(),
-            steps: prepared.steps,
-            batch: self.options.batch,
-            micro_batch: self.micro_batch(),
-            seq_len: prepared.seq_len,
-            output: self.folder.path().to_owned(),
-        }
-    }
-}
-
-fn is_due(done: u64, every: u64) -> bool {
-    every > 0 && done.is_multiple_of(every)
-}
-
-/// How many times as fast as planned a step is that nothing but wrong rates explains.
-const FASTER: f64 = 1.5;
-
-fn per_second(tokens: usize, seconds: f64) -> f64 {
-    if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 }
 }
 
 #[cfg(test)]

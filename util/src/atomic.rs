@@ -19,7 +19,7 @@ use tempfile::{Builder, TempDir};
 pub struct WriteError {
     /// The file or folder that cannot be written.
     pub path: PathBuf,
-    /// The system's error.
+    /// Why, in the system's words.
     pub cause: io::Error,
 }
 

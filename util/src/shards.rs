@@ -16,7 +16,7 @@ pub enum IndexError {
     Read {
         /// Path of the index file.
         path: PathBuf,
-        /// The system's error.
+        /// Why, in the system's words.
         cause: io::Error,
     },
     /// The file is no index. The message is a sentence for the user.

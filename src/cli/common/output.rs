@@ -34,6 +34,11 @@ pub fn count(number: u64, word: &str) -> String {
     format!("{number} {word}{}", if number == 1 { "" } else { "s" })
 }
 
+/// Line breaks shown as such: a sample takes one line.
+pub fn one_line(text: &str) -> String {
+    text.trim().replace('\n', "\\n")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

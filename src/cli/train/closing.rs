@@ -3,7 +3,11 @@
 use engraft_adapters::peft;
 
 use crate::{
-    cli::common::{open::Opened, output::write_out, sample},
+    cli::common::{
+        open::Opened,
+        output::{one_line, write_out},
+        sample,
+    },
     error::Result,
     model::BaseDType,
     train::Finished,
@@ -63,11 +67,6 @@ fn infer() -> String {
     let here = std::env::current_dir().ok();
     let short = here.as_deref().and_then(|here| program.strip_prefix(here).ok()).unwrap_or(&program);
     short.display().to_string()
-}
-
-/// Line breaks shown as such: a sample takes one line.
-fn one_line(text: &str) -> String {
-    text.trim().replace('\n', "\\n")
 }
 
 /// `text` as one word of a shell command.

@@ -9,13 +9,13 @@ use indicatif::{HumanCount, ProgressBar, ProgressStyle};
 use serde_json::json;
 
 use crate::{
-    cli::common::output::{count, write_json, write_note, write_out},
+    cli::common::output::{count, one_line, write_json, write_note, write_out},
     cli::train::table,
     error::Result,
     plan::{Selection, size},
     train::{
         Event, PlanConfig, Reporter,
-        events::{Done, Eval, Start, Step},
+        events::{Done, Eval, Sample, Start, Step},
     },
 };
 
@@ -45,6 +45,9 @@ impl Reporter for JsonReporter {
             Event::Eval(eval) => write_json(&json!({
                 "event": "eval", "step": eval.step, "loss": eval.loss,
                 "perplexity": eval.perplexity(), "tokens": eval.tokens,
+            })),
+            Event::Sample(sample) => write_json(&json!({
+                "event": "sample", "step": sample.step, "prompt": sample.prompt, "text": sample.text,
             })),
             Event::Done(done) => write_json(&json!({
                 "event": "done", "step": done.step, "adapter": done.adapter.display().to_string(),
@@ -153,6 +156,11 @@ impl HumanReporter {
         ))
     }
 
+    fn sample(&self, sample: &Sample) -> Result<()> {
+        let (step, prompt, text) = (sample.step, one_line(&sample.prompt), one_line(&sample.text));
+        self.result(&format!("step {step}: {prompt} => {text}\n"))
+    }
+
     fn done(&self, done: &Done) -> Result<()> {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
@@ -182,6 +190,7 @@ impl Reporter for HumanReporter {
             Event::Step(step) => self.step(step),
             Event::Saved(_) => {}
             Event::Eval(eval) => return self.eval(eval),
+            Event::Sample(sample) => return self.sample(sample),
             Event::Done(done) => return self.done(done),
         }
         Ok(())

@@ -14,7 +14,7 @@ use crate::{
 struct Slot {
     /// After the kernels that were started before the last copy.
     used: Event,
-    /// After that copy.
+    /// Recorded after that copy; whoever reads its target waits for it.
     moved: Event,
     /// Whether a copy was started that no kernel waits for yet.
     open: bool,

@@ -22,19 +22,19 @@ use crate::device::{
 /// never TF32.
 #[derive(Debug, Clone, Copy)]
 pub struct Call {
-    /// Sizes and layouts.
+    /// Sizes, types and layouts of the operands.
     pub product: GemmLayout,
-    /// Address of A.
+    /// Address of A on the device.
     pub a: u64,
-    /// Address of B.
+    /// Address of B on the device.
     pub b: u64,
     /// Type of A and B.
     pub factors: DType,
     /// Address of C, laid out and typed as D; not read where `beta` is 0.
     pub c: u64,
-    /// Factor of C.
+    /// Factor of C; with 0 the product alone is written.
     pub beta: f32,
-    /// Address of D.
+    /// Address of D on the device.
     pub d: u64,
     /// Type of C and D.
     pub result: DType,
@@ -73,7 +73,7 @@ impl Products {
 }
 
 impl Gpu {
-    /// Starts a product.
+    /// Enqueues a product on the device's stream.
     pub fn product(&'static self, call: Call) {
         let GemmLayout { m, n, k, .. } = call.product;
         if m == 0 || n == 0 || k == 0 || self.attempt("a product", self.bind()).is_none() {

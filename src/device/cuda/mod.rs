@@ -350,7 +350,7 @@ impl Gpu {
         self.grow(bytes)
     }
 
-    /// Allocates scratch alone.
+    /// Allocates scratch of `bytes`, after the work that uses the old one has finished.
     fn grow(&'static self, bytes: usize) -> Result<()> {
         let mut scratch = lock(&self.scratch);
         if scratch.as_ref().is_none_or(|memory| memory.len() < bytes) {

@@ -35,7 +35,7 @@ const PIECE: usize = 1 << 15;
 /// Consecutive elements of one tensor: whole blocks, except at the end of the tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece {
-    /// Number of elements.
+    /// Number of elements; a multiple of 256 except at the end of a tensor.
     pub len: usize,
     /// Whether the moments are 8-bit.
     pub coded: bool,

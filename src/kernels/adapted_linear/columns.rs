@@ -8,13 +8,13 @@ use crate::device::{Device, View, ViewMut};
 /// Tokens and columns of a matrix with rows of `width`.
 #[derive(Clone, Copy)]
 pub struct Block {
-    /// First token.
+    /// First token of the block, a row.
     pub token: usize,
-    /// Tokens.
+    /// Number of tokens of the block.
     pub n: usize,
-    /// First column.
+    /// First column of the block.
     pub column: usize,
-    /// Columns.
+    /// Number of columns of the block.
     pub columns: usize,
     /// Columns of the matrix.
     pub width: usize,

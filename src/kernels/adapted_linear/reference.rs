@@ -6,11 +6,11 @@ use engraft_util::real::Real;
 
 /// An adapted linear layer for n tokens. Vectors are whole: 1 where the op has none.
 pub struct Site<'a, T> {
-    /// Tokens.
+    /// Number n of tokens, the rows of x and y.
     pub n: usize,
-    /// Inputs.
+    /// Width of x, `inputs`.
     pub inputs: usize,
-    /// Outputs.
+    /// Width of y, `outputs`.
     pub outputs: usize,
     /// `W (in, out)`.
     pub w: &'a [T],
@@ -22,7 +22,7 @@ pub struct Site<'a, T> {
     pub g: Option<&'a [T]>,
     /// Whether g multiplies the bias.
     pub bias_inside: bool,
-    /// Low-rank deltas.
+    /// Low-rank deltas, added in this order.
     pub deltas: Vec<Delta<'a, T>>,
 }
 
@@ -33,13 +33,13 @@ pub struct Delta<'a, T> {
     pub a: &'a [T],
     /// `B (columns, r)`.
     pub b: &'a [T],
-    /// Rank r.
+    /// Rank r, the rows of A.
     pub rank: usize,
     /// Output columns that it adds to.
     pub columns: Range<usize>,
     /// Tokens that it is for.
     pub tokens: Range<usize>,
-    /// Its factor.
+    /// Factor s of the delta.
     pub scale: T,
     /// `d (r)`.
     pub d: Option<&'a [T]>,
@@ -59,15 +59,15 @@ pub struct Gradients<T> {
     pub g: Vec<T>,
     /// Of the bias `(out)`.
     pub bias: Vec<T>,
-    /// Of each delta.
+    /// Gradients of each delta's factors.
     pub deltas: Vec<DeltaGradients<T>>,
 }
 
 /// Gradients of a [`Delta`].
 pub struct DeltaGradients<T> {
-    /// Of A.
+    /// Gradient of A `(r, inputs)`.
     pub a: Vec<T>,
-    /// Of B.
+    /// Gradient of B `(columns, r)`.
     pub b: Vec<T>,
     /// Of d `(r)`.
     pub d: Vec<T>,
@@ -97,7 +97,7 @@ impl<T: Real> Delta<'_, T> {
 }
 
 impl<T: Real> Site<'_, T> {
-    /// What g multiplies.
+    /// The product `(n, outputs)` that g multiplies.
     fn product(&self, x: &[T]) -> Vec<T> {
         let mut z = Vec::with_capacity(self.n * self.outputs);
         for (token, j) in (0..self.n).flat_map(|token| (0..self.outputs).map(move |j| (token, j))) {

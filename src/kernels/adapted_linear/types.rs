@@ -44,7 +44,7 @@ pub struct Delta {
     pub a: usize,
     /// Where `B (columns, r)` begins in the flat buffers.
     pub b: usize,
-    /// Rank r.
+    /// Rank r, the rows of A.
     pub rank: usize,
     /// Output columns that the delta adds to.
     pub columns: Range<usize>,
@@ -156,7 +156,7 @@ pub struct SiteVectors<'a> {
 }
 
 impl SiteVectors<'_> {
-    /// No vector.
+    /// A layer without any of the vectors.
     pub const NONE: Self = Self { u: &[], g: &[], bias: None, bias_place: BiasPlace::Outside };
 
     /// Whether a forward needs [`ForwardBuffers::scaled_x`].
@@ -183,9 +183,9 @@ impl SiteVectors<'_> {
 /// A frozen layer with its adapters.
 #[derive(Clone, Copy)]
 pub struct AdaptedLinear<'a> {
-    /// The frozen layer.
+    /// Frozen weight and bias.
     pub layer: Layer<'a>,
-    /// Low-rank deltas.
+    /// Low-rank deltas on ranges of its columns.
     pub deltas: &'a [Delta],
     /// Vectors that scale the layer as a whole.
     pub vectors: SiteVectors<'a>,
@@ -274,7 +274,7 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// No dropout.
+    /// Keeps every element.
     pub const NONE: Self = Self { key: 0, p: 0.0, first_row: 0, seq_len: 1, stride: 1 };
 
     /// The key of the delta with these masks.

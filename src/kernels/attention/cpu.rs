@@ -80,7 +80,7 @@ struct Tile {
     rows: usize,
     /// First and past-the-last token among the keys.
     keys: Range<usize>,
-    /// Prefix rows p.
+    /// Rows p of the prefix, which every query sees.
     prefix: usize,
     /// Columns of the score matrix: prefix, then keys.
     columns: usize,
@@ -387,11 +387,11 @@ struct Factors<'a> {
 
 /// A range of keys, and the destination of their gradients.
 struct Keys {
-    /// Number of keys.
+    /// Number of keys that are seen.
     count: usize,
     /// Their first column of scores.
     at: usize,
-    /// The keys.
+    /// Keys `(count, width)`, a row each.
     keys: Rows,
     /// Gradients of the keys.
     dk: *mut f32,

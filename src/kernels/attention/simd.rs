@@ -282,7 +282,7 @@ impl<'a> Task<'a> {
     }
 }
 
-/// The op's forward.
+/// The op's forward: `out (b t, c)` and the log-sum-exp of every head and query.
 pub fn forward<S: Simd>(s: S, inputs: Inputs, out: &mut [f32], lse: &mut [f32]) {
     let Shape { batch, queries: t, heads: h, width, .. } = inputs.shape;
     let c = h * width;

@@ -25,7 +25,7 @@ pub fn scratch(ranks: usize) -> (usize, usize) {
 struct Part<'a> {
     /// A `(r, in)`.
     a: &'a [f32],
-    /// Rank r.
+    /// Rank r, the rows of A.
     rank: usize,
     scale: f32,
     /// Which of the task's columns it adds to.

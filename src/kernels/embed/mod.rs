@@ -23,7 +23,7 @@ pub struct EmbeddingDelta {
     pub a: Vector,
     /// `B (c, r)` in the flat buffers.
     pub b: Vector,
-    /// Rank r.
+    /// Rank r, the rows of A.
     pub rank: usize,
     /// Factor of the delta.
     pub scale: f32,

@@ -12,11 +12,11 @@ pub struct Embedding<'a, T> {
     pub wte: &'a [T],
     /// `wpe (positions, c)`.
     pub wpe: &'a [T],
-    /// c.
+    /// Width c of the embeddings.
     pub width: usize,
     /// Rows `(p, c)` of the ids from v on.
     pub prompt: &'a [T],
-    /// Low-rank deltas.
+    /// Low-rank deltas of the token embedding.
     pub deltas: Vec<Delta<'a, T>>,
 }
 
@@ -26,9 +26,9 @@ pub struct Delta<'a, T> {
     pub a: &'a [T],
     /// `B (c, r)`.
     pub b: &'a [T],
-    /// Rank r.
+    /// Rank r, the rows of A.
     pub rank: usize,
-    /// Its factor.
+    /// Factor s of the delta.
     pub scale: T,
 }
 
@@ -36,7 +36,7 @@ pub struct Delta<'a, T> {
 pub struct Gradients<T> {
     /// Of the prompt `(p, c)`.
     pub prompt: Vec<T>,
-    /// Of each delta.
+    /// Gradients of each delta's factors.
     pub deltas: Vec<DeltaGradients<T>>,
 }
 

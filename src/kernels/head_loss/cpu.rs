@@ -9,7 +9,7 @@ const LANES: usize = 16;
 pub struct Row {
     /// Target token of the row.
     pub target: usize,
-    /// Label smoothing e.
+    /// Label smoothing e: the part of the probability that is spread over all tokens.
     pub smoothing: f32,
     /// Factor of the gradient; `None` for the loss alone.
     pub factor: Option<f32>,

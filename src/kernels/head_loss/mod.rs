@@ -118,7 +118,7 @@ fn hidden_gradient(dz: View, head: Matrix, d_hidden: ViewMut, count: usize) {
     }
 }
 
-/// Rows of logits.
+/// Logits `(chunk, v)` of a chunk of supervised tokens.
 struct Logits<'a> {
     /// FP32 logits `(rows, v)`, rows [`stride`] apart.
     z: ViewMut<'a>,

@@ -137,9 +137,9 @@ pub struct FrozenMatrix {
     pub data: Frozen,
     /// Scales of the blocks, where the elements are codes.
     pub scales: Option<Frozen>,
-    /// Number of rows.
+    /// Number of rows, the inputs of a layer.
     pub rows: usize,
-    /// Number of columns.
+    /// Number of columns, the outputs of a layer.
     pub cols: usize,
     /// Order of its elements in memory.
     pub layout: Layout,

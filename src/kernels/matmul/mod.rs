@@ -95,9 +95,9 @@ pub fn frozen_nt(x: View, w: Matrix, start: InitialValue, y: ViewMut, n: usize) 
 pub struct DenseShape {
     /// Rows n of x and y.
     pub n: usize,
-    /// Width of x.
+    /// Width of x, the columns of W.
     pub inputs: usize,
-    /// Width of y.
+    /// Width of y, the rows of W.
     pub outputs: usize,
 }
 
