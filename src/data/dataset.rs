@@ -313,7 +313,7 @@ pub fn load(
 /// The first file that is invalid, or a folder that cannot take the rows.
 pub(super) fn read_files(reader: &mut Reader, files: &[DataFile], options: &ReadOptions) -> Result<()> {
     let is_weighted = files.iter().any(|file| file.weight != 1.0);
-    reader.expect(files.iter().filter_map(|file| Some(fs::metadata(&file.path).ok()?.len())).sum());
+    reader.announce(files.iter().filter_map(|file| Some(fs::metadata(&file.path).ok()?.len())).sum());
     for file in files {
         let (from, kind) = file.open(options, reader.counter())?;
         reader.read(&file.name(), from, kind)?;
@@ -350,7 +350,7 @@ struct Fingerprint {
 }
 
 impl Fingerprint {
-    const TOGETHER: usize = 256 << 10;
+    const TOGETHER: usize = 1 << 20;
 
     fn new(rows: usize) -> Self {
         Self { hasher: blake3::Hasher::new(), bytes: (rows as u64).to_le_bytes().to_vec() }
@@ -362,7 +362,7 @@ impl Fingerprint {
         self.bytes.extend(row.targets.iter().flat_map(|target| target.to_le_bytes()));
         self.bytes.extend_from_slice(bytes_of(row.starts));
         if self.bytes.len() >= Self::TOGETHER {
-            self.hasher.update(&self.bytes);
+            self.hasher.update_rayon(&self.bytes);
             self.bytes.clear();
         }
     }

@@ -120,7 +120,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Announces that files of `bytes` bytes follow.
-    pub(super) fn expect(&mut self, bytes: u64) {
+    pub(super) fn announce(&mut self, bytes: u64) {
         self.expected = bytes;
     }
 

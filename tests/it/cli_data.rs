@@ -234,7 +234,7 @@ fn forms_and_keys_of_other_tools_are_read() {
     assert_eq!(result(alpaca), expected("template.jsonl", &pair(template, "5")));
     sandbox.write("own.csv", "Frage,Antwort,Nr\n2 + 2 =, 4,1\n");
     eval(&sandbox, "own.csv")
-        .refused(&["own.csv:2: has the columns \"Frage\", \"Antwort\", \"Nr\"", "--prompt-key"]);
+        .refused(&["own.csv:2: has the columns \"Antwort\", \"Frage\", \"Nr\"", "--prompt-key"]);
     assert_eq!(result(eval(&sandbox, "own.csv --prompt-key Frage --completion-key Antwort")), plain);
     eval(&sandbox, "own.csv --prompt-key frage --completion-key Antwort")
         .refused(&["\"frage\"", "--prompt-key"]);
