@@ -27,6 +27,7 @@ pub mod stream;
 pub mod survey;
 mod token_cache;
 pub mod tokenizer;
+pub mod turns;
 mod weights;
 mod zstd;
 
@@ -41,6 +42,7 @@ pub use statistics::RowStatistics;
 pub use store::Rows;
 pub use stream::DecodeStream;
 pub use tokenizer::Tokenizer;
+pub use turns::{Turn, prompt_of_turns, turns};
 
 /// Helpers shared by the tests of this folder.
 #[cfg(test)]

@@ -346,8 +346,9 @@ impl Writer {
     fn refused(&self, cause: &io::Error) -> Error {
         let folder = self.folder.as_deref().unwrap_or(Path::new("")).display();
         Error::failed(format!(
-            "{folder}: cannot take the file of tokenised rows: {cause}; free space there or {}",
-            if self.keep { "give --no-token-cache" } else { "choose another folder" }
+            "{folder}: cannot take the file of tokenised rows: {cause}; {}{}",
+            engraft_util::atomic::remedy(cause),
+            if self.keep { ", or give --no-token-cache" } else { "" }
         ))
     }
 }

@@ -44,14 +44,18 @@ struct Key {
 
 impl Key {
     fn here() -> Self {
-        let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         Self {
-            cpu: cpu_model(&cpuinfo),
+            cpu: cpu_name(),
             threads: rayon::current_num_threads(),
             level: dispatch_level().to_owned(),
             program: machine::program(),
         }
     }
+}
+
+/// The CPU's name, as the system tells it.
+pub fn cpu_name() -> String {
+    cpu_model(&fs::read_to_string("/proc/cpuinfo").unwrap_or_default())
 }
 
 /// The CPU's name: `model name` on x86, implementer and part on Arm.

@@ -1,7 +1,10 @@
 //! The commands of `engraft`, a file each.
 
+pub mod cache;
 pub mod data;
+pub mod doctor;
 pub mod eval;
 pub mod inspect;
 pub mod plan;
+pub mod push;
 pub mod train;
