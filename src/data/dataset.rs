@@ -22,6 +22,7 @@ const HOLD_OUT: u64 = 0x686f_6c64_6f75_7400;
 
 /// Counts of records and rows that were read, kept and left out.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct DataReport {
     /// Number of records read: raw records of a file, text files, or lines of text files.
     pub records: usize,
