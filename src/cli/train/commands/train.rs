@@ -16,7 +16,7 @@ use crate::{
         },
         train::{
             args::TrainArgs,
-            closing, config_file, layers,
+            closing, config_file, data_source, layers,
             report::{HumanReporter, JsonReporter, write_line},
             report_page, resolve,
         },
@@ -59,7 +59,9 @@ fn go(typed: TrainArgs, is_json: &mut bool) -> Result<()> {
     let environment = Environment::read()?;
     let cache = environment.cache().ok().map(Path::to_owned);
     let compute = Compute::open(args.compute.device, args.compute.precision)?;
-    let options = resolve::run_options(&args, resolve::machine(compute), cache)?;
+    let mut options = resolve::run_options(&args, resolve::machine(compute), cache)?;
+    options.data = data_source::fetched(options.data, &args.base, &environment)?;
+    options.eval_data = data_source::files(&options.eval_data, &args.base, &environment)?;
     open::threads(args.compute.threads)?;
     // Locked before the base is loaded: a second process is told at once.
     let folder = RunFolder::look(&output, options.resume)?;
