@@ -9,6 +9,7 @@ use std::{
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::output::{Loudness, is_at_least, write_note};
+use crate::data::{Progress, Watch};
 
 /// Where there is no bar, the first line comes after that time: what is done sooner needs none.
 const FIRST: Duration = Duration::from_secs(3);
@@ -123,12 +124,28 @@ impl Work {
     }
 }
 
-impl Drop for Work {
-    fn drop(&mut self) {
-        if let Some((Some(bar), _)) = &*open(&self.shown) {
+impl Work {
+    /// The work is done, or rests: nothing of it is shown any more.
+    pub fn end(&self) {
+        if let Some((Some(bar), _)) = open(&self.shown).take() {
             bar.finish_and_clear();
         }
     }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Shows the reading of data until all is read. Of what has no known end, as the standard input, nothing is shown.
+pub fn reading() -> Watch {
+    let work = Work::new("reading data");
+    Watch::new(move |Progress { done, total }| match done < total {
+        true => work.at(done, total),
+        false => work.end(),
+    })
 }
 
 #[cfg(test)]

@@ -14,6 +14,7 @@ use crate::{
         options::{
             BELOW_ONE, Check, FROM_ONE, OnResume, above_zero, from_zero, options, switch, unless, value,
         },
+        progress::reading,
         values::{
             FormatName, LayerList, MemoryName, Optimizer, Pattern, PrefixInit, RecomputeName, RowsName,
             ScheduleName, Switch, Warmup,
@@ -83,7 +84,7 @@ impl DataArgs {
             format: self.data_format.map(|name| name.0),
             standard_input: Some(|| Box::new(io::stdin())),
             token_cache: cache.filter(|_| self.no_token_cache != Some(true)).map(|cache| cache.join(TOKENS)),
-            ..ReadOptions::default()
+            watch: reading(),
         }
     }
 }
