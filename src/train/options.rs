@@ -4,6 +4,7 @@ use std::{collections::BTreeMap, path::PathBuf};
 
 use super::{AdapterOptions, Constraints, PrefixStart};
 use crate::{
+    data::ReadOptions,
     observe::machine::Machine,
     optim::{AdamWOptions, schedule::Schedule},
     plan::budget::Limit,
@@ -26,6 +27,8 @@ pub struct RunOptions {
     pub eval_data: Vec<PathBuf>,
     /// Part of the training rows that is held out instead, in (0, 1).
     pub eval_fraction: Option<f64>,
+    /// How data files are read.
+    pub read: ReadOptions,
     /// Longest row in tokens; `None`: 256, or what the base's positions leave.
     pub seq_len: Option<usize>,
     /// Whether a row holds several documents.

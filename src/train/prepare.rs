@@ -75,7 +75,7 @@ pub(super) fn prepare(
     let mut chosen = choose(options, base, past)?;
     let seq_len = row_limit(options.seq_len, Some(&chosen.set), base.config.positions)?;
     let rows = RowOptions { seq_len, prompt: chosen.set.prompt_len(), spool };
-    let (train, eval) = load_rows(options, base, tokenizer, rows)?;
+    let (mut train, mut eval) = load_rows(options, base, tokenizer, rows)?;
     let sampler = Sampler::new(train.rows.len(), options.seed, options.shuffle);
     let steps = match options.length {
         Length::Steps(steps) => steps,
@@ -83,6 +83,8 @@ pub(super) fn prepare(
     };
     let warmup = options.warmup.steps(steps);
     let mut hints = std::mem::take(&mut chosen.hints);
+    hints.append(&mut train.hints);
+    hints.extend(eval.iter_mut().flat_map(|eval| std::mem::take(&mut eval.hints)));
     if warmup >= steps {
         hints.push(format!(
             "--warmup {warmup}: the rate rises through all of {} and never falls; lower it",
@@ -144,6 +146,7 @@ fn load_rows(
         vocab: base.config.vocab,
         prompt: rows.prompt,
         spool: Some(rows.spool.to_owned()),
+        read: options.read.clone(),
     };
     let load = |source: &DataSource, split| load_split(source, split, tokenizer, &data_options);
     let train = load(&options.data, Split::Train)?;
@@ -183,15 +186,20 @@ pub fn load_split(
     match source {
         DataSource::Files(paths) => data::load(paths, split, tokenizer, options),
         DataSource::Embedded => {
-            let name = format!("the embedded {}.jsonl", split.stem());
-            let text = match split {
-                Split::Train => embedded::TRAIN_DATA,
-                Split::Valid => embedded::VALID_DATA,
-                Split::Test => embedded::TEST_DATA,
-            };
+            let (name, text) = embedded_text(split);
             data::load_text(&name, text, Kind::Jsonl, tokenizer, options)
         }
     }
+}
+
+/// A split of the embedded data, with a name for messages.
+pub fn embedded_text(split: Split) -> (String, &'static [u8]) {
+    let text = match split {
+        Split::Train => embedded::TRAIN_DATA,
+        Split::Valid => embedded::VALID_DATA,
+        Split::Test => embedded::TEST_DATA,
+    };
+    (format!("the embedded {}.jsonl", split.stem()), text)
 }
 
 /// The token that ends documents on this base.

@@ -57,6 +57,7 @@ fn options() -> RunOptions {
         data: DataSource::Embedded,
         eval_data: Vec::new(),
         eval_fraction: None,
+        read: Default::default(),
         seq_len: Some(64),
         pack: true,
         line_by_line: false,

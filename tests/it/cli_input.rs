@@ -82,7 +82,7 @@ fn files_that_are_missing_empty_or_something_else() {
     sandbox.write("empty.txt", "");
     sandbox.write("empty.jsonl", "");
     sandbox.write("binary.txt", [b'a', 0xff, 0xfe]);
-    sandbox.write("data.csv", "a,b\n");
+    sandbox.write("data.xlsx", "a,b\n");
     sandbox.write("broken.jsonl", "{\"text\": \"a\"}\n{\"text\": \n");
     sandbox.write("wrong.jsonl", "{\"txet\": \"a\"}\n");
     fs::create_dir(sandbox.path("folder")).unwrap();
@@ -91,7 +91,7 @@ fn files_that_are_missing_empty_or_something_else() {
     train("empty.txt").refused(&["empty.txt"]);
     train("empty.jsonl").refused(&["empty.jsonl"]);
     train("binary.txt").refused(&["binary.txt", "UTF-8"]);
-    train("data.csv").refused(&["data.csv", ".csv"]);
+    train("data.xlsx").refused(&["data.xlsx", ".xlsx files are not read"]);
     train("broken.jsonl").refused(&["broken.jsonl", "2"]);
     train("wrong.jsonl").refused(&["wrong.jsonl", "1"]);
     train("folder").refused(&["folder", "train.txt"]);

@@ -9,6 +9,7 @@ mod by_hand;
 mod candle_twins;
 mod cli;
 mod cli_config;
+mod cli_data;
 mod cli_input;
 mod cli_support;
 mod decoder;

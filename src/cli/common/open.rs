@@ -1,6 +1,9 @@
 //! From a name to a base in memory, with its tokenizer.
 
-use std::{path::Path, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use super::{
     args::BaseArgs,
@@ -105,7 +108,7 @@ pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute, stream
     };
     let name = args.base.as_deref().unwrap_or(EMBEDDED);
     let cache = if source == BaseSource::Embedded { Path::new("") } else { environment.cache()? };
-    let work = Work::new("reading the base, once");
+    let work = Work::new("reading the base for the first time");
     let loaded = Base::load_with(&source, name, cache, dtype, &|done, total| work.at(done, total))?;
     drop(work);
     let Compute { device, activations } = compute;
@@ -119,6 +122,50 @@ pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute, stream
         tokenizer.check_vocabulary(base.config.vocab)?;
     }
     Ok(Opened { base: Arc::new(base), tokenizer })
+}
+
+/// A folder with the config and the tokenizer of the base that `args` name; of a model of the hub without weights.
+///
+/// # Errors
+/// When it cannot be found or downloaded.
+pub fn tokenizer_folder(name: &str, args: &BaseArgs, environment: &Environment) -> Result<PathBuf> {
+    let options = hub_options(Path::new(name), args.revision.as_deref(), args, environment)?;
+    let download = Download::new();
+    hub::tokenizer(name, &options, &|progress| download.show(&progress))
+}
+
+/// What begins the name of a data file on the hub.
+pub const HUB: &str = "hub:";
+
+/// Whether `path` is the name of a file on the hub: `hub:owner/name/file`, perhaps with a weight.
+pub fn is_on_hub(path: &Path) -> bool {
+    path.to_str().is_some_and(|text| text.starts_with(HUB)) && !path.exists()
+}
+
+/// `path`, or where the file of the hub that it names is in the cache; a weight after the name stays.
+///
+/// # Errors
+/// When it cannot be found or downloaded.
+pub fn data_file(path: &Path, offline: bool, environment: &Environment) -> Result<PathBuf> {
+    let Some(name) = path.to_str().and_then(|text| text.strip_prefix(HUB)).filter(|_| is_on_hub(path)) else {
+        return Ok(path.to_owned());
+    };
+    let (name, weight) = match name.rsplit_once(':') {
+        Some((name, weight)) if weight.parse::<f64>().is_ok() => (name, format!(":{weight}")),
+        _ => (name, String::new()),
+    };
+    let mut parts = name.splitn(3, '/');
+    let (Some(owner), Some(set), Some(file)) = (parts.next(), parts.next(), parts.next()) else {
+        return Err(Error::input(format!("{}: names no file; give hub:owner/name/file", path.display())));
+    };
+    let (set, revision) = set.split_once('@').map_or((set, None), |(set, revision)| (set, Some(revision)));
+    let options = environment.hub(revision, offline)?;
+    let download = Download::new();
+    let found =
+        hub::data_file(&format!("{owner}/{set}"), file, &options, &|progress| download.show(&progress))?;
+    let mut found = found.into_os_string();
+    found.push(weight);
+    Ok(found.into())
 }
 
 /// How to reach the hub; a folder that exists needs no cache for downloads.

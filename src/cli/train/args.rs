@@ -1,6 +1,9 @@
 //! The options of `engraft train`, one definition each.
 
-use std::path::PathBuf;
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
 
 use engraft_adapters::{Kinds, LoraSpec, PrefixSpec, Targets};
 use serde::{Deserialize, Serialize};
@@ -11,11 +14,13 @@ use crate::{
         options::{
             BELOW_ONE, Check, FROM_ONE, OnResume, above_zero, from_zero, options, switch, unless, value,
         },
+        progress::reading,
         values::{
-            LayerList, MemoryName, Optimizer, Pattern, PrefixInit, RecomputeName, RowsName, ScheduleName,
-            Switch, Warmup,
+            FormatName, LayerList, MemoryName, Optimizer, Pattern, PrefixInit, RecomputeName, RowsName,
+            ScheduleName, Switch, Warmup,
         },
     },
+    data::{Keys, ReadOptions},
     optim::AdamWOptions,
     plan::budget::Limit,
     train::AdapterOptions,
@@ -28,9 +33,21 @@ options! {
     DataArgs {}
 
     "Data" {
-        /// .txt or .jsonl file, or folder with train.*, perhaps valid.* and test.*; repeatable
+        /// Files (.txt, .jsonl, .json, .csv or .tsv, also with .gz or .zst), folders with train.*, perhaps valid.* and
+        /// test.*, patterns, or - for the standard input; FILE:2 takes its rows twice; repeatable
+        #[arg(num_args = 1..)]
         data: Vec<PathBuf> =>
             value("PATH").otherwise("the embedded data").on_resume(OnResume::OwnRule).basic();
+        /// Format of all data files: txt, jsonl, json, csv or tsv
+        data_format: FormatName => value("NAME").otherwise("told by each file's extension");
+        /// Key or column of the prompts, where it is not prompt
+        prompt_key: String => value("KEY").excludes("text-key");
+        /// Key or column of the completions, where it is not completion
+        completion_key: String => value("KEY").excludes("text-key");
+        /// Key or column of the texts, where it is not text
+        text_key: String => value("KEY");
+        /// Tokenize anew, and keep no tokenised rows in the cache
+        no_token_cache: bool => switch().on_resume(OnResume::Free);
         /// A .txt file is one document per line instead of one document
         line_by_line: bool => switch();
         /// Count the loss on prompts too, not only on completions
@@ -47,10 +64,28 @@ options! {
     }
 }
 
+/// Folder of tokenised rows in the cache.
+const TOKENS: &str = "tokens";
+
 impl DataArgs {
     /// Whether a row holds several documents.
     pub fn packs(&self) -> bool {
         self.pack.unwrap_or(self.no_pack != Some(true))
+    }
+
+    /// How files are read, with tokens kept in the folder `cache`.
+    pub fn read_options(&self, cache: Option<&Path>) -> ReadOptions {
+        ReadOptions {
+            keys: Keys {
+                prompt: self.prompt_key.clone(),
+                completion: self.completion_key.clone(),
+                text: self.text_key.clone(),
+            },
+            format: self.data_format.map(|name| name.0),
+            standard_input: Some(|| Box::new(io::stdin())),
+            token_cache: cache.filter(|_| self.no_token_cache != Some(true)).map(|cache| cache.join(TOKENS)),
+            watch: reading(),
+        }
     }
 }
 
@@ -91,6 +126,7 @@ options! {
 
     "Data" {
         /// Held-out data; repeatable
+        #[arg(num_args = 1..)]
         eval_data: Vec<PathBuf> => value("PATH").on_resume(OnResume::Free).basic();
         /// Hold out this part of the training rows
         eval_fraction: f64 => value("F").excludes("eval-data").basic().check(Check {

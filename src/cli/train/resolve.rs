@@ -38,6 +38,7 @@ pub fn run_options(args: &TrainArgs, machine: Machine, cache: Option<PathBuf>) -
         data: data.data.clone().map_or(DataSource::Embedded, DataSource::Files),
         eval_data: args.eval_data.clone().unwrap_or_default(),
         eval_fraction: args.eval_fraction,
+        read: data.read_options(cache.as_deref()),
         seq_len: data.seq_len,
         pack: data.packs(),
         line_by_line: data.line_by_line == Some(true),

@@ -4,6 +4,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use crate::data::Split;
+
 /// The value of `--schedule`: the learning rate after warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -61,6 +63,17 @@ pub enum SplitName {
     Valid,
     /// The file `test.*`.
     Test,
+}
+
+impl SplitName {
+    /// The split of that name.
+    pub fn split(self) -> Split {
+        match self {
+            Self::Train => Split::Train,
+            Self::Valid => Split::Valid,
+            Self::Test => Split::Test,
+        }
+    }
 }
 
 /// The value of `--input-ids`: token ids between commas, `15496,995`.

@@ -15,7 +15,7 @@ use crate::{
             output::{count_of, write_json, write_note, write_out},
             values::Precision,
         },
-        train::{args::TrainArgs, layers, resolve},
+        train::{args::TrainArgs, data_source, layers, resolve},
     },
     data::{DataOptions, Dataset, Split, Tokenizer},
     embedded,
@@ -46,7 +46,9 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     let base_dtype = args.base.base_dtype().kept();
     // Before anything else is said.
     check_weights(kind, base_dtype)?;
-    let options = resolve::run_options(&args, resolve::machine(Compute::CPU), cache)?;
+    let mut options = resolve::run_options(&args, resolve::machine(Compute::CPU), cache)?;
+    options.data = data_source::fetched(options.data, &args.base, &environment)?;
+    options.eval_data = data_source::files(&options.eval_data, &args.base, &environment)?;
     if let Some(precision) = args.compute.precision {
         open::hint_at_f32(kind, precision.activations());
     }
@@ -139,6 +141,7 @@ fn rows(
         vocab: base.config.vocab,
         prompt,
         spool: environment.cache().ok().filter(|cache| cache.is_dir()).map(Path::to_owned),
+        read: options.read.clone(),
     };
     let longest = |source: &DataSource, split| {
         run::load_split(source, split, tokenizer, &data_options).map(|data: Dataset| data.longest())

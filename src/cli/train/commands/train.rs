@@ -16,7 +16,7 @@ use crate::{
         },
         train::{
             args::TrainArgs,
-            closing, config_file, layers,
+            closing, config_file, data_source, layers,
             report::{HumanReporter, JsonReporter, write_line},
             report_page, resolve,
         },
@@ -59,13 +59,16 @@ fn go(typed: TrainArgs, is_json: &mut bool) -> Result<()> {
     let environment = Environment::read()?;
     let cache = environment.cache().ok().map(Path::to_owned);
     let compute = Compute::open(args.compute.device, args.compute.precision)?;
-    let options = resolve::run_options(&args, resolve::machine(compute), cache)?;
+    let mut options = resolve::run_options(&args, resolve::machine(compute), cache)?;
+    options.data = data_source::fetched(options.data, &args.base, &environment)?;
+    options.eval_data = data_source::files(&options.eval_data, &args.base, &environment)?;
     open::threads(args.compute.threads)?;
     // Locked before the base is loaded: a second process is told at once.
     let folder = RunFolder::look(&output, options.resume)?;
     let opened = open::base(&args.base, &environment, compute, options.constraints.stream == Some(true))?;
     let json = *is_json;
     let reporter: Box<dyn Reporter> = if json {
+        options.read.watch = JsonReporter::reading();
         Box::new(JsonReporter::new())
     } else {
         // A run that goes on has its precision.
@@ -74,10 +77,12 @@ fn go(typed: TrainArgs, is_json: &mut bool) -> Result<()> {
             .then(|| open::faster_in_bf16(kind, args.compute.precision, args.base.base_dtype))
             .flatten();
         let hints = own_data_on_embedded_base(&args).into_iter().chain(faster).collect();
-        Box::new(HumanReporter::new(args.log_every(), hints))
+        let reporter = HumanReporter::new(args.log_every(), hints);
+        options.read.watch = reporter.reading();
+        Box::new(reporter)
     };
     let (base, tokenizer) = (&opened.base, opened.tokenizer.as_ref());
-    let mut reporter = Watch { reporter, has_begun: false };
+    let mut reporter = Begun { reporter, has_begun: false };
     let finished = train::run(&options, base, tokenizer, folder, &mut reporter, signals::watch());
     let has_begun = reporter.has_begun;
     // Ends a bar before anything else is printed.
@@ -101,12 +106,12 @@ fn go(typed: TrainArgs, is_json: &mut bool) -> Result<()> {
 }
 
 /// Passes events on, and knows whether the run began.
-struct Watch {
+struct Begun {
     reporter: Box<dyn Reporter>,
     has_begun: bool,
 }
 
-impl Reporter for Watch {
+impl Reporter for Begun {
     fn event(&mut self, event: &Event<'_>) -> Result<()> {
         self.has_begun |= matches!(event, Event::Start(_));
         self.reporter.event(event)
