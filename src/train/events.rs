@@ -31,6 +31,8 @@ pub enum Event<'a> {
     Sample(&'a Sample),
     /// A save is on disk.
     Saved(&'a Path),
+    /// The run was asked to stop, and everything to go on from is on disk.
+    Interrupted(&'a Interrupted),
     /// The adapter is on disk and the run is over.
     Done(&'a Done),
 }
@@ -110,6 +112,19 @@ pub struct Sample {
     pub prompt: String,
     /// The text that follows.
     pub text: String,
+}
+
+/// A run that was asked to stop.
+#[derive(Debug)]
+pub struct Interrupted {
+    /// Number of steps done.
+    pub step: u64,
+    /// Steps of the whole run.
+    pub steps: u64,
+    /// Path of the adapter's folder.
+    pub adapter: PathBuf,
+    /// Path of the save.
+    pub save: PathBuf,
 }
 
 /// Bytes of heap and arenas at their peak.

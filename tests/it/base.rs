@@ -134,7 +134,7 @@ fn fp16_is_mapped_in_place_and_others_are_converted_once() {
     let cache = tempfile::tempdir().unwrap();
     let half = folder(&values, Dtype::F16);
     load(half.path(), cache.path()).unwrap();
-    assert_eq!(files(cache.path()), ["fingerprint"]);
+    assert_eq!(files(cache.path()), [".lock", "fingerprint"]);
 
     let cache = tempfile::tempdir().unwrap();
     let wide = folder(&values, Dtype::F32);

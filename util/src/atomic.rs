@@ -13,6 +13,8 @@ use std::{
 
 use tempfile::{Builder, TempDir};
 
+use crate::unfinished;
+
 /// A file or folder that cannot be written. The message is a sentence for the user.
 #[derive(Debug, thiserror::Error)]
 #[error("{}: cannot be written: {cause}; free space or choose another folder", .path.display())]
@@ -54,10 +56,24 @@ pub fn write_with(path: &Path, fill: impl FnOnce(&mut dyn Write) -> io::Result<(
 
 fn replace_file(path: &Path, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
     let folder = parent(path);
-    let temporary = builder(0o666).tempfile_in(&folder)?;
+    let (temporary, _unfinished) =
+        unfinished::file(|| builder(0o666).tempfile_in(&folder), |made| made.path().to_owned())?;
     write_and_sync(temporary.as_file(), fill)?;
     temporary.persist(path).map_err(|error| error.error)?;
     sync_folder(&folder)
+}
+
+/// Whether [`write()`] could put a file at `path` now.
+///
+/// # Errors
+/// [`WriteError`] when `path` is a folder, its own folder is missing, or one may not write there.
+pub fn check(path: &Path) -> Result<()> {
+    let failed = |cause| WriteError::new(path, cause);
+    if path.is_dir() {
+        return Err(failed(io::Error::from(io::ErrorKind::IsADirectory)));
+    }
+    let make = || builder(0o666).tempfile_in(parent(path));
+    unfinished::file(make, |made| made.path().to_owned()).map(drop).map_err(failed)
 }
 
 /// Creates a new file, lets `fill` write it, and syncs it. Not atomic: for folders not yet in place.
@@ -205,6 +221,19 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let error = write(&folder.path().join("none/file"), b"x").unwrap_err();
         assert!(error.path.ends_with("none/file"));
+    }
+
+    #[test]
+    fn a_place_is_checked_and_left_as_it_was() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        write(&at("old"), b"old").unwrap();
+        fs::create_dir(at("folder")).unwrap();
+        assert!(check(&at("new")).is_ok() && check(&at("old")).is_ok());
+        assert!(check(&at("none/new")).unwrap_err().path.ends_with("none/new"));
+        assert_eq!(check(&at("folder")).unwrap_err().cause.kind(), io::ErrorKind::IsADirectory);
+        assert_eq!(names(folder.path()), ["folder", "old"]);
+        assert_eq!(fs::read(at("old")).unwrap(), b"old");
     }
 
     #[cfg(unix)]

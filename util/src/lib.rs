@@ -1,8 +1,12 @@
 //! Helpers that engraft's crates share, independent of adapters, models and devices: files that are
-//! replaced as a whole, headers of tensor files, the counter-based random numbers, the number types of reference maths.
+//! replaced as a whole, panics that are caught, paths that are removed when a program stops early, words of shell commands, headers of
+//! tensor files, the counter-based random numbers, the number types of reference maths.
 
 pub mod atomic;
+pub mod panics;
 pub mod real;
 pub mod rng;
 pub mod safetensors;
 pub mod shards;
+pub mod shell;
+pub mod unfinished;

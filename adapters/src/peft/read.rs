@@ -8,7 +8,7 @@ use super::{
     folders,
     tensors::{TensorFile, is_readable},
 };
-use crate::{AdapterSet, AdapterSpec, BaseDescription, Error, Problem, Result, methods};
+use crate::{AdapterSet, AdapterSpec, BaseDescription, Error, Problem, Result, error::short, methods};
 
 /// An adapter, read and found to fit.
 #[derive(Debug)]
@@ -163,10 +163,14 @@ fn check_base(source: &Source, base: &BaseDescription, findings: &mut Findings) 
     match (source.tensors.metadata(META_FINGERPRINT), base.fingerprint.as_deref()) {
         (Some(found), Some(expected)) if found != expected => {
             if findings.allow_base_mismatch {
-                findings.hints.push(format!(
-                    "the adapter was made for a base with fingerprint {found} ({named}), not {expected} ({})",
-                    base.name
-                ));
+                let (found, expected) = (short(found), short(expected));
+                findings.hints.push(if named == base.name {
+                    format!(
+                        "the adapter was made for other weights of {named}, {found}, not these, {expected}"
+                    )
+                } else {
+                    format!("the adapter was made for {named} ({found}), not for {} ({expected})", base.name)
+                });
             } else {
                 let (found, expected) = (found.to_owned(), expected.to_owned());
                 findings.problems.push(Problem::Base { found, expected });
@@ -175,10 +179,13 @@ fn check_base(source: &Source, base: &BaseDescription, findings: &mut Findings) 
         (Some(_), Some(_)) => {}
         (found, _) => {
             let who = if found.is_none() { "adapter" } else { "base" };
+            let names = if named == base.name {
+                format!("both name {named}")
+            } else {
+                format!("the adapter names base {named}, this is {}", base.name)
+            };
             findings.hints.push(format!(
-                "the {who} carries no base fingerprint, so that nothing but shapes was compared \
-                 (the adapter names base {named}, this is {})",
-                base.name
+                "the {who} carries no base fingerprint, so that nothing but shapes was compared ({names})"
             ));
         }
     }

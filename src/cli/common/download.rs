@@ -1,13 +1,10 @@
 //! Shows the progress of downloads.
 
-use std::{
-    cell::RefCell,
-    io::{self, IsTerminal},
-};
+use std::cell::RefCell;
 
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 
-use super::output::write_note;
+use super::{bar, output::write_note};
 use crate::hub::Progress;
 
 /// Downloads in progress, on stderr: a bar on a terminal, else a line for each file.
@@ -35,12 +32,12 @@ impl Download {
     }
 
     fn begin(&self, progress: &Progress) -> Option<ProgressBar> {
-        if !io::stderr().is_terminal() {
+        if !bar::is_possible() {
             write_note(&format!("fetching {} ({})", progress.file, HumanBytes(progress.total)));
             return None;
         }
         let style = "{msg}  {bar:32} {bytes}/{total_bytes}  {eta} left";
         let style = ProgressStyle::with_template(style).unwrap_or_else(|_| ProgressStyle::default_bar());
-        Some(ProgressBar::new(progress.total).with_style(style).with_message(progress.file.clone()))
+        Some(bar::new().with_style(style).with_message(progress.file.clone()))
     }
 }

@@ -1,8 +1,10 @@
 //! Code that both programs use: options and their values, the environment, signals, opening a base, output.
 
 pub mod args;
+pub mod bar;
 pub mod download;
 pub mod environment;
+mod failure;
 pub mod open;
 pub mod options;
 pub mod output;

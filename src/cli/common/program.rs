@@ -12,6 +12,7 @@ use clap::{
 };
 
 use super::{
+    failure,
     options::Facts,
     output::{write_note, write_out},
 };
@@ -24,6 +25,7 @@ use crate::error::{Error, Result};
 /// # Errors
 /// When it cannot be understood, or the help cannot be written.
 pub fn parse<P: Parser>(options: fn(&str) -> Vec<Facts>) -> Result<Option<P>> {
+    failure::install();
     match P::try_parse() {
         Ok(program) => Ok(Some(program)),
         Err(usage) if usage.use_stderr() => {

@@ -1,6 +1,7 @@
 //! After a training run: a prompt before and after it, the adapter's folder, the command that uses it.
 
 use engraft_adapters::peft;
+use engraft_util::shell;
 
 use crate::{
     cli::common::{
@@ -26,13 +27,13 @@ pub fn show(finished: &Finished, opened: &Opened, base: Option<&str>) -> Result<
     if let Some(prompt) = &prompt {
         show_samples(finished, opened, prompt)?;
     }
-    let mut base = base.map_or(String::new(), |base| format!(" --base {}", quoted(base)));
+    let mut base = base.map_or(String::new(), |base| format!(" --base {}", shell::word(base)));
     if opened.base.dtype != BaseDType::default() {
         base += &format!(" --base-dtype {}", opened.base.dtype.name());
     }
     let adapter = finished.adapter.display().to_string();
     let input = match prompt {
-        Some(prompt) => format!("--prompt {}", quoted(&prompt)),
+        Some(prompt) => format!("--prompt {}", shell::word(&prompt)),
         None => {
             let ids: Vec<String> = finished.prompt.iter().map(u32::to_string).collect();
             format!("--input-ids {}", ids.join(","))
@@ -40,8 +41,8 @@ pub fn show(finished: &Finished, opened: &Opened, base: Option<&str>) -> Result<
     };
     write_out(&format!(
         "adapter: {adapter}\ntry it: {} generate{base} --adapter {} --temperature 0 {input}\n",
-        quoted(&infer()),
-        quoted(&adapter)
+        shell::word(&infer()),
+        shell::word(&adapter)
     ))
 }
 
@@ -67,26 +68,4 @@ fn infer() -> String {
     let here = std::env::current_dir().ok();
     let short = here.as_deref().and_then(|here| program.strip_prefix(here).ok()).unwrap_or(&program);
     short.display().to_string()
-}
-
-/// `text` as one word of a shell command.
-fn quoted(text: &str) -> String {
-    let plain = |c: char| c.is_alphanumeric() || "/._-+=:@".contains(c);
-    if !text.is_empty() && text.chars().all(plain) {
-        text.to_owned()
-    } else {
-        format!("'{}'", text.replace('\'', r"'\''"))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn commands_can_be_pasted() {
-        assert_eq!(quoted("runs/a-2/adapter"), "runs/a-2/adapter");
-        assert_eq!(quoted("my run's"), r"'my run'\''s'");
-        assert_eq!(quoted(""), "''");
-    }
 }

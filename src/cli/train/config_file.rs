@@ -10,6 +10,7 @@ use super::args::TrainArgs;
 use crate::{
     cli::common::options::Options,
     error::{Error, Result},
+    train::folder::MARKER,
 };
 
 /// The options in the file at `path`.
@@ -30,7 +31,9 @@ pub fn read(path: &Path) -> Result<TrainArgs> {
 /// As [`read`].
 pub fn parse(text: &str, name: &str) -> Result<TrainArgs> {
     let table: Table = toml::from_str(text).map_err(|cause| damaged(name, text, &cause))?;
-    let known = option_names();
+    let mut known = option_names();
+    // Of a run folder's config: it says who wrote it.
+    known.push(MARKER.to_owned());
     let unknown: Vec<&str> =
         table.keys().map(String::as_str).filter(|key| !known.iter().any(|name| name == key)).collect();
     if !unknown.is_empty() {

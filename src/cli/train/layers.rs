@@ -9,6 +9,7 @@ use super::{args::TrainArgs, config_file};
 use crate::{
     cli::common::options::{Facts, OnResume, Options, Part},
     error::{Error, Result},
+    train::folder::MARKER,
 };
 
 /// Joins layers of options, the first one winning.
@@ -87,6 +88,7 @@ pub fn written(args: &TrainArgs) -> Result<String> {
         .iter()
         .filter(|facts| of_the_call(facts))
         .for_each(|facts| drop(table.remove(&facts.name)));
+    table.insert(MARKER.to_owned(), env!("CARGO_PKG_VERSION").into());
     let text = toml::to_string(&table).map_err(|cause| {
         Error::input(format!("an option cannot be written to config.toml: {cause}; change it"))
     })?;

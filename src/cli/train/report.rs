@@ -1,15 +1,15 @@
 //! Prints the events of a run: lines and a progress bar for people, or one JSON object per line.
 
-use std::{
-    io::{self, IsTerminal},
-    time::Duration,
-};
+use std::time::Duration;
 
 use indicatif::{HumanCount, ProgressBar, ProgressStyle};
 use serde_json::json;
 
 use crate::{
-    cli::common::output::{count, one_line, write_json, write_note, write_out},
+    cli::common::{
+        bar,
+        output::{count, one_line, write_json, write_note, write_out},
+    },
     cli::train::table,
     error::Result,
     plan::{Selection, size},
@@ -49,6 +49,10 @@ impl Reporter for JsonReporter {
             Event::Sample(sample) => write_json(&json!({
                 "event": "sample", "step": sample.step, "prompt": sample.prompt, "text": sample.text,
             })),
+            Event::Interrupted(at) => write_json(&json!({
+                "event": "interrupted", "step": at.step, "steps": at.steps,
+                "adapter": at.adapter.display().to_string(), "save": at.save.display().to_string(),
+            })),
             Event::Done(done) => write_json(&json!({
                 "event": "done", "step": done.step, "adapter": done.adapter.display().to_string(),
                 "peak_bytes": done.peak_bytes, "measured_bytes": done.measured_bytes,
@@ -72,7 +76,7 @@ pub struct HumanReporter {
 impl HumanReporter {
     /// A reporter that shows a bar if stderr is a terminal, else a line every `log_every` steps.
     pub fn new(log_every: u64, hints: Vec<&'static str>) -> Self {
-        let bar = io::stderr().is_terminal().then(ProgressBar::no_length);
+        let bar = bar::is_possible().then(bar::new);
         Self { log_every, hints, bar }
     }
 
@@ -191,6 +195,7 @@ impl Reporter for HumanReporter {
             Event::Saved(_) => {}
             Event::Eval(eval) => return self.eval(eval),
             Event::Sample(sample) => return self.sample(sample),
+            Event::Interrupted(_) => {}
             Event::Done(done) => return self.done(done),
         }
         Ok(())

@@ -14,7 +14,7 @@ pub fn whole(selection: &Selection<PlanConfig>) -> String {
     let plan = &selection.chosen.plan;
     let mut lines =
         vec![["role", "what", "shape", "type", "count", "bytes", "place", "needed for"].map(str::to_owned)];
-    lines.extend(plan.rows.iter().map(|row| {
+    lines.extend(roles(plan).into_iter().flat_map(|role| of_role(plan, role)).map(|row| {
         [
             row.role.to_owned(),
             row.name.clone(),
@@ -33,11 +33,9 @@ pub fn whole(selection: &Selection<PlanConfig>) -> String {
 /// One line for each role, the choice, and the most telling alternatives.
 pub fn short(selection: &Selection<PlanConfig>) -> String {
     let plan = &selection.chosen.plan;
-    let mut roles: Vec<&str> = plan.rows.iter().map(|row| row.role).collect();
-    roles.dedup();
     let mut lines = Vec::new();
-    for role in roles {
-        let of_role = || plan.rows.iter().filter(|row| row.role == role);
+    for role in roles(plan) {
+        let of_role = || of_role(plan, role);
         let bytes: u64 = of_role().map(Row::most_resident).sum();
         let disk: u64 = of_role().filter(|row| row.place == Placement::Disk).map(|row| row.bytes).sum();
         let on_disk = if disk > 0 { format!("and {} in a file", size(disk)) } else { String::new() };
@@ -46,6 +44,21 @@ pub fn short(selection: &Selection<PlanConfig>) -> String {
         lines.push([format!("         {role}"), what, size(bytes), on_disk]);
     }
     format!("{}\n{}", aligned(&lines, &[2]), summary(selection, 4))
+}
+
+/// The roles of the rows in the order of the plan, each once: rows of a role need not be neighbours.
+fn roles(plan: &Plan<PlanConfig>) -> Vec<&'static str> {
+    let mut roles = Vec::new();
+    for row in &plan.rows {
+        if !roles.contains(&row.role) {
+            roles.push(row.role);
+        }
+    }
+    roles
+}
+
+fn of_role<'a>(plan: &'a Plan<PlanConfig>, role: &'a str) -> impl Iterator<Item = &'a Row> {
+    plan.rows.iter().filter(move |row| row.role == role)
 }
 
 /// The choice, its memory and time, and up to `most` alternatives.

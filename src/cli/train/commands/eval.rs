@@ -12,7 +12,7 @@ use crate::{
             environment::Environment,
             open::{self, Compute},
             options::{FROM_ONE, Options, options, switch, value},
-            output::{count, write_json, write_out},
+            output::{count, write_json, write_note, write_out},
             signals,
             values::SplitName,
         },
@@ -72,6 +72,11 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         prompt: set.map_or(0, AdapterSet::prompt_len),
         spool: environment.cache().ok().map(Path::to_owned),
     };
+    if args.data.data.is_none() && args.base.base.is_some() {
+        write_note(
+            "hint: without --data this is the loss on the embedded example data; name your own with --data",
+        );
+    }
     let source = args.data.data.clone().map_or(DataSource::Embedded, DataSource::Files);
     let data = train::load_split(&source, split(args.split()), opened.tokenizer.as_ref(), &options)?;
     let limits = Limits { rows: args.micro_batch().min(data.rows.len()), tokens: data.longest() };

@@ -47,6 +47,7 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     // Before anything else is said.
     check_weights(kind, base_dtype)?;
     let options = resolve::run_options(&args, resolve::machine(Compute::CPU), cache)?;
+    resolve::check_data(&options)?;
     if let Some(precision) = args.compute.precision {
         open::hint_at_f32(kind, precision.activations());
     }

@@ -9,6 +9,7 @@ use crate::{
         common::{
             environment::Environment,
             open::{self, Compute},
+            output::write_note,
             signals,
         },
         train::{
@@ -20,7 +21,8 @@ use crate::{
     },
     embedded,
     error::{Error, Result},
-    train::{self, Reporter, RunFolder, folder},
+    observe::trace,
+    train::{self, Event, Reporter, RunFolder, folder, save},
 };
 
 /// Runs `engraft train`.
@@ -29,19 +31,25 @@ use crate::{
 /// The errors of [`train::run`].
 pub fn run(typed: TrainArgs) -> Result<()> {
     signals::install()?;
+    signals::end_at_once("interrupted before the first step; run the command again");
     let mut args = joined(typed)?;
     args.base.base = args.base.base.as_deref().map(layers::base_name).transpose()?;
-    let output = match &args.output {
-        Some(output) => output.clone(),
-        None => resolve::default_output(&args),
-    };
     let environment = Environment::read()?;
     let cache = environment.cache().ok().map(Path::to_owned);
     let compute = Compute::open(args.compute.device, args.compute.precision)?;
     let options = resolve::run_options(&args, resolve::machine(compute), cache)?;
+    resolve::refuse_missing_data(&args)?;
+    resolve::check_data(&options)?;
     open::threads(args.compute.threads)?;
-    // Locked before the base is loaded: a second process is told at once.
-    let folder = RunFolder::look(&output, options.resume)?;
+    // Made and locked before anything is read: what cannot be written is told at once, and two processes never
+    // get the same folder.
+    let folder = match &args.output {
+        Some(output) => RunFolder::look(output, options.resume)?,
+        None => RunFolder::first_free("runs".as_ref(), &resolve::default_name(&args))?,
+    };
+    if let Some(path) = &options.memory_trace {
+        trace::check(path)?;
+    }
     let opened = open::base(&args.base, &environment, compute, options.constraints.stream == Some(true))?;
     let json = args.json == Some(true);
     let mut reporter: Box<dyn Reporter> = if json {
@@ -56,8 +64,23 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         Box::new(HumanReporter::new(args.log_every(), hints))
     };
     let (base, tokenizer) = (&opened.base, opened.tokenizer.as_ref());
-    let finished = train::run(&options, base, tokenizer, folder, reporter.as_mut(), signals::watch())?;
+    let mut reporter = Begun(reporter.as_mut());
+    let finished = train::run(&options, base, tokenizer, folder, &mut reporter, signals::flag());
+    signals::end_at_once("interrupted; the adapter is written");
+    let finished = finished?;
     if json { Ok(()) } else { closing::show(&finished, &opened, args.base.base.as_deref()) }
+}
+
+/// Has signals ask the loop to stop, from the event on that tells of its beginning.
+struct Begun<'a>(&'a mut dyn Reporter);
+
+impl Reporter for Begun<'_> {
+    fn event(&mut self, event: &Event<'_>) -> Result<()> {
+        if matches!(event, Event::Start(_)) {
+            signals::watch();
+        }
+        self.0.event(event)
+    }
 }
 
 /// The hint for a run of the embedded base on the user's own data.
@@ -79,7 +102,7 @@ pub(super) fn joined(typed: TrainArgs) -> Result<TrainArgs> {
             .output
             .as_deref()
             .ok_or_else(|| Error::input("--resume: needs to know the run; name its folder with --output"))?;
-        layers.extend(of_run_folder(output)?);
+        layers.push(of_run_folder(output)?);
     }
     let so_far = layers::join(&layers)?;
     if so_far.base.base.is_none() && so_far.data.data.is_none() {
@@ -90,8 +113,23 @@ pub(super) fn joined(typed: TrainArgs) -> Result<TrainArgs> {
     Ok(layers::with_defaults(layers::join(&layers)?))
 }
 
-/// The options of the run in `output`, if one has begun there.
-fn of_run_folder(output: &Path) -> Result<Option<TrainArgs>> {
+/// The options of the run in `output`, from its config, or where that is gone from its newest save.
+fn of_run_folder(output: &Path) -> Result<TrainArgs> {
+    folder::check_run(output)?;
     let path = folder::config_path(output);
-    if path.exists() { config_file::read(&path).map(Some) } else { Ok(None) }
+    if path.exists() {
+        return config_file::read(&path);
+    }
+    write_note(&format!(
+        "hint: {} is missing; the options are those of the newest save, name --base and --data if the run had them",
+        path.display()
+    ));
+    match save::newest(&folder::saves(output))? {
+        None => Ok(TrainArgs::default()),
+        Some((save, _)) => {
+            let options = save.info.options.iter().map(|(name, value)| format!("{name} = {value}\n"));
+            let text: String = options.chain([format!("steps = {}\n", save.info.steps)]).collect();
+            config_file::parse(&text, &format!("the newest save of {}", output.display()))
+        }
+    }
 }
