@@ -5,6 +5,8 @@
 
 use std::{fmt, io, path::Path};
 
+use engraft_util::atomic;
+
 /// `Result` with the library's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -51,7 +53,7 @@ impl Error {
     /// A user's file that cannot be read: [`Error::Input`] with the path, the cause and a remedy.
     pub fn reading(path: &Path, cause: &io::Error) -> Self {
         let remedy = match cause.kind() {
-            _ if is_limit(cause) => "raise the limit of open files (`ulimit -n`)",
+            _ if atomic::is_limit(cause) => "raise the limit of open files (`ulimit -n`)",
             io::ErrorKind::NotFound => "check the path",
             io::ErrorKind::PermissionDenied => "check its permissions",
             _ => "check the file",
@@ -61,16 +63,7 @@ impl Error {
 
     /// A file of ours that cannot be written: [`Error::Failed`] with the path and the cause.
     pub fn writing(path: &Path, cause: &io::Error) -> Self {
-        if is_limit(cause) {
-            return Self::failed(format!(
-                "{}: cannot be written: {cause}; raise the limit of open files (`ulimit -n`)",
-                path.display()
-            ));
-        }
-        Self::failed(format!(
-            "{}: cannot be written: {cause}; free space or choose another folder",
-            path.display()
-        ))
+        Self::failed(format!("{}: cannot be written: {cause}; {}", path.display(), atomic::remedy(cause)))
     }
 
     /// The same error with one more hint line.
@@ -93,12 +86,6 @@ impl Error {
             Self::Interrupted(_) => 130,
         }
     }
-}
-
-/// Whether the process or the system has no more file descriptors: `EMFILE` and `ENFILE`, which have the same
-/// numbers on every Unix.
-pub fn is_limit(cause: &io::Error) -> bool {
-    cfg!(unix) && matches!(cause.raw_os_error(), Some(23 | 24))
 }
 
 impl Report {

@@ -222,7 +222,10 @@ impl RunFolder {
         for entry in fs::read_dir(&self.path).map_err(unreadable)? {
             let entry = entry.map_err(unreadable)?;
             let name = entry.file_name();
-            if name == LOCK || is_unfinished(&name.to_string_lossy()) || is_empty_folder(&entry.path()) {
+            let is_ours = name == LOCK
+                || is_unfinished(&name.to_string_lossy())
+                || is_empty_folder(&entry).map_err(unreadable)?;
+            if is_ours {
                 continue;
             }
             let resume =
@@ -236,7 +239,7 @@ impl RunFolder {
     }
 
     fn not_made(&self, cause: &io::Error) -> Error {
-        if cause.kind() == io::ErrorKind::StorageFull {
+        if cause.kind() == io::ErrorKind::StorageFull || atomic::is_limit(cause) {
             return Error::writing(&self.path, cause);
         }
         Error::input(format!(
@@ -349,8 +352,8 @@ fn is_unfinished(name: &str) -> bool {
     name.starts_with(".engraft-") && (name.ends_with(".tmp") || name.ends_with(".old"))
 }
 
-fn is_empty_folder(path: &Path) -> bool {
-    fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none())
+fn is_empty_folder(entry: &fs::DirEntry) -> io::Result<bool> {
+    Ok(entry.file_type()?.is_dir() && fs::read_dir(entry.path())?.next().is_none())
 }
 
 #[cfg(test)]

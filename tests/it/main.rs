@@ -19,6 +19,7 @@ mod hub;
 mod hub_server;
 mod imports;
 mod interrupt;
+mod limits;
 mod memory;
 mod optimizer;
 mod output_scales;

@@ -17,7 +17,7 @@ use crate::unfinished;
 
 /// A file or folder that cannot be written. The message is a sentence for the user.
 #[derive(Debug, thiserror::Error)]
-#[error("{}: cannot be written: {cause}; free space or choose another folder", .path.display())]
+#[error("{}: cannot be written: {cause}; {}", .path.display(), remedy(.cause))]
 pub struct WriteError {
     /// The file or folder that cannot be written.
     pub path: PathBuf,
@@ -30,6 +30,23 @@ impl WriteError {
     pub fn new(path: &Path, cause: io::Error) -> Self {
         Self { path: path.to_owned(), cause }
     }
+}
+
+/// What helps where the system refused to write with `cause`.
+pub fn remedy(cause: &io::Error) -> &'static str {
+    match cause.kind() {
+        _ if is_limit(cause) => "raise the limit of open files (`ulimit -n`)",
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+            "choose a folder you may write to"
+        }
+        _ => "free space or choose another folder",
+    }
+}
+
+/// Whether the process or the system has no more file descriptors: `EMFILE` and `ENFILE`, which have the same
+/// numbers on every Unix.
+pub fn is_limit(cause: &io::Error) -> bool {
+    cfg!(unix) && matches!(cause.raw_os_error(), Some(23 | 24))
 }
 
 /// `Result` with [`WriteError`].
