@@ -7,6 +7,7 @@ use std::{
 };
 
 use engraft_adapters::peft;
+use engraft_util::words::count;
 
 use super::{
     Event, Finished, PlanConfig, Reporter, RunFolder, RunOptions, events,
@@ -50,7 +51,8 @@ impl Run<'_> {
         let begun_at = trainer.steps_done();
         if begun_at >= steps {
             reporter.event(&Event::Note(&format!(
-                "the run is finished after {steps} steps; a larger --steps goes on"
+                "the run is finished after {}; a larger --steps goes on",
+                count(steps, "step")
             )))?;
             // The process that made the last step may have been killed before it wrote the adapter, or
             // removed older saves.

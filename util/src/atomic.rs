@@ -32,14 +32,20 @@ impl WriteError {
     }
 }
 
-/// What helps where the system refused to write with `cause`.
+/// What to do about a file that cannot be written.
 pub fn remedy(cause: &io::Error) -> &'static str {
     match cause.kind() {
         _ if is_limit(cause) => "raise the limit of open files (`ulimit -n`)",
         io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
-            "choose a folder you may write to"
+            "choose a folder that you may write to"
         }
-        _ => "free space or choose another folder",
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
+            "free space or choose another folder"
+        }
+        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory | io::ErrorKind::IsADirectory => {
+            "check the path"
+        }
+        _ => "choose another folder",
     }
 }
 

@@ -2,13 +2,15 @@
 
 use std::path::{Path, PathBuf};
 
+use engraft_util::words::short_hash;
+
 use super::{
     CONFIG_FILE, META_FINGERPRINT, TENSOR_FILE,
     config::Config,
     folders,
     tensors::{TensorFile, is_readable},
 };
-use crate::{AdapterSet, AdapterSpec, BaseDescription, Error, Problem, Result, error::short, methods};
+use crate::{AdapterSet, AdapterSpec, BaseDescription, Error, Problem, Result, methods};
 
 /// An adapter, read and found to fit.
 #[derive(Debug)]
@@ -63,8 +65,7 @@ impl Source {
     fn open(folder: PathBuf) -> Result<Self> {
         let path = folder.join(TENSOR_FILE);
         if !path.exists() && folder.join("adapter_model.bin").exists() {
-            let found =
-                "its tensors are a pickle, adapter_model.bin, which is not read (save it as safetensors)";
+            let found = "its tensors are a pickle, adapter_model.bin, which is not read (load it in PEFT and save it again)";
             return Err(Error::NotAnAdapter { path: folder, found: found.to_owned() });
         }
         let config = Config::read(&folder.join(CONFIG_FILE))?;
@@ -163,7 +164,7 @@ fn check_base(source: &Source, base: &BaseDescription, findings: &mut Findings) 
     match (source.tensors.metadata(META_FINGERPRINT), base.fingerprint.as_deref()) {
         (Some(found), Some(expected)) if found != expected => {
             if findings.allow_base_mismatch {
-                let (found, expected) = (short(found), short(expected));
+                let (found, expected) = (short_hash(found), short_hash(expected));
                 findings.hints.push(if named == base.name {
                     format!(
                         "the adapter was made for other weights of {named}, {found}, not these, {expected}"

@@ -13,7 +13,7 @@ use std::{
 
 use engraft_util::unfinished;
 
-use super::{bar, output::write_note};
+use super::{bar, output::write_error};
 use crate::error::{Error, Result};
 
 /// Set when the loop should stop.
@@ -48,14 +48,14 @@ pub fn install() -> Result<()> {
 fn on_signal() {
     let is_first = !STOP.swap(true, Ordering::Relaxed);
     if is_first && WATCHED.load(Ordering::Relaxed) {
-        return patiently(|| bar::write_above(|| write_note(SAVING)));
+        return patiently(|| bar::write_above(|| write_error(SAVING)));
     }
     unfinished::remove_all();
     // Somebody who sends a second signal knows what happens.
     let farewell = is_first.then(|| *FAREWELL.lock().unwrap_or_else(PoisonError::into_inner));
     patiently(move || {
         bar::clear();
-        farewell.into_iter().for_each(write_note);
+        farewell.into_iter().for_each(write_error);
     });
     process::exit(INTERRUPTED);
 }

@@ -12,7 +12,7 @@ use crate::{
             args::BaseArgs,
             environment::Environment,
             open::{self, Compute},
-            output::{write_json, write_note, write_out},
+            output::{count_of, write_json, write_note, write_out},
             values::Precision,
         },
         train::{args::TrainArgs, layers, resolve},
@@ -57,7 +57,10 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     let seq_len = match rows(&options, &base, (limit, set.prompt_len()), &environment)? {
         Some(longest) => longest,
         None => {
-            write_note(&format!("hint: planned for rows of {limit} tokens; the data were not read"));
+            write_note(&format!(
+                "hint: planned for rows of {}; the data were not read",
+                count_of(limit, "token")
+            ));
             limit + set.prompt_len()
         }
     };
