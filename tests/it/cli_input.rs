@@ -25,7 +25,7 @@ fn values_without_sense() {
         ("--lora-dropout 1", ["--lora-dropout", "1"]),
         ("--warmup 1.5", ["--warmup", "1.5"]),
         ("--epochs nan", ["--epochs", "NaN"]),
-        ("--epochs 1e30", ["--epochs 1000000000000000019884624838656", "1000000"]),
+        ("--epochs 1e30", ["--epochs 1000000000000000000000000000000", "1000000"]),
         ("--eval-fraction -0.1", ["--eval-fraction", "-0.1"]),
         ("--rank 0", ["--rank", "0"]),
         ("--rank -3", ["--rank", "-3"]),

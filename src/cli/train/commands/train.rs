@@ -10,7 +10,7 @@ use crate::{
             adapters::{FoundAdapter, base_of, inside_run},
             environment::Environment,
             open::{self, Compute},
-            options::{Facts, Options},
+            options::{Facts, OnResume, Options},
             output::write_note,
             signals,
         },
@@ -24,7 +24,10 @@ use crate::{
     embedded,
     error::{Error, Result, TILDE},
     observe::trace,
-    train::{self, Event, Reporter, RunFolder, folder, save},
+    train::{
+        self, Event, Reporter, RunFolder, folder,
+        save::{self, SaveInfo},
+    },
 };
 
 /// Runs `engraft train`.
@@ -160,10 +163,20 @@ fn of_run_folder(output: &Path) -> Result<TrainArgs> {
     ));
     match save::newest(&folder::saves(output))? {
         None => Ok(TrainArgs::default()),
-        Some((save, _)) => {
-            let options = save.info.options.iter().map(|(name, value)| format!("{name} = {value}\n"));
-            let text: String = options.chain([format!("steps = {}\n", save.info.steps)]).collect();
-            config_file::parse(&text, &format!("the newest save of {}", output.display()))
-        }
+        Some((save, _)) => config_file::parse(
+            &options_of_save(&save.info),
+            &format!("the newest save of {}", output.display()),
+        ),
     }
+}
+
+/// The options that a save knows, as a config file. It leaves out switches that are off.
+fn options_of_save(save: &SaveInfo) -> String {
+    let given = save.options.iter().map(|(name, value)| format!("{name} = {value}\n"));
+    let is_off = |facts: &Facts| {
+        let is_on_by_default = facts.value == "BOOL" && facts.default.as_deref() == Some("true");
+        is_on_by_default && facts.on_resume == OnResume::Same && !save.options.contains_key(&facts.name)
+    };
+    let off = TrainArgs::facts().into_iter().filter(is_off).map(|facts| format!("{} = false\n", facts.name));
+    given.chain(off).chain([format!("steps = {}\n", save.steps)]).collect()
 }

@@ -38,7 +38,7 @@ fn values_without_sense_are_refused_with_a_remedy() {
         ("warmup = 1.5", "--warmup 1.5:"),
         ("warmup = nan", "--warmup NaN:"),
         ("epochs = 0.0", "--epochs 0:"),
-        ("epochs = 1e30", "--epochs 1000000000000000019884624838656: is out of range"),
+        ("epochs = 1e30", "--epochs 1000000000000000000000000000000: is out of range"),
         ("steps = 0", "--steps 0:"),
         ("batch = 0", "--batch 0:"),
         ("batch = 10000000", "--batch 10000000:"),
