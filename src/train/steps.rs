@@ -6,11 +6,13 @@ use std::{
     time::Instant,
 };
 
-use engraft_adapters::peft;
+use engraft_adapters::{Kinds, peft};
 use engraft_util::words::count;
 
 use super::{
-    Event, Finished, PlanConfig, Reporter, RunFolder, RunOptions, events,
+    Event, Finished, PlanConfig, Reporter, RunFolder, RunOptions,
+    events::{self, Stage},
+    pace::{Pace, per_second},
     prepare::Prepared,
     save::{self, SaveInfo},
 };
@@ -39,6 +41,8 @@ pub(super) struct Run<'a> {
     pub before: usize,
     pub folder: &'a RunFolder,
     pub interrupt: &'a AtomicBool,
+    /// Clock and counters, which go on from what earlier processes recorded.
+    pub pace: Pace,
 }
 
 impl Run<'_> {
@@ -46,7 +50,7 @@ impl Run<'_> {
     ///
     /// # Errors
     /// As [`super::run()`] after its start.
-    pub fn train(&self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<Finished> {
+    pub fn train(&mut self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<Finished> {
         let steps = self.prepared.steps;
         let begun_at = trainer.steps_done();
         if begun_at >= steps {
@@ -63,15 +67,10 @@ impl Run<'_> {
         if begun_at == 0 {
             self.evaluate(trainer, reporter)?;
         }
-        let (mut tokens, mut seconds) = (0, 0.0);
-        let mut fastest = 0f64;
         while trainer.steps_done() < steps {
             self.stop_if_interrupted(trainer, reporter)?;
             self.stop_if_memory_is_short(trainer)?;
-            let (step_tokens, step_seconds) = self.step(trainer, reporter)?;
-            tokens += step_tokens;
-            seconds += step_seconds;
-            fastest = fastest.max(per_second(step_tokens, step_seconds));
+            self.step(trainer, reporter)?;
             let done = trainer.steps_done();
             if done == steps || is_due(done, self.options.save_every) {
                 self.save(trainer, reporter)?;
@@ -82,10 +81,10 @@ impl Run<'_> {
         }
         self.write_adapter(trainer)?;
         self.evaluate(trainer, reporter)?;
-        if self.is_faster_than_planned(fastest) {
+        if self.is_faster_than_planned(self.pace.fastest()) {
             Rates::forget(self.options.cache.as_deref(), self.base.weights.wte.arithmetic);
         }
-        self.finish(trainer, per_second(tokens, seconds), reporter)
+        self.finish(trainer, self.pace.tokens_per_s(), reporter)
     }
 
     /// Whether steps of `tokens_per_s` show that the plan's rates are too low. A machine may be slower than
@@ -96,28 +95,38 @@ impl Run<'_> {
         chosen.measured && tokens_per_s > FASTER * tokens / chosen.seconds
     }
 
-    /// One optimizer step; returns its input tokens and seconds.
-    fn step(&self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<(usize, f64)> {
+    /// One optimizer step.
+    fn step(&mut self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<()> {
         let options = self.options;
         let done = trainer.steps_done();
         let batches = self.micro_batches(done);
         let lr = rate(options.schedule, options.lr, self.prepared.warmup, self.prepared.steps, done);
         let started = Instant::now();
         let report = trainer.step(&batches, lr).map_err(|error| self.out_of_memory(trainer, error))?;
-        let seconds = started.elapsed().as_secs_f64();
+        let (seconds, smoothed_loss) = self.pace.step(report.loss, report.input_tokens, started);
         let step = done + 1;
         let event = events::Step {
             step,
             steps: self.prepared.steps,
             loss: report.loss,
+            smoothed_loss,
             lr,
             grad_norm: report.grad_norm,
             tokens: report.tokens,
             tokens_per_s: per_second(report.input_tokens, seconds),
+            seconds,
+            epoch: self.epoch(step),
+            elapsed: self.pace.elapsed(),
+            remaining: self.pace.remaining(self.prepared.steps - step),
+            memory: resident(),
             scale: report.scale,
         };
-        reporter.event(&Event::Step(&event))?;
-        Ok((report.input_tokens, seconds))
+        reporter.event(&Event::Step(&event))
+    }
+
+    /// Passes over the training rows that `steps` steps make.
+    fn epoch(&self, steps: u64) -> f64 {
+        steps as f64 * self.options.batch as f64 / self.prepared.train.rows.len() as f64
     }
 
     fn micro_batch(&self) -> usize {
@@ -132,16 +141,35 @@ impl Run<'_> {
     }
 
     /// Loss over the held-out rows, if there are any.
-    fn evaluate(&self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<()> {
+    fn evaluate(&mut self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<()> {
         let Some(eval) = &self.prepared.eval else { return Ok(()) };
+        let interrupt = self.interrupt;
         phase::enter(Phase::Evaluation);
-        let mut batches =
-            eval.batches(self.micro_batch()).take_while(|_| !self.interrupt.load(Ordering::Relaxed));
-        let found = trainer.evaluate(&mut batches);
+        let started = Instant::now();
+        let mut progress =
+            events::StageProgress { stage: Stage::Evaluating, done: 0, total: eval.rows.len() as u64 };
+        // A batch is handed out when those before it are done. That it cannot be shown is no reason to stop.
+        let show = |batch: &Batch| {
+            let _ = reporter.event(&Event::Progress(progress));
+            progress.done += batch.rows as u64;
+        };
+        let batches = eval.batches(self.micro_batch()).take_while(|_| !interrupt.load(Ordering::Relaxed));
+        let found = trainer.evaluate(&mut batches.inspect(show));
         // A part of the rows says nothing about all of them.
         self.stop_if_interrupted(trainer, reporter)?;
         let found = found?;
-        let event = events::Eval { step: trainer.steps_done(), loss: found.loss, tokens: found.tokens };
+        let seconds = started.elapsed().as_secs_f64();
+        self.pace.evaluated(seconds);
+        let step = trainer.steps_done();
+        let event = events::Eval {
+            step,
+            loss: found.loss,
+            tokens: found.tokens,
+            seconds,
+            epoch: self.epoch(step),
+            elapsed: self.pace.elapsed(),
+            memory: resident(),
+        };
         reporter.event(&Event::Eval(&event))
     }
 
@@ -190,9 +218,12 @@ impl Run<'_> {
     }
 
     fn save(&self, trainer: &Trainer, reporter: &mut dyn Reporter) -> Result<()> {
+        let started = Instant::now();
+        reporter.event(&Event::begun(Stage::Saving))?;
         let path = self.write_save(trainer)?;
         self.write_adapter(trainer)?;
-        reporter.event(&Event::Saved(&path))
+        let (step, seconds) = (trainer.steps_done(), started.elapsed().as_secs_f64());
+        reporter.event(&Event::Saved(&events::Saved { step, path, seconds }))
     }
 
     fn write_save(&self, trainer: &Trainer) -> Result<PathBuf> {
@@ -224,7 +255,7 @@ impl Run<'_> {
         let rows = self.prepared.eval.as_ref().unwrap_or(&self.prepared.train);
         let vocab = self.base.config.vocab;
         let prompt = rows.rows.iter().next().map(|row| beginning(row, vocab)).unwrap_or_default();
-        Ok(Finished { adapter, prompt })
+        Ok(Finished { step: done.step, adapter, prompt })
     }
 
     fn counted(&self) -> Option<events::Counted> {
@@ -240,6 +271,7 @@ impl Run<'_> {
         let prepared = self.prepared;
         events::Start {
             base: self.base.name.clone(),
+            method: Kinds::of(&prepared.set.spec).map_or_else(String::new, |kinds| kinds.to_string()),
             matched: prepared.set.matched(&self.base.description()),
             trainables: prepared.set.trainables(),
             data: prepared.train.report,
@@ -250,6 +282,8 @@ impl Run<'_> {
             micro_batch: self.micro_batch(),
             seq_len: prepared.seq_len,
             output: self.folder.path().to_owned(),
+            machine: self.options.machine.clone(),
+            config: self.options.config_text.clone(),
         }
     }
 }
@@ -261,8 +295,9 @@ fn is_due(done: u64, every: u64) -> bool {
 /// How many times as fast as planned a step is that nothing but wrong rates explains.
 const FASTER: f64 = 1.5;
 
-fn per_second(tokens: usize, seconds: f64) -> f64 {
-    if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 }
+/// Resident bytes of the process.
+fn resident() -> Option<u64> {
+    machine::resident().map(|resident| resident.total)
 }
 
 /// Tokens of a text that make a prompt.

@@ -51,6 +51,11 @@ fn lines(output: impl std::io::Read + Send + 'static) -> std::sync::mpsc::Receiv
     lines
 }
 
+/// Reads on until the event before the first step.
+fn wait_for_plan(stdout: &std::sync::mpsc::Receiver<(Instant, String)>) {
+    while !stdout.recv_timeout(LONG).unwrap().1.contains("\"event\":\"plan\"") {}
+}
+
 fn end(child: &mut Child) -> ExitStatus {
     let begun = Instant::now();
     loop {
@@ -71,8 +76,7 @@ fn the_first_signal_is_answered_at_once_and_saves_an_adapter_too() {
     let sandbox = Sandbox::new();
     let mut child = start(&sandbox, SLOW);
     let (stdout, stderr) = (lines(child.stdout.take().unwrap()), lines(child.stderr.take().unwrap()));
-    let (_, plan) = stdout.recv_timeout(LONG).unwrap();
-    assert!(plan.contains("\"event\":\"plan\""), "{plan}");
+    wait_for_plan(&stdout);
     // In the middle of the first step.
     thread::sleep(Duration::from_millis(200));
     let asked = Instant::now();
@@ -119,7 +123,7 @@ fn the_second_signal_stops_without_saving() {
     let sandbox = Sandbox::new();
     let mut child = start(&sandbox, SLOW);
     let (stdout, stderr) = (lines(child.stdout.take().unwrap()), lines(child.stderr.take().unwrap()));
-    stdout.recv_timeout(LONG).unwrap();
+    wait_for_plan(&stdout);
     thread::sleep(Duration::from_millis(200));
     signal(&child, "-INT");
     stderr.recv_timeout(LONG).unwrap();

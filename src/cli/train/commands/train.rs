@@ -17,8 +17,8 @@ use crate::{
         train::{
             args::TrainArgs,
             closing, config_file, layers,
-            report::{HumanReporter, JsonReporter},
-            resolve,
+            report::{HumanReporter, JsonReporter, write_line},
+            report_page, resolve,
         },
     },
     embedded,
@@ -26,18 +26,34 @@ use crate::{
     observe::trace,
     train::{
         self, Event, Reporter, RunFolder, folder,
+        record::{self, Line},
         save::{self, SaveInfo},
     },
 };
 
-/// Runs `engraft train`.
+/// Runs `engraft train`. With `--json` a failure is an event, too.
 ///
 /// # Errors
 /// The errors of [`train::run`].
 pub fn run(typed: TrainArgs) -> Result<()> {
+    let mut json = typed.json == Some(true);
+    let result = go(typed, &mut json);
+    if json
+        && let Err(error) = &result
+        && let Some(line) = Line::error(None, error)
+    {
+        // Standard error has it in any case.
+        let _ = write_line(line);
+    }
+    result
+}
+
+/// As [`run`]; `is_json` becomes what a config file says of it.
+fn go(typed: TrainArgs, is_json: &mut bool) -> Result<()> {
     signals::install()?;
     signals::end_at_once("interrupted before the first step; run the command again");
     let mut args = joined(typed)?;
+    *is_json = args.json == Some(true);
     args.base.base = args.base.base.as_deref().map(layers::base_name).transpose()?;
     let environment = Environment::read()?;
     let cache = environment.cache().ok().map(Path::to_owned);
@@ -56,9 +72,9 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         trace::check(path)?;
     }
     let opened = open::base(&args.base, &environment, compute, options.constraints.stream == Some(true))?;
-    let json = args.json == Some(true);
-    let mut reporter: Box<dyn Reporter> = if json {
-        Box::new(JsonReporter)
+    let json = *is_json;
+    let reporter: Box<dyn Reporter> = if json {
+        Box::new(JsonReporter::new())
     } else {
         // A run that goes on has its precision.
         let kind = compute.device.kind();
@@ -69,22 +85,45 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         Box::new(HumanReporter::new(args.log_every(), hints))
     };
     let (base, tokenizer) = (&opened.base, opened.tokenizer.as_ref());
-    let mut reporter = Begun(reporter.as_mut());
+    let output = folder.path().to_owned();
+    let mut reporter = Watch { reporter, has_begun: false };
     let finished = train::run(&options, base, tokenizer, folder, &mut reporter, signals::flag());
     signals::end_at_once("interrupted; the adapter is written");
-    let finished = finished?;
-    if json { Ok(()) } else { closing::show(&finished, &opened, args.base.base.as_deref()) }
+    let has_begun = reporter.has_begun;
+    // Ends a bar before anything else is printed.
+    drop(reporter);
+    let closed = finished.and_then(|finished| match json {
+        true => Ok(()),
+        false => {
+            let samples = closing::show(&finished, &opened, args.base.base.as_deref())?;
+            // The adapter is finished: nothing that is written about it fails the run.
+            let _ = record::add_samples(&output, samples);
+            Ok(())
+        }
+    });
+    // Also of a run that stopped early: its user wants to see how far it came.
+    if has_begun && let Err(error) = report_page::write(&output) {
+        write_note(&format!("hint: there is no report of this run: {error}"));
+    } else if has_begun && !json {
+        write_note(&format!("report: {}", report_page::path(&output).display()));
+    }
+    closed
 }
 
-/// Has signals ask the loop to stop, from the event on that tells of its beginning.
-struct Begun<'a>(&'a mut dyn Reporter);
+/// Passes events on, knows whether the run began, and has signals ask the loop to stop from then on.
+struct Watch {
+    reporter: Box<dyn Reporter>,
+    has_begun: bool,
+}
 
-impl Reporter for Begun<'_> {
+impl Reporter for Watch {
     fn event(&mut self, event: &Event<'_>) -> Result<()> {
         if matches!(event, Event::Start(_)) {
+            self.has_begun = true;
+            // From here on a signal asks the loop to stop.
             signals::watch();
         }
-        self.0.event(event)
+        self.reporter.event(event)
     }
 }
 
