@@ -52,7 +52,11 @@ pub fn remedy(cause: &io::Error) -> &'static str {
 /// Whether the process or the system has no more file descriptors: `EMFILE` and `ENFILE`, which have the same
 /// numbers on every Unix.
 pub fn is_limit(cause: &io::Error) -> bool {
-    cfg!(unix) && matches!(cause.raw_os_error(), Some(23 | 24))
+    let is_number = |number: i32| matches!(number, 23 | 24);
+    // The number of an error that tempfile passes on with a path is in its text alone.
+    let in_text =
+        || [23, 24].iter().any(|number| cause.to_string().contains(&format!("(os error {number})")));
+    cfg!(unix) && cause.raw_os_error().map_or_else(in_text, is_number)
 }
 
 /// `Result` with [`WriteError`].
@@ -237,6 +241,13 @@ mod tests {
         write(&path, b"new").unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"new");
         assert_eq!(names(folder.path()), ["file"]);
+    }
+
+    #[test]
+    fn a_missing_right_is_no_lack_of_space() {
+        let error = |kind| WriteError::new(Path::new("x"), io::Error::from(kind)).to_string();
+        assert!(error(io::ErrorKind::PermissionDenied).ends_with("; choose a folder that you may write to"));
+        assert!(error(io::ErrorKind::StorageFull).ends_with("; free space or choose another folder"));
     }
 
     #[test]

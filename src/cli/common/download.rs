@@ -4,7 +4,7 @@ use std::cell::RefCell;
 
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 
-use super::{bar, output::write_note};
+use super::{bar, output::write_note, progress::has_bars};
 use crate::hub::Progress;
 
 /// Downloads in progress, on stderr: a bar on a terminal, else a line for each file.
@@ -32,7 +32,7 @@ impl Download {
     }
 
     fn begin(&self, progress: &Progress) -> Option<ProgressBar> {
-        if !bar::is_possible() {
+        if !has_bars() {
             write_note(&format!("fetching {} ({})", progress.file, HumanBytes(progress.total)));
             return None;
         }
