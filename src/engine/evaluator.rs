@@ -9,7 +9,10 @@ use crate::{
     data::Batch,
     device::{Buffer, arena::Arenas},
     error::Result,
-    model::{AdapterBindings, Base, Limits, OutputScales, Policy, PrefixState, Stack, Trained},
+    model::{
+        AdapterBindings, Base, Limits, OutputScales, Policy, PrefixState, Stack, Trained,
+        not_finite::remedy_in_use,
+    },
 };
 
 /// A base with or without an adapter, for evaluation only.
@@ -17,6 +20,8 @@ pub struct Evaluator {
     stack: Stack,
     values: Buffer,
     prefix: Option<PrefixState>,
+    /// The end of the sentence about a loss that is not finite.
+    remedy: String,
 }
 
 impl Evaluator {
@@ -49,16 +54,17 @@ impl Evaluator {
         if let Some(mut scales) = scales {
             stack.derive(&mut scales, values.view_mut());
         }
-        Ok(Self { stack, values, prefix })
+        let remedy = remedy_in_use(&sets, "lower lora_alpha in its adapter_config.json");
+        Ok(Self { stack, values, prefix, remedy })
     }
 
     /// Mean loss over `batches`.
     ///
     /// # Errors
-    /// When a token is outside the vocabulary or nothing is supervised.
+    /// When a token is outside the vocabulary, nothing is supervised, or the loss is not finite.
     pub fn evaluate(&mut self, batches: &mut dyn Iterator<Item = Batch>) -> Result<Evaluation> {
         let values = self.values.view();
         let prefix = self.prefix.as_ref().map(|prefix| prefix.view(values));
-        evaluate(&mut self.stack, Trained { values, prefix }, batches)
+        evaluate(&mut self.stack, Trained { values, prefix }, batches, || self.remedy.clone())
     }
 }

@@ -19,6 +19,7 @@ use crate::{
     model::{
         AdapterBindings, Base, Config, Gradients, Limits, LossSum, OutputScales, Pass, Policy, PrefixState,
         Stack, Trained,
+        not_finite::remedy_in_training,
         scratch::{self, ScratchNeeds},
     },
     observe::phase::{self, Phase},
@@ -244,8 +245,9 @@ impl Trainer {
             let losses = self.accumulate(micro_batches)?;
             if !losses.sum.is_finite() {
                 return Err(Error::failed(format!(
-                    "the loss of step {step} is not finite ({}); lower --lr{}",
+                    "the loss of step {step} is not finite ({}); {}{}",
                     losses.sum,
+                    remedy_in_training(&self.set, step - 1),
                     if self.scale.is_dynamic() { ", or give --precision bf16 or f32" } else { "" }
                 )));
             }
@@ -263,7 +265,7 @@ impl Trainer {
                 self.scale.succeeded();
                 break (losses, norm);
             }
-            self.scale.overflowed(step, norm)?;
+            self.scale.overflowed(step, norm, &remedy_in_training(&self.set, step - 1))?;
         };
         self.refresh();
         Ok(StepReport {
@@ -364,7 +366,8 @@ impl Trainer {
         self.derive();
         let values = self.values.view();
         let prefix = self.prefix.as_ref().map(|prefix| prefix.view(values));
-        evaluate(&mut self.stack, Trained { values, prefix }, batches)
+        let remedy = || remedy_in_training(&self.set, self.optimizer.step());
+        evaluate(&mut self.stack, Trained { values, prefix }, batches, remedy)
     }
 
     /// Number of optimizer steps done.
@@ -467,14 +470,15 @@ impl Trainer {
     }
 }
 
-/// Mean loss of `stack` over `batches`.
+/// Mean loss of `stack` over `batches`; `remedy` ends the sentence about one that is not finite.
 ///
 /// # Errors
-/// When a token is outside the vocabulary or nothing is supervised.
+/// When a token is outside the vocabulary, nothing is supervised, or the loss is not finite.
 pub fn evaluate(
     stack: &mut Stack,
     trained: Trained,
     batches: &mut dyn Iterator<Item = Batch>,
+    remedy: impl FnOnce() -> String,
 ) -> Result<Evaluation> {
     let (mut sum, mut tokens, mut rows) = (0f64, 0, 0);
     for batch in batches {
@@ -488,9 +492,7 @@ pub fn evaluate(
     }
     let loss = sum / tokens as f64;
     if !loss.is_finite() {
-        return Err(Error::failed(format!(
-            "the evaluation loss is {loss}; lower --lr, or check base and adapter for damaged weights"
-        )));
+        return Err(Error::failed(format!("the evaluation loss is {loss}; {}", remedy())));
     }
     Ok(Evaluation { loss, tokens, rows })
 }

@@ -16,6 +16,7 @@ pub mod config;
 mod decoder;
 mod layers;
 mod norms;
+pub mod not_finite;
 mod output_scales;
 mod policy;
 mod prefix;

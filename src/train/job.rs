@@ -330,6 +330,39 @@ impl Candidates for TrainingJob<'_> {
         vec![LastResort { option: "optimizer adamw8bit", candidates: candidates(self, eight_bit) }]
     }
 
+    fn fixed(&self) -> Vec<&'static str> {
+        let Constraints { micro_batch, recompute, head_rows, stream, inputs, moments, resumed, .. } =
+            self.constraints;
+        let options = [
+            ("micro-batch", micro_batch.is_some() && !resumed),
+            ("recompute", recompute.is_some()),
+            ("head-rows", head_rows.is_some() && !resumed),
+            ("stream-base", stream.is_some() && !self.is_resident()),
+            ("offload-inputs", inputs.is_some()),
+            ("offload-optimizer", moments.is_some()),
+        ];
+        options.into_iter().filter(|(_, fixed)| *fixed).map(|(name, _)| name).collect()
+    }
+
+    fn released(&self) -> Vec<PlanConfig> {
+        if self.fixed().is_empty() {
+            return Vec::new();
+        }
+        let Constraints { micro_batch, head_rows, stream, optimizer, activations, resumed, .. } =
+            self.constraints;
+        let kept = |rows: Option<usize>| rows.filter(|_| resumed);
+        let free = Constraints {
+            micro_batch: kept(micro_batch),
+            head_rows: kept(head_rows),
+            stream: stream.filter(|_| self.is_resident()),
+            optimizer,
+            activations,
+            resumed,
+            ..Constraints::NONE
+        };
+        candidates(self, free)
+    }
+
     fn title(&self) -> String {
         format!("{} of up to {}", count_of(self.batch, "row"), count_of(self.seq_len, "token"))
     }

@@ -25,7 +25,7 @@ pub struct RunOptions {
     pub data: DataSource,
     /// Held-out files.
     pub eval_data: Vec<PathBuf>,
-    /// Part of the training rows that is held out instead, in (0, 1).
+    /// Part of the training rows that is held out instead, in [0, 1); 0: nothing is held out at all.
     pub eval_fraction: Option<f64>,
     /// How data files are read.
     pub read: ReadOptions,

@@ -155,6 +155,9 @@ fn load_rows(
         return Ok((train, Some(load(&source, Split::Valid)?)));
     }
     if let Some(fraction) = options.eval_fraction {
+        if fraction == 0.0 {
+            return Ok((train, None));
+        }
         let (train, held_out) = train.split(fraction, options.seed)?;
         return Ok((train, Some(held_out)));
     }

@@ -45,26 +45,6 @@ pub fn run(
     options: &RunOptions,
     base: &Arc<Base>,
     tokenizer: Option<&Tokenizer>,
-    folder: RunFolder,
-    reporter: &mut dyn Reporter,
-    interrupt: &AtomicBool,
-) -> Result<Finished> {
-    let is_new = !folder.path().exists();
-    let path = folder.path().to_owned();
-    let finished = go(options, base, tokenizer, folder, reporter, interrupt);
-    if finished.is_err() && is_new {
-        // Tokenised rows lay there, without a name, before the run was known to be possible. A folder with
-        // anything in it stays.
-        let _ = std::fs::remove_dir(path);
-    }
-    finished
-}
-
-/// As [`run`], but may leave an empty folder.
-fn go(
-    options: &RunOptions,
-    base: &Arc<Base>,
-    tokenizer: Option<&Tokenizer>,
     mut folder: RunFolder,
     reporter: &mut dyn Reporter,
     interrupt: &AtomicBool,

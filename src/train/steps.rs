@@ -68,7 +68,7 @@ impl Run<'_> {
             self.evaluate(trainer, reporter)?;
         }
         while trainer.steps_done() < steps {
-            self.stop_if_interrupted(trainer)?;
+            self.stop_if_interrupted(trainer, reporter)?;
             self.stop_if_memory_is_short(trainer)?;
             self.step(trainer, reporter)?;
             let done = trainer.steps_done();
@@ -156,7 +156,7 @@ impl Run<'_> {
         let batches = eval.batches(self.micro_batch()).take_while(|_| !interrupt.load(Ordering::Relaxed));
         let found = trainer.evaluate(&mut batches.inspect(show));
         // A part of the rows says nothing about all of them.
-        self.stop_if_interrupted(trainer)?;
+        self.stop_if_interrupted(trainer, reporter)?;
         let found = found?;
         let seconds = started.elapsed().as_secs_f64();
         self.pace.evaluated(seconds);
@@ -173,16 +173,21 @@ impl Run<'_> {
         reporter.event(&Event::Eval(&event))
     }
 
-    /// After a signal: saves, so that `--resume` loses nothing, and stops.
-    fn stop_if_interrupted(&self, trainer: &Trainer) -> Result<()> {
+    /// After a signal: saves, so that `--resume` loses nothing, writes the adapter, and stops.
+    fn stop_if_interrupted(&self, trainer: &Trainer, reporter: &mut dyn Reporter) -> Result<()> {
         if !self.interrupt.load(Ordering::Relaxed) {
             return Ok(());
         }
-        self.write_save(trainer)?;
-        let output = self.folder.path().display();
-        let message = format!("interrupted after step {}; everything is saved", trainer.steps_done());
-        Err(Error::Interrupted(Report::new(message))
-            .hint(format!("engraft train --resume --output {output}")))
+        let save = self.write_save(trainer)?;
+        self.write_adapter(trainer)?;
+        let (step, steps) = (trainer.steps_done(), self.prepared.steps);
+        let adapter = self.folder.adapter();
+        let message = format!(
+            "interrupted after step {step} of {steps}; saved, and the adapter of this step is in {}",
+            adapter.display()
+        );
+        reporter.event(&Event::Interrupted(&events::Interrupted { step, steps, adapter, save }))?;
+        Err(Error::Interrupted(Report::new(message)).hint(self.folder.resume_command()))
     }
 
     /// Stops while there is still memory to save with.
@@ -202,12 +207,12 @@ impl Run<'_> {
         if let Err(unsaved) = self.write_save(trainer) {
             return Error::Memory(report.with_hint(unsaved.to_string()));
         }
-        let output = self.folder.path().display();
+        let resume = self.folder.resume_command();
         let less = size_up(self.selection.chosen.peak() / 4 * 3);
         Error::Memory(
             report
                 .with_hint(format!("everything is saved after step {}", trainer.steps_done()))
-                .with_hint(format!("engraft train --resume --output {output} --memory {less}"))
+                .with_hint(format!("{resume} --memory {less}"))
                 .with_hint("or free memory, and resume without --memory"),
         )
     }

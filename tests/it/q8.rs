@@ -104,7 +104,7 @@ fn a_base_is_coded_once_from_whatever_it_was() {
         let first = load(&source, cache.path());
         (codes(&first), first.weights.fingerprint.clone())
     };
-    assert_eq!(files(cache.path()), [".lock", "fingerprint-q8", "model-q8.safetensors"]);
+    assert_eq!(files(cache.path()), [".lock", "fingerprint-q8", "model-q8.safetensors", "source"]);
     let entry = fs::read_dir(cache.path()).unwrap().next().unwrap().unwrap().path();
     let model = entry.join("model-q8.safetensors");
     let written = || fs::metadata(&model).unwrap().modified().unwrap();

@@ -21,6 +21,7 @@ use crate::{
     model::{
         Base, BaseDType, BaseSource,
         base::{TokenizerFiles, check_weights},
+        weights,
     },
 };
 
@@ -92,6 +93,10 @@ pub fn faster_in_bf16(
 /// # Errors
 /// When it cannot be found, downloaded or read, or the device has no room for it.
 pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute, stream: bool) -> Result<Opened> {
+    args.refuse_revision()?;
+    if let Ok(cache) = environment.cache() {
+        weights::remove_leftovers(cache);
+    }
     let dtype = args.base_dtype().kept();
     // Before anything is downloaded or converted.
     check_weights(compute.device.kind(), dtype)?;
@@ -184,13 +189,16 @@ pub fn hub_options(
     }
 }
 
-/// Makes the pool that kernels run on, of `threads` threads.
+/// Makes the pool that kernels run on, of `threads` threads or as many as there are cores.
 ///
 /// # Errors
 /// When the system refuses the threads.
 pub fn threads(threads: Option<usize>) -> Result<()> {
-    let Some(threads) = threads else { return Ok(()) };
-    rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().map_err(|cause| {
-        Error::failed(format!("--threads {threads}: cannot be started: {cause}; give fewer"))
+    rayon::ThreadPoolBuilder::new().num_threads(threads.unwrap_or(0)).build_global().map_err(|cause| {
+        let asked = threads.map_or(String::new(), |threads| format!(" {threads}"));
+        Error::failed(format!(
+            "--threads{asked}: cannot be started: {cause}; give fewer, or raise the limits of threads and memory \
+             (`ulimit -u`, `ulimit -v`)"
+        ))
     })
 }

@@ -1,14 +1,16 @@
 //! Shows how far something long is: on a terminal a line that moves, else a line now and then.
 
 use std::{
-    io::{self, IsTerminal},
     sync::{Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::output::{Loudness, is_at_least, write_note};
+use super::{
+    bar,
+    output::{Loudness, is_at_least, write_note},
+};
 use crate::data::{Progress, Watch};
 
 /// Where there is no bar, the first line comes after that time: what is done sooner needs none.
@@ -22,7 +24,7 @@ const SURE: f64 = 0.3;
 
 /// Whether standard error shows bars.
 pub fn has_bars() -> bool {
-    io::stderr().is_terminal() && is_at_least(Loudness::Normal)
+    bar::is_possible() && is_at_least(Loudness::Normal)
 }
 
 /// Decides when something long is worth a line.
@@ -83,7 +85,7 @@ pub fn clock(seconds: f64) -> String {
 /// A bar that shows a message beside something that turns.
 pub fn spinner() -> ProgressBar {
     let style = ProgressStyle::with_template("{spinner} {wide_msg}");
-    let bar = ProgressBar::no_length();
+    let bar = bar::new();
     bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_spinner()));
     bar.enable_steady_tick(TICK);
     bar

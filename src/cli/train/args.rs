@@ -94,6 +94,9 @@ const LARGEST_BATCH: usize = 1_000_000;
 /// A larger rank is taken for a typing error: no base is that wide.
 const LARGEST_RANK: f64 = 1e6;
 
+/// A larger number of passes is taken for a typing error.
+const MOST_EPOCHS: f64 = 1e6;
+
 /// At least one row, or `auto`.
 const ROWS: Check<RowsName> = Check {
     refused: |rows| unless(rows.fixed() != Some(0), 0),
@@ -128,11 +131,11 @@ options! {
         /// Held-out data; repeatable
         #[arg(num_args = 1..)]
         eval_data: Vec<PathBuf> => value("PATH").on_resume(OnResume::Free).basic();
-        /// Hold out this part of the training rows
+        /// Hold out this part of the training rows; 0 holds out none
         eval_fraction: f64 => value("F").excludes("eval-data").basic().check(Check {
-            refused: |&part| unless(part > 0.0 && part < 1.0, part),
-            fault: "is not between 0 and 1",
-            remedy: "give a number between 0 and 1, such as 0.1",
+            refused: |&part| unless((0.0..1.0).contains(&part), part),
+            fault: "is no part from 0 to below 1",
+            remedy: "give a number such as 0.1, or 0 for no held-out data",
         });
         /// Keep the rows in the order of the files
         no_shuffle: bool => switch();
@@ -205,7 +208,11 @@ options! {
         /// Passes over the training rows, instead of --steps
         epochs: f64 => value("F").excludes("steps").on_resume(OnResume::OwnRule).basic()
             .default(|args: &TrainArgs| args.steps.is_none().then_some(1.0))
-            .check(above_zero("give a number such as 1"));
+            .check(Check {
+                refused: |&passes| unless(passes > 0.0 && passes <= MOST_EPOCHS, passes),
+                fault: "is out of range",
+                remedy: "give a number above 0 and up to 1000000, such as 1",
+            });
         /// Highest learning rate
         lr: f64 = 5e-4 => value("LR").check(above_zero("give a number such as 0.0005")).basic();
         /// Learning-rate decay after warm-up

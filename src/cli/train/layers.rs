@@ -13,6 +13,7 @@ use crate::{
     },
     data,
     error::{Error, Result},
+    train::folder::MARKER,
 };
 
 /// Joins layers of options, the first one winning.
@@ -91,6 +92,7 @@ pub fn written(args: &TrainArgs) -> Result<String> {
         .iter()
         .filter(|facts| of_the_call(facts))
         .for_each(|facts| drop(table.remove(&facts.name)));
+    table.insert(MARKER.to_owned(), env!("CARGO_PKG_VERSION").into());
     let text = toml::to_string(&table).map_err(|cause| {
         Error::input(format!("an option cannot be written to config.toml: {cause}; change it"))
     })?;

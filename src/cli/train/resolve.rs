@@ -11,6 +11,7 @@ use crate::{
         values::{Optimizer, Pattern, Precision, PrefixInit, ScheduleName, Warmup},
     },
     cli::train::table,
+    data::{self, Split},
     error::{Error, Result},
     observe::machine::{self, Machine},
     optim::{AdamWOptions, OptimizerKind, schedule::Schedule},
@@ -132,12 +133,7 @@ fn refuse_combinations(args: &TrainArgs) -> Result<()> {
             "--prefix-init, --prefix-text: the prefix starts from --init-adapter; leave these options out",
         ));
     }
-    if args.base.revision.is_some() && args.base.base.is_none() {
-        return Err(Error::input(
-            "--revision: the embedded base has none; give --base with the name of a base on the hub",
-        ));
-    }
-    Ok(())
+    args.base.refuse_revision()
 }
 
 fn refuse_options_of_other_methods(args: &TrainArgs) -> Result<()> {
@@ -191,15 +187,42 @@ fn divisor_up_to(number: usize, limit: usize) -> usize {
     (1..=limit.min(number)).rev().find(|divisor| number.is_multiple_of(*divisor)).unwrap_or(1)
 }
 
-/// `runs/BASE-METHOD`, with a number after it when that name is taken.
-pub fn default_output(args: &TrainArgs) -> PathBuf {
+/// The name of a run folder where none is given: `BASE-METHOD`.
+pub fn default_name(args: &TrainArgs) -> String {
     let base = args.base.base.as_deref().unwrap_or(EMBEDDED);
     let last = base.trim_end_matches('/').rsplit('/').next().unwrap_or(base);
     let plain: String =
         last.chars().map(|c| if c.is_alphanumeric() || "._-".contains(c) { c } else { '_' }).collect();
     let plain = if plain.trim_matches('.').is_empty() { "base".to_owned() } else { plain };
     let method = args.method.as_ref().map_or_else(|| "adapter".to_owned(), |kinds| kinds.names().join("-"));
-    train::folder::free_name("runs".as_ref(), &format!("{plain}-{method}"))
+    format!("{plain}-{method}")
+}
+
+/// Refuses data that are not there, before a base is downloaded or converted for them.
+///
+/// # Errors
+/// As [`data::files`].
+pub fn check_data(options: &RunOptions) -> Result<()> {
+    if let DataSource::Files(paths) = &options.data {
+        data::files(paths, Split::Train)?;
+    }
+    if !options.eval_data.is_empty() {
+        data::files(&options.eval_data, Split::Valid)?;
+    }
+    Ok(())
+}
+
+/// Refuses to train a base of the user's on the embedded data, which nobody means.
+///
+/// # Errors
+/// [`Error::Input`] that names `--data`. A run that goes on has what it began with.
+pub fn refuse_missing_data(args: &TrainArgs) -> Result<()> {
+    match &args.base.base {
+        Some(base) if args.data.data.is_none() && args.resume != Some(true) => Err(Error::input(format!(
+            "--base {base}: there is no --data to train it on; name a file or a folder"
+        ))),
+        _ => Ok(()),
+    }
 }
 
 #[cfg(test)]

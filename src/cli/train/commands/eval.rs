@@ -73,6 +73,11 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         spool: environment.cache().ok().map(Path::to_owned),
         read: args.data.read_options(environment.cache().ok()),
     };
+    if args.data.data.is_none() && args.base.base.is_some() {
+        write_note(
+            "hint: without --data this is the loss on the embedded example data; name your own with --data",
+        );
+    }
     let source = args.data.data.clone().map_or(DataSource::Embedded, DataSource::Files);
     let source = data_source::fetched(source, &args.base, &environment)?;
     let data = train::load_split(&source, args.split().split(), opened.tokenizer.as_ref(), &options)?;

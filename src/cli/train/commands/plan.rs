@@ -49,6 +49,7 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     let mut options = resolve::run_options(&args, resolve::machine(Compute::CPU), cache)?;
     options.data = data_source::fetched(options.data, &args.base, &environment)?;
     options.eval_data = data_source::files(&options.eval_data, &args.base, &environment)?;
+    resolve::check_data(&options)?;
     if let Some(precision) = args.compute.precision {
         open::hint_at_f32(kind, precision.activations());
     }
