@@ -409,6 +409,11 @@ impl Trainer {
         self.stack.base().device
     }
 
+    /// The frozen base that it trains on.
+    pub fn base(&self) -> &Arc<Base> {
+        self.stack.base()
+    }
+
     /// The adapter set being trained.
     pub fn set(&self) -> &AdapterSet {
         &self.set

@@ -57,6 +57,7 @@ fn job<'a>(config: &'a Config, set: &'a AdapterSet, batch: usize) -> TrainingJob
         rows_on_heap: 0,
         streamable: true,
         constraints: Constraints::default(),
+        sample_tokens: 0,
     }
 }
 

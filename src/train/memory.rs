@@ -9,6 +9,7 @@ use super::{
     job::{Constraints, PlanConfig, TrainingJob},
     options::RunOptions,
     prepare::Prepared,
+    sample,
     save::SaveInfo,
 };
 use crate::{
@@ -52,6 +53,7 @@ pub(super) fn job<'a>(
         rows_on_heap: if held { 0 } else { rows_on_heap },
         streamable: base.source != BaseSource::Embedded,
         constraints: constraints(options, base, past),
+        sample_tokens: sample::longest(&prepared.samples),
     }
 }
 
@@ -81,6 +83,8 @@ pub struct PlanRequest<'a> {
     pub device: PlannedDevice,
     /// Whether the base is in a file.
     pub streamable: bool,
+    /// Tokens of the longest sample with its prompt; 0 for no samples.
+    pub sample_tokens: usize,
 }
 
 /// The plan of a run that is only planned. Free memory is that of this machine.
@@ -88,7 +92,7 @@ pub struct PlanRequest<'a> {
 /// # Errors
 /// When nothing fits, with the smallest plan that there is.
 pub fn plan_request(options: &RunOptions, request: PlanRequest) -> Result<Selection<PlanConfig>> {
-    let PlanRequest { config, base_dtype, set, seq_len, device, streamable } = request;
+    let PlanRequest { config, base_dtype, set, seq_len, device, streamable, sample_tokens } = request;
     check_planned_activations(options.constraints, device)?;
     check_weights(device.kind, base_dtype)?;
     let stored = |asked| device.kind.stored_activations(asked);
@@ -104,6 +108,7 @@ pub fn plan_request(options: &RunOptions, request: PlanRequest) -> Result<Select
         rows_on_heap: 0,
         streamable,
         constraints: Constraints { activations, ..options.constraints },
+        sample_tokens,
     };
     // The memory of an absent device is unknown.
     let budget = bytes(options.memory, &job, None, 0);

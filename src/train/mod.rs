@@ -9,6 +9,7 @@ pub mod options;
 mod prepare;
 mod resume;
 pub mod run;
+pub mod sample;
 pub mod save;
 mod steps;
 
@@ -20,3 +21,4 @@ pub use memory::{PlanRequest, plan_request};
 pub use options::{DataSource, Length, RunOptions, Warmup};
 pub use prepare::{brings_valid, end_of_text, load_split, row_limit};
 pub use run::{Finished, run};
+pub use sample::{Continuation, Sampling};

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, path::PathBuf};
 
-use super::{AdapterOptions, Constraints, PrefixStart};
+use super::{AdapterOptions, Constraints, PrefixStart, Sampling};
 use crate::{
     observe::machine::Machine,
     optim::{AdamWOptions, schedule::Schedule},
@@ -70,6 +70,8 @@ pub struct RunOptions {
     pub keep: usize,
     /// Steps between evaluations; 0: only before and after.
     pub eval_every: u64,
+    /// Texts that are generated during training; `None`: no text.
+    pub sampling: Option<Sampling>,
     /// Go on where the folder's newest save stops.
     pub resume: bool,
     /// Options that change results, name -> value as written; a resumed run must have the same.

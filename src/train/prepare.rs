@@ -6,6 +6,7 @@ use engraft_adapters::{AdapterSet, AdapterSpec};
 
 use super::{
     AdapterOptions, DataSource, Length, PlanConfig, PrefixStart, RunOptions, adapter, memory,
+    sample::{PromptSource, SamplePrompt},
     save::{FORMAT, Save, SaveInfo},
 };
 use crate::{
@@ -31,6 +32,8 @@ pub(super) struct Prepared {
     pub warmup: u64,
     pub seq_len: usize,
     pub hints: Vec<String>,
+    /// Prompts of the samples that are made during training.
+    pub samples: Vec<SamplePrompt>,
 }
 
 impl Prepared {
@@ -80,6 +83,9 @@ pub(super) fn prepare(
         Length::Epochs(epochs) => sampler.steps(epochs, options.batch),
     };
     let warmup = options.warmup.steps(steps);
+    let rows = eval.as_ref().unwrap_or(&train);
+    let samples =
+        PromptSource { config: &base.config, set: &chosen.set, tokenizer, rows }.prompts(options)?;
     let mut hints = std::mem::take(&mut chosen.hints);
     if warmup >= steps {
         hints.push(format!(
@@ -87,7 +93,7 @@ pub(super) fn prepare(
         ));
     }
     let Chosen { set, values: loaded, .. } = chosen;
-    Ok(Prepared { set, loaded, train, eval, sampler, steps, warmup, seq_len, hints })
+    Ok(Prepared { set, loaded, train, eval, sampler, steps, warmup, seq_len, hints, samples })
 }
 
 /// The adapter, and its values unless they are to be made.

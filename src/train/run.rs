@@ -92,6 +92,7 @@ fn go(
     let run = Run {
         options,
         base,
+        tokenizer,
         prepared: &prepared,
         info,
         selection: &selection,

@@ -79,6 +79,7 @@ fn options() -> RunOptions {
         save_every: 0,
         keep: 1,
         eval_every: 0,
+        sampling: None,
         resume: false,
         identity: Default::default(),
         config_text: String::new(),

@@ -2,7 +2,10 @@
 
 use std::{
     path::PathBuf,
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Instant,
 };
 
@@ -11,10 +14,11 @@ use engraft_adapters::peft;
 use super::{
     Event, Finished, PlanConfig, Reporter, RunFolder, RunOptions, events,
     prepare::Prepared,
+    sample::{self, Continuation, SamplePrompt},
     save::{self, SaveInfo},
 };
 use crate::{
-    data::{Batch, NO_LOSS, RowRef},
+    data::{Batch, Tokenizer},
     engine::Trainer,
     error::{Error, Report, Result},
     model::Base,
@@ -30,6 +34,7 @@ use crate::{
 pub(super) struct Run<'a> {
     pub options: &'a RunOptions,
     pub base: &'a Base,
+    pub tokenizer: Option<&'a Tokenizer>,
     pub prepared: &'a Prepared,
     /// The description in saves, at step 0.
     pub info: SaveInfo,
@@ -60,6 +65,7 @@ impl Run<'_> {
         }
         if begun_at == 0 {
             self.evaluate(trainer, reporter)?;
+            self.sample(trainer, reporter)?;
         }
         let (mut tokens, mut seconds) = (0, 0.0);
         let mut fastest = 0f64;
@@ -77,9 +83,13 @@ impl Run<'_> {
             if done < steps && is_due(done, self.options.eval_every) {
                 self.evaluate(trainer, reporter)?;
             }
+            if done < steps && self.options.sampling.as_ref().is_some_and(|it| is_due(done, it.every)) {
+                self.sample(trainer, reporter)?;
+            }
         }
         self.write_adapter(trainer)?;
         self.evaluate(trainer, reporter)?;
+        self.sample(trainer, reporter)?;
         if self.is_faster_than_planned(fastest) {
             Rates::forget(self.options.cache.as_deref(), self.base.weights.wte.arithmetic);
         }
@@ -141,6 +151,35 @@ impl Run<'_> {
         let found = found?;
         let event = events::Eval { step: trainer.steps_done(), loss: found.loss, tokens: found.tokens };
         reporter.event(&Event::Eval(&event))
+    }
+
+    /// Continues the prompts of the samples with the adapter as it is.
+    fn sample(&self, trainer: &Trainer, reporter: &mut dyn Reporter) -> Result<()> {
+        let (Some(sampling), Some(tokenizer)) = (&self.options.sampling, self.tokenizer) else {
+            return Ok(());
+        };
+        phase::enter(Phase::Sampling);
+        let streams = self.selection.chosen.plan.config.policy.stream;
+        let base = if streams { trainer.base().streamed() } else { Arc::clone(trainer.base()) };
+        let values = trainer.values();
+        for SamplePrompt { text, ids, most } in &self.prepared.samples {
+            self.stop_if_interrupted(trainer)?;
+            let asked = Continuation {
+                base: &base,
+                set: trainer.set(),
+                values: &values,
+                tokenizer,
+                prompt: ids,
+                most: *most,
+            };
+            let text = events::Sample {
+                step: trainer.steps_done(),
+                prompt: text.clone(),
+                text: (sampling.continue_text)(&asked)?,
+            };
+            reporter.event(&Event::Sample(&text))?;
+        }
+        Ok(())
     }
 
     /// After a signal: saves, so that `--resume` loses nothing, and stops.
@@ -215,8 +254,7 @@ impl Run<'_> {
         };
         reporter.event(&Event::Done(&done))?;
         let rows = self.prepared.eval.as_ref().unwrap_or(&self.prepared.train);
-        let vocab = self.base.config.vocab;
-        let prompt = rows.rows.iter().next().map(|row| beginning(row, vocab)).unwrap_or_default();
+        let prompt = sample::first_prompt(rows, self.base.config.vocab);
         Ok(Finished { adapter, prompt })
     }
 
@@ -256,15 +294,4 @@ const FASTER: f64 = 1.5;
 
 fn per_second(tokens: usize, seconds: f64) -> f64 {
     if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 }
-}
-
-/// Tokens of a text that make a prompt.
-const PROMPT: usize = 16;
-
-/// The tokens up to the first supervised one; of a text, its first tokens. Ids from `vocab` on are no text.
-fn beginning(row: RowRef, vocab: usize) -> Vec<u32> {
-    let text = row.ids.iter().zip(row.targets).filter(|(id, _)| (**id as usize) < vocab);
-    let unsupervised = text.clone().take_while(|(_, target)| **target == NO_LOSS).count();
-    let len = if unsupervised == 0 { PROMPT } else { unsupervised + 1 };
-    text.map(|(id, _)| *id).take(len).collect()
 }

@@ -224,6 +224,11 @@ options! {
         keep: usize = 2 => value("N").on_resume(OnResume::Free).check(FROM_ONE);
         /// Evaluate every N steps too, not only before and after; 0 turns this off
         eval_every: u64 = 0 => value("N").on_resume(OnResume::Free);
+        /// Continue the sample prompts every N steps, and before and after training; 0 turns this off
+        sample_every: u64 => value("N").otherwise("0").on_resume(OnResume::Free);
+        /// Text that samples continue; repeatable
+        sample_prompt: Vec<String> =>
+            value("TEXT").otherwise("the beginning of a held-out row").on_resume(OnResume::Free);
         /// Continue the run in --output; options not given come from its config.toml
         resume: bool => switch().on_resume(OnResume::OfTheCall);
     }

@@ -10,6 +10,7 @@ mod config_file;
 mod layers;
 mod report;
 mod resolve;
+mod sampling;
 mod table;
 
 use std::process::ExitCode;

@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeMap, path::PathBuf};
 
-use super::{args::TrainArgs, config_file, layers};
+use super::{args::TrainArgs, config_file, layers, sampling};
 use crate::{
     cli::common::{
         open::{Compute, EMBEDDED},
@@ -14,7 +14,7 @@ use crate::{
     error::{Error, Result},
     observe::machine::{self, Machine},
     optim::{AdamWOptions, OptimizerKind, schedule::Schedule},
-    train::{self, AdapterOptions, Constraints, DataSource, Length, PrefixStart, RunOptions},
+    train::{self, AdapterOptions, Constraints, DataSource, Length, PrefixStart, RunOptions, Sampling},
 };
 
 /// The run that `args`, joined and with defaults, describe; `cache` is the folder for measured speeds.
@@ -70,11 +70,19 @@ pub fn run_options(args: &TrainArgs, machine: Machine, cache: Option<PathBuf>) -
         save_every: args.save_every(),
         keep: args.keep(),
         eval_every: args.eval_every(),
+        sampling: sampling(args),
         resume: args.resume == Some(true),
         identity: identity(&absolute)?,
         config_text: layers::written(&absolute)?,
         machine,
     })
+}
+
+/// The samples that `args` ask for.
+fn sampling(args: &TrainArgs) -> Option<Sampling> {
+    let every = args.sample_every.filter(|&every| every > 0)?;
+    let prompts = args.sample_prompt.clone().unwrap_or_default();
+    Some(Sampling { every, prompts, continue_text: sampling::continue_text })
 }
 
 /// The properties of device and CPU that change the bits of a result.
@@ -113,6 +121,11 @@ fn refuse_combinations(args: &TrainArgs) -> Result<()> {
         return Err(Error::input(format!(
             "--micro-batch {rows}: does not divide --batch {batch}; give a divisor such as {divisor}"
         )));
+    }
+    if args.sample_prompt.is_some() && args.sample_every.is_none() {
+        return Err(Error::input(
+            "--sample-prompt: nothing says when to continue it; give --sample-every with a number of steps such as 100",
+        ));
     }
     refuse_options_of_other_methods(args)?;
     let init = args.prefix_init;
