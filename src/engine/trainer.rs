@@ -4,7 +4,10 @@ use std::{borrow::Cow, sync::Arc};
 
 use engraft_adapters::AdapterSet;
 
-use super::before_update::{BeforeUpdate, PendingUpdate};
+use super::{
+    before_update::{BeforeUpdate, PendingUpdate},
+    evaluator::{Evaluation, evaluate},
+};
 use crate::{
     data::Batch,
     device::{
@@ -101,24 +104,6 @@ pub struct StepReport {
     pub input_tokens: usize,
     /// The loss scale after the step, and how often gradients overflowed so far.
     pub scale: LossScale,
-}
-
-/// The loss of a data set.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Evaluation {
-    /// Mean over all supervised tokens.
-    pub loss: f64,
-    /// Number of supervised tokens.
-    pub tokens: usize,
-    /// Rows that were evaluated.
-    pub rows: usize,
-}
-
-impl Evaluation {
-    /// e to the mean loss.
-    pub fn perplexity(&self) -> f64 {
-        self.loss.exp()
-    }
 }
 
 /// The flat store of trained values, with its gradient and the optimizer's memory.
@@ -470,32 +455,4 @@ impl Trainer {
     pub fn memory(&self) -> Vec<TableRow> {
         self.table.clone()
     }
-}
-
-/// Mean loss of `stack` over `batches`.
-///
-/// # Errors
-/// When a token is outside the vocabulary or nothing is supervised.
-pub fn evaluate(
-    stack: &mut Stack,
-    trained: Trained,
-    batches: &mut dyn Iterator<Item = Batch>,
-) -> Result<Evaluation> {
-    let (mut sum, mut tokens, mut rows) = (0f64, 0, 0);
-    for batch in batches {
-        let losses = stack.loss(trained, &batch)?;
-        sum += losses.sum;
-        tokens += losses.tokens;
-        rows += batch.rows;
-    }
-    if tokens == 0 {
-        return Err(Error::input("the evaluation data has no supervised token; check its labels"));
-    }
-    let loss = sum / tokens as f64;
-    if !loss.is_finite() {
-        return Err(Error::failed(format!(
-            "the evaluation loss is {loss}; lower --lr, or check base and adapter for damaged weights"
-        )));
-    }
-    Ok(Evaluation { loss, tokens, rows })
 }

@@ -92,6 +92,8 @@ pub struct Eval {
     pub loss: f64,
     /// Number of supervised tokens.
     pub tokens: usize,
+    /// Whether the loss is the lowest so far; `None` in a run that does not ask for it.
+    pub best: Option<bool>,
 }
 
 impl Eval {

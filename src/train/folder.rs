@@ -91,6 +91,11 @@ impl RunFolder {
         self.path.join("adapter")
     }
 
+    /// The folder of the adapter with the lowest evaluation loss.
+    pub fn best(&self) -> PathBuf {
+        self.path.join("best")
+    }
+
     fn lock(&mut self) -> Result<()> {
         let path = self.path.join(LOCK);
         let file = OpenOptions::new().create(true).append(true).open(&path);

@@ -7,6 +7,7 @@ mod job;
 mod memory;
 pub mod options;
 mod prepare;
+mod progress;
 mod resume;
 pub mod run;
 pub mod sample;

@@ -70,10 +70,18 @@ pub struct RunOptions {
     pub keep: usize,
     /// Steps between evaluations; 0: only before and after.
     pub eval_every: u64,
+    /// Most held-out rows that an evaluation reads; `None` for all.
+    pub eval_max_rows: Option<usize>,
+    /// Whether the adapter with the lowest evaluation loss is kept beside the last one.
+    pub save_best: bool,
+    /// Evaluations in a row without a lower loss after which the run stops; `None`: it goes on.
+    pub patience: Option<u64>,
     /// Texts that are generated during training; `None`: no text.
     pub sampling: Option<Sampling>,
     /// Go on where the folder's newest save stops.
     pub resume: bool,
+    /// Go on from the save of this step instead of the newest one.
+    pub resume_from: Option<u64>,
     /// Options that change results, name -> value as written; a resumed run must have the same.
     pub identity: BTreeMap<String, String>,
     /// Text of the folder's `config.toml`.

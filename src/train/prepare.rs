@@ -77,6 +77,7 @@ pub(super) fn prepare(
     let seq_len = row_limit(options.seq_len, Some(&chosen.set), base.config.positions)?;
     let rows = RowOptions { seq_len, prompt: chosen.set.prompt_len(), spool };
     let (train, eval) = load_rows(options, base, tokenizer, rows)?;
+    refuse_without_evaluation(options, eval.is_some())?;
     let sampler = Sampler::new(train.rows.len(), options.seed, options.shuffle);
     let steps = match options.length {
         Length::Steps(steps) => steps,
@@ -159,6 +160,17 @@ fn load_rows(
     }
     let eval = brings_valid(&options.data)?.then(|| load(&options.data, Split::Valid)).transpose()?;
     Ok((train, eval))
+}
+
+/// Refuses options that compare evaluations where there is nothing to evaluate.
+fn refuse_without_evaluation(options: &RunOptions, has_rows: bool) -> Result<()> {
+    let asked = [("save-best", options.save_best), ("patience", options.patience.is_some())];
+    match asked.into_iter().find(|(_, asked)| *asked && !has_rows) {
+        None => Ok(()),
+        Some((option, _)) => Err(Error::input(format!(
+            "--{option}: there is no held-out data to evaluate on; give --eval-data, or --eval-fraction such as 0.1"
+        ))),
+    }
 }
 
 /// Whether the data folders contain held-out rows.
@@ -288,6 +300,7 @@ pub(super) fn describe(
         tensors: set.layout.tensors.iter().map(|slot| format!("{} {:?}", slot.name, slot.shape)).collect(),
         optimizer: config.optimizer.name().to_owned(),
         loss_scale: None,
+        progress: Default::default(),
     }
 }
 

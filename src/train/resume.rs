@@ -139,6 +139,7 @@ mod tests {
             tensors: vec!["a [2]".to_owned()],
             optimizer: "adamw".to_owned(),
             loss_scale: None,
+            progress: Default::default(),
         }
     }
 

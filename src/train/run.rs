@@ -62,7 +62,11 @@ fn go(
     reporter: &mut dyn Reporter,
     interrupt: &AtomicBool,
 ) -> Result<Finished> {
-    let past = if options.resume { save::newest(&folder.saves())? } else { None };
+    let past = match options.resume_from {
+        Some(step) => Some((save::of_step(&folder.saves(), step)?, Vec::new())),
+        None if options.resume => save::newest(&folder.saves())?,
+        None => None,
+    };
     let (past, damaged) = past.map_or((None, Vec::new()), |(past, damaged)| (Some(past), damaged));
     let trace = options.memory_trace.as_ref().map(|_| Trace::start()).transpose()?;
     let mut prepared = prepare(options, base, tokenizer, past.as_ref(), folder.path())?;
@@ -82,6 +86,7 @@ fn go(
     counting::reset_peak();
     // A smaller plan may change the micro-batch.
     let info = describe(options, base, &prepared, selection.chosen.plan.config);
+    let progress = past.as_ref().map(|past| past.info.progress.clone()).unwrap_or_default();
     if let Some(past) = past {
         resume::check_finite(&past)?;
         trainer.restore(past.info.step, &past.tensors())?;
@@ -89,12 +94,17 @@ fn go(
     }
     folder.claim()?;
     folder.write_config(&options.config_text)?;
-    let run = Run {
+    if let Some(step) = options.resume_from {
+        // Or a later --resume would go on from one of the saves that this run leaves behind.
+        save::prune(&folder.saves(), step, usize::MAX)?;
+    }
+    let mut run = Run {
         options,
         base,
         tokenizer,
         prepared: &prepared,
         info,
+        progress,
         selection: &selection,
         before,
         folder: &folder,

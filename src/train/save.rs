@@ -24,6 +24,7 @@ use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 use serde::{Deserialize, Serialize};
 
+use super::progress::Progress;
 use crate::{
     device::{Bytes, DType, page_cache::Region},
     engine::VALUES,
@@ -65,6 +66,9 @@ pub struct SaveInfo {
     /// The loss scale of a run in FP16.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<LossScale>,
+    /// Losses so far, and the best evaluation.
+    #[serde(default)]
+    pub progress: Progress,
 }
 
 /// A verified save: its description, and where its tensors are in the file.
@@ -259,6 +263,28 @@ pub fn newest(folder: &Path) -> Result<Option<(Save, Vec<String>)>> {
         None => Ok(None),
         Some(error) => Err(error.hint("no save in this folder is usable; start a new run in another folder")),
     }
+}
+
+/// The save of `step` in `folder`.
+///
+/// # Errors
+/// [`Error::Input`] that names the steps of the saves that there are; and as [`read`].
+pub fn of_step(folder: &Path, step: u64) -> Result<Save> {
+    let saves = list(folder)?;
+    if let Some(path) = saves.iter().find(|path| step_of(path) == Some(step)) {
+        return read(path);
+    }
+    let mut steps: Vec<String> =
+        saves.iter().filter_map(|path| step_of(path)).map(|step| step.to_string()).collect();
+    let last = steps.pop();
+    let there = match (steps.is_empty(), last) {
+        (_, None) => "the run has no save yet; leave the option out to start it".to_owned(),
+        (true, Some(last)) => format!("the run has one of step {last}; give that"),
+        (false, Some(last)) => {
+            format!("the run has those of steps {} and {last}; give one of them", steps.join(", "))
+        }
+    };
+    Err(Error::input(format!("--resume-from {step}: there is no save of that step, {there}")))
 }
 
 /// Removes saves after `step`, which this run did not write (damaged ones, or those after the step that

@@ -1,7 +1,7 @@
 //! The loop over optimizer steps: evaluations, saves, and the ways it ends.
 
 use std::{
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -14,6 +14,7 @@ use engraft_adapters::peft;
 use super::{
     Event, Finished, PlanConfig, Reporter, RunFolder, RunOptions, events,
     prepare::Prepared,
+    progress::Progress,
     sample::{self, Continuation, SamplePrompt},
     save::{self, SaveInfo},
 };
@@ -38,6 +39,7 @@ pub(super) struct Run<'a> {
     pub prepared: &'a Prepared,
     /// The description in saves, at step 0.
     pub info: SaveInfo,
+    pub progress: Progress,
     pub selection: &'a Selection<PlanConfig>,
     /// Bytes on heap and in arenas before any of the plan was there.
     pub before: usize,
@@ -50,26 +52,26 @@ impl Run<'_> {
     ///
     /// # Errors
     /// As [`super::run()`] after its start.
-    pub fn train(&self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<Finished> {
+    pub fn train(&mut self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<Finished> {
         let steps = self.prepared.steps;
         let begun_at = trainer.steps_done();
-        if begun_at >= steps {
-            reporter.event(&Event::Note(&format!(
-                "the run is finished after {steps} steps; a larger --steps goes on"
-            )))?;
-            // The process that made the last step may have been killed before it wrote the adapter, or
-            // removed older saves.
-            save::prune(&self.folder.saves(), begun_at, self.options.keep)?;
-            self.write_adapter(trainer)?;
-            return self.finish(trainer, 0.0, reporter);
+        if self.missed_evaluation(begun_at) {
+            self.evaluate(trainer, reporter)?;
+        }
+        if begun_at >= steps || self.is_out_of_patience() {
+            return self.finish_again(trainer, reporter);
         }
         if begun_at == 0 {
             self.evaluate(trainer, reporter)?;
             self.sample(trainer, reporter)?;
         }
+        if self.options.resume_from.is_some() {
+            // The adapter beside the saves is that of a later step.
+            self.write_adapter(trainer, &self.folder.adapter())?;
+        }
         let (mut tokens, mut seconds) = (0, 0.0);
         let mut fastest = 0f64;
-        while trainer.steps_done() < steps {
+        while trainer.steps_done() < steps && !self.is_out_of_patience() {
             self.stop_if_interrupted(trainer)?;
             self.stop_if_memory_is_short(trainer)?;
             let (step_tokens, step_seconds) = self.step(trainer, reporter)?;
@@ -87,13 +89,77 @@ impl Run<'_> {
                 self.sample(trainer, reporter)?;
             }
         }
-        self.write_adapter(trainer)?;
-        self.evaluate(trainer, reporter)?;
+        self.write_adapter(trainer, &self.folder.adapter())?;
+        if trainer.steps_done() == steps {
+            self.evaluate(trainer, reporter)?;
+        }
         self.sample(trainer, reporter)?;
+        if self.compares_evaluations() {
+            // Once more, with what the last evaluation found.
+            self.write_save(trainer)?;
+            self.tell_best(trainer, reporter)?;
+        }
         if self.is_faster_than_planned(fastest) {
             Rates::forget(self.options.cache.as_deref(), self.base.weights.wte.arithmetic);
         }
         self.finish(trainer, per_second(tokens, seconds), reporter)
+    }
+
+    /// The end of a run that has no step left. The process that made the last one may have been killed before it
+    /// wrote the adapter, or removed older saves.
+    fn finish_again(&mut self, trainer: &Trainer, reporter: &mut dyn Reporter) -> Result<Finished> {
+        let (done, steps) = (trainer.steps_done(), self.prepared.steps);
+        let goes_on = if done < steps { "--patience" } else { "--steps" };
+        let stopped = if done < steps { format!(" of {steps}, without patience") } else { String::new() };
+        reporter.event(&Event::Note(&format!(
+            "the run is finished after {done} steps{stopped}; a larger {goes_on} goes on"
+        )))?;
+        save::prune(&self.folder.saves(), done, self.options.keep)?;
+        if self.compares_evaluations() {
+            self.write_save(trainer)?;
+        }
+        self.write_adapter(trainer, &self.folder.adapter())?;
+        self.finish(trainer, 0.0, reporter)
+    }
+
+    /// Whether evaluations decide something, so that saves must know all of them.
+    fn compares_evaluations(&self) -> bool {
+        self.options.save_best || self.options.patience.is_some()
+    }
+
+    /// Whether the run was saved after `done` steps, and stopped before the evaluation that was due.
+    fn missed_evaluation(&self, done: u64) -> bool {
+        let is_due = done == self.prepared.steps || is_due(done, self.options.eval_every);
+        done > 0 && is_due && self.compares_evaluations() && self.progress.evaluated != Some(done)
+    }
+
+    /// Whether the last evaluations were too many without a lower loss.
+    fn is_out_of_patience(&self) -> bool {
+        self.options.patience.is_some_and(|patience| self.progress.waited >= patience)
+    }
+
+    /// Says which evaluation was the best, and that the run stopped early if it did.
+    fn tell_best(&self, trainer: &Trainer, reporter: &mut dyn Reporter) -> Result<()> {
+        let Some(best) = self.progress.best else { return Ok(()) };
+        let (done, steps) = (trainer.steps_done(), self.prepared.steps);
+        let found = format!("{:.4} after step {}", best.loss, best.step);
+        if done < steps {
+            let waited = self.progress.waited;
+            let evaluations = if waited == 1 { "evaluation was" } else { "evaluations were" };
+            reporter.event(&Event::Note(&format!(
+                "stopped after step {done} of {steps}: {waited} {evaluations} not below {found}"
+            )))?;
+        }
+        let kept = match self.options.save_best {
+            true => format!("its adapter is {}", self.folder.best().display()),
+            false => "--save-best would have kept its adapter".to_owned(),
+        };
+        let is_last = best.step == done && !self.options.save_best;
+        if is_last {
+            Ok(())
+        } else {
+            reporter.event(&Event::Note(&format!("the best evaluation loss was {found}; {kept}")))
+        }
     }
 
     /// Whether steps of `tokens_per_s` show that the plan's rates are too low. A machine may be slower than
@@ -105,7 +171,7 @@ impl Run<'_> {
     }
 
     /// One optimizer step; returns its input tokens and seconds.
-    fn step(&self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<(usize, f64)> {
+    fn step(&mut self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<(usize, f64)> {
         let options = self.options;
         let done = trainer.steps_done();
         let batches = self.micro_batches(done);
@@ -140,16 +206,22 @@ impl Run<'_> {
     }
 
     /// Loss over the held-out rows, if there are any.
-    fn evaluate(&self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<()> {
+    fn evaluate(&mut self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<()> {
         let Some(eval) = &self.prepared.eval else { return Ok(()) };
+        let interrupt = self.interrupt;
         phase::enter(Phase::Evaluation);
-        let mut batches =
-            eval.batches(self.micro_batch()).take_while(|_| !self.interrupt.load(Ordering::Relaxed));
+        let mut batches = eval.batches(self.micro_batch()).take_while(|_| !interrupt.load(Ordering::Relaxed));
         let found = trainer.evaluate(&mut batches);
         // A part of the rows says nothing about all of them.
         self.stop_if_interrupted(trainer)?;
         let found = found?;
-        let event = events::Eval { step: trainer.steps_done(), loss: found.loss, tokens: found.tokens };
+        let step = trainer.steps_done();
+        let is_best = self.progress.evaluated(step, found.loss);
+        if is_best && self.options.save_best {
+            self.write_adapter(trainer, &self.folder.best())?;
+        }
+        let best = self.compares_evaluations().then_some(is_best);
+        let event = events::Eval { step, loss: found.loss, tokens: found.tokens, best };
         reporter.event(&Event::Eval(&event))
     }
 
@@ -223,23 +295,25 @@ impl Run<'_> {
 
     fn save(&self, trainer: &Trainer, reporter: &mut dyn Reporter) -> Result<()> {
         let path = self.write_save(trainer)?;
-        self.write_adapter(trainer)?;
+        self.write_adapter(trainer, &self.folder.adapter())?;
         reporter.event(&Event::Saved(&path))
     }
 
     fn write_save(&self, trainer: &Trainer) -> Result<PathBuf> {
         phase::enter(Phase::Saving);
         let loss_scale = trainer.loss_scale();
-        let info = save::SaveInfo { step: trainer.steps_done(), loss_scale, ..self.info.clone() };
+        let (step, progress) = (trainer.steps_done(), self.progress.clone());
+        let info = save::SaveInfo { step, loss_scale, progress, ..self.info.clone() };
         let path = save::write(&self.folder.saves(), &info, &trainer.tensors())?;
         save::prune(&self.folder.saves(), info.step, self.options.keep)?;
         Ok(path)
     }
 
-    fn write_adapter(&self, trainer: &Trainer) -> Result<()> {
+    /// Writes the adapter as it is now to `folder`.
+    fn write_adapter(&self, trainer: &Trainer, folder: &Path) -> Result<()> {
         let projected = trainer.projected();
         let (values, description) = (trainer.values(), self.base.description());
-        Ok(peft::save(&self.folder.adapter(), trainer.set(), &values, projected.as_deref(), &description)?)
+        Ok(peft::save(folder, trainer.set(), &values, projected.as_deref(), &description)?)
     }
 
     fn finish(&self, trainer: &Trainer, tokens_per_s: f64, reporter: &mut dyn Reporter) -> Result<Finished> {

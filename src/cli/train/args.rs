@@ -92,6 +92,8 @@ options! {
     "Data" {
         /// Held-out data; repeatable
         eval_data: Vec<PathBuf> => value("PATH").on_resume(OnResume::Free);
+        /// Evaluate on at most N of the held-out rows, evenly spread
+        eval_max_rows: usize => value("N").otherwise("all").on_resume(OnResume::Free).check(FROM_ONE);
         /// Hold out this part of the training rows
         eval_fraction: f64 => value("F").excludes("eval-data").check(Check {
             refused: |&part| unless(part > 0.0 && part < 1.0, part),
@@ -224,6 +226,14 @@ options! {
         keep: usize = 2 => value("N").on_resume(OnResume::Free).check(FROM_ONE);
         /// Evaluate every N steps too, not only before and after; 0 turns this off
         eval_every: u64 = 0 => value("N").on_resume(OnResume::Free);
+        /// Keep the adapter with the lowest evaluation loss in the subfolder best; needs --eval-every
+        save_best: bool => switch().on_resume(OnResume::Free);
+        /// Stop after N evaluations in a row without a lower loss; needs --eval-every
+        patience: u64 => value("N").on_resume(OnResume::Free).check(Check {
+            refused: |&evaluations| unless(evaluations > 0, evaluations),
+            fault: "would stop at once",
+            remedy: "give a whole number from 1",
+        });
         /// Continue the sample prompts every N steps, and before and after training; 0 turns this off
         sample_every: u64 => value("N").otherwise("0").on_resume(OnResume::Free);
         /// Text that samples continue; repeatable
@@ -231,6 +241,8 @@ options! {
             value("TEXT").otherwise("the beginning of a held-out row").on_resume(OnResume::Free);
         /// Continue the run in --output; options not given come from its config.toml
         resume: bool => switch().on_resume(OnResume::OfTheCall);
+        /// Continue the run from its save of this step instead of the newest one; later saves are removed
+        resume_from: u64 => value("STEP").on_resume(OnResume::OfTheCall);
     }
 }
 

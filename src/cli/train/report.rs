@@ -42,10 +42,16 @@ impl Reporter for JsonReporter {
                 }
                 write_json(&line)
             }
-            Event::Eval(eval) => write_json(&json!({
-                "event": "eval", "step": eval.step, "loss": eval.loss,
-                "perplexity": eval.perplexity(), "tokens": eval.tokens,
-            })),
+            Event::Eval(eval) => {
+                let mut line = json!({
+                    "event": "eval", "step": eval.step, "loss": eval.loss,
+                    "perplexity": eval.perplexity(), "tokens": eval.tokens,
+                });
+                if let Some(best) = eval.best {
+                    line["best"] = json!(best);
+                }
+                write_json(&line)
+            }
             Event::Sample(sample) => write_json(&json!({
                 "event": "sample", "step": sample.step, "prompt": sample.prompt, "text": sample.text,
             })),
@@ -148,11 +154,12 @@ impl HumanReporter {
 
     fn eval(&self, eval: &Eval) -> Result<()> {
         self.result(&format!(
-            "step {}: evaluation loss {:.4}, perplexity {:.2} over {}\n",
+            "step {}: evaluation loss {:.4}, perplexity {:.2} over {}{}\n",
             eval.step,
             eval.loss,
             eval.perplexity(),
-            count(eval.tokens as u64, "token")
+            count(eval.tokens as u64, "token"),
+            if eval.best == Some(true) { ", the best so far" } else { "" }
         ))
     }
 

@@ -70,8 +70,12 @@ pub fn run_options(args: &TrainArgs, machine: Machine, cache: Option<PathBuf>) -
         save_every: args.save_every(),
         keep: args.keep(),
         eval_every: args.eval_every(),
+        eval_max_rows: args.eval_max_rows,
+        save_best: args.save_best == Some(true),
+        patience: args.patience,
         sampling: sampling(args),
         resume: args.resume == Some(true),
+        resume_from: args.resume_from,
         identity: identity(&absolute)?,
         config_text: layers::written(&absolute)?,
         machine,
@@ -126,6 +130,13 @@ fn refuse_combinations(args: &TrainArgs) -> Result<()> {
         return Err(Error::input(
             "--sample-prompt: nothing says when to continue it; give --sample-every with a number of steps such as 100",
         ));
+    }
+    let compares = [("save-best", args.save_best == Some(true)), ("patience", args.patience.is_some())];
+    if let Some((option, _)) = compares.into_iter().find(|(_, asked)| *asked && args.eval_every() == 0) {
+        return Err(Error::input(format!(
+            "--{option}: compares evaluations during training, and there are none; give --eval-every with a number of \
+             steps such as 100"
+        )));
     }
     refuse_options_of_other_methods(args)?;
     let init = args.prefix_init;

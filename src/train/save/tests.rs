@@ -15,6 +15,7 @@ fn info(step: u64) -> SaveInfo {
         tensors: vec!["a".to_owned()],
         optimizer: "adamw8bit".to_owned(),
         loss_scale: None,
+        progress: Default::default(),
     }
 }
 

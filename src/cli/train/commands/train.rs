@@ -68,7 +68,10 @@ fn own_data_on_embedded_base(args: &TrainArgs) -> Option<&'static str> {
 }
 
 /// Command line over `--config` over the run folder's config over the embedded defaults over the defaults.
-pub(super) fn joined(typed: TrainArgs) -> Result<TrainArgs> {
+pub(super) fn joined(mut typed: TrainArgs) -> Result<TrainArgs> {
+    if typed.resume_from.is_some() {
+        typed.resume = Some(true);
+    }
     let mut layers = vec![typed];
     if let Some(path) = layers[0].config.clone() {
         layers.push(config_file::read(&path)?);
