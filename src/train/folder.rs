@@ -8,7 +8,10 @@ use std::{
 
 use engraft_util::atomic;
 
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    saved,
+};
 
 const LOCK: &str = "lock";
 const CONFIG: &str = "config.toml";
@@ -83,7 +86,7 @@ impl RunFolder {
 
     /// The folder of the saves.
     pub fn saves(&self) -> PathBuf {
-        self.path.join("saves")
+        self.path.join(saved::FOLDER)
     }
 
     /// The folder of the finished adapter.

@@ -40,9 +40,7 @@ pub struct RunOptions {
     pub batch: usize,
     /// Number of steps or epochs.
     pub length: Length,
-    /// Learning rate after the warm-up.
-    pub lr: f64,
-    /// Learning-rate decay after the warm-up.
+    /// Learning rate after the warm-up, and how it falls.
     pub schedule: Schedule,
     /// Length of the learning rate's warm-up.
     pub warmup: Warmup,

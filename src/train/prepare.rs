@@ -77,6 +77,10 @@ pub(super) fn prepare(
     let seq_len = row_limit(options.seq_len, Some(&chosen.set), base.config.positions)?;
     let rows = RowOptions { seq_len, prompt: chosen.set.prompt_len(), spool };
     let (train, eval) = load_rows(options, base, tokenizer, rows)?;
+    let eval = match options.eval_max_rows {
+        Some(most) => eval.map(|eval| eval.at_most(most)),
+        None => eval,
+    };
     refuse_without_evaluation(options, eval.is_some())?;
     let sampler = Sampler::new(train.rows.len(), options.seed, options.shuffle);
     let steps = match options.length {

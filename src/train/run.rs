@@ -78,7 +78,7 @@ fn go(
         Some(past) => {
             resume::check(past, &info, prepared.set.layout.len, folder.path())?;
             let warmup = |steps| options.warmup.steps(steps);
-            resume::changed_length(&past.info, &info, options.schedule, options.lr, warmup)?
+            resume::changed_length(&past.info, &info, options.schedule, warmup)?
         }
     };
     let setup = Setup { options, base, tokenizer, past: past_info, spool: folder.path() };

@@ -7,7 +7,10 @@ use crate::{
     embedded,
     model::BaseSource,
     observe::machine::Machine,
-    optim::{AdamWOptions, schedule::Schedule},
+    optim::{
+        AdamWOptions,
+        schedule::{Decay, Schedule},
+    },
     plan::budget::Limit,
     train::{AdapterOptions, Constraints, DataSource, Length, PrefixStart, Warmup},
 };
@@ -64,8 +67,7 @@ fn options() -> RunOptions {
         shuffle: true,
         batch: 4,
         length: Length::Steps(4),
-        lr: 1e-3,
-        schedule: Schedule::Linear,
+        schedule: Schedule { lr: 1e-3, min_lr: 0.0, decay: Decay::Linear },
         warmup: Warmup::Steps(0),
         adamw: AdamWOptions::default(),
         clip: 1.0,

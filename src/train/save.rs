@@ -31,14 +31,10 @@ use crate::{
     error::{Error, Result},
     observe::machine::Machine,
     optim::{LossScale, SavedTensor, StateTensor},
+    saved::{self, CHECKSUM, INFO, file_name, list, step_of},
 };
 
-/// Version of the file format; another one is refused.
-pub const FORMAT: u32 = 2;
-
-const INFO: &str = "engraft_save";
-const CHECKSUM: &str = "blake3";
-const EXTENSION: &str = "safetensors";
+pub use crate::saved::FORMAT;
 
 /// The description of a save and of the run it belongs to.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -148,7 +144,7 @@ fn checksum<'a>(info: &str, tensors: impl Iterator<Item = SavedTensor<'a>>) -> S
     hasher.update(info.as_bytes());
     for tensor in tensors {
         let SavedTensor { name, dtype, bytes, .. } = &tensor;
-        hasher.update(format!("\n{name} {dtype:?} {}\n", bytes.len()).as_bytes());
+        hasher.update(saved::line(name, &format!("{dtype:?}"), bytes.len()).as_bytes());
         let Ok(()) = tensor.each_piece(|_, piece| -> Result<(), Infallible> {
             hasher.update(piece);
             Ok(())
@@ -270,21 +266,7 @@ pub fn newest(folder: &Path) -> Result<Option<(Save, Vec<String>)>> {
 /// # Errors
 /// [`Error::Input`] that names the steps of the saves that there are; and as [`read`].
 pub fn of_step(folder: &Path, step: u64) -> Result<Save> {
-    let saves = list(folder)?;
-    if let Some(path) = saves.iter().find(|path| step_of(path) == Some(step)) {
-        return read(path);
-    }
-    let mut steps: Vec<String> =
-        saves.iter().filter_map(|path| step_of(path)).map(|step| step.to_string()).collect();
-    let last = steps.pop();
-    let there = match (steps.is_empty(), last) {
-        (_, None) => "the run has no save yet; leave the option out to start it".to_owned(),
-        (true, Some(last)) => format!("the run has one of step {last}; give that"),
-        (false, Some(last)) => {
-            format!("the run has those of steps {} and {last}; give one of them", steps.join(", "))
-        }
-    };
-    Err(Error::input(format!("--resume-from {step}: there is no save of that step, {there}")))
+    read(&saved::find(folder, step, &format!("--resume-from {step}"))?)
 }
 
 /// Removes saves after `step`, which this run did not write (damaged ones, or those after the step that
@@ -299,31 +281,6 @@ pub fn prune(folder: &Path, step: u64, keep: usize) -> Result<()> {
         .iter()
         .chain(later)
         .try_for_each(|path| fs::remove_file(path).map_err(|cause| Error::writing(path, &cause)))
-}
-
-/// The saves in `folder`, oldest first.
-fn list(folder: &Path) -> Result<Vec<PathBuf>> {
-    let entries = match fs::read_dir(folder) {
-        Err(cause) if cause.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        entries => entries.map_err(|cause| Error::reading(folder, &cause))?,
-    };
-    let mut saves = Vec::new();
-    for entry in entries {
-        let path = entry.map_err(|cause| Error::reading(folder, &cause))?.path();
-        if let Some(step) = step_of(&path) {
-            saves.push((step, path));
-        }
-    }
-    saves.sort();
-    Ok(saves.into_iter().map(|(_, path)| path).collect())
-}
-
-fn file_name(step: u64) -> String {
-    format!("step-{step:08}.{EXTENSION}")
-}
-
-fn step_of(path: &Path) -> Option<u64> {
-    path.file_name()?.to_str()?.strip_prefix("step-")?.strip_suffix(".safetensors")?.parse().ok()
 }
 
 #[cfg(test)]

@@ -27,8 +27,8 @@ use crate::{
         counting, machine,
         phase::{self, Phase},
     },
-    optim::schedule::rate,
     plan::{Selection, budget, calibrate::Rates, size, size_up},
+    saved,
 };
 
 /// The parts of a run that stay the same.
@@ -175,9 +175,9 @@ impl Run<'_> {
         let options = self.options;
         let done = trainer.steps_done();
         let batches = self.micro_batches(done);
-        let lr = rate(options.schedule, options.lr, self.prepared.warmup, self.prepared.steps, done);
+        let lr = options.schedule.rate(self.prepared.warmup, self.prepared.steps, done);
         let started = Instant::now();
-        let report = trainer.step(&batches, lr).map_err(|error| self.out_of_memory(trainer, error))?;
+        let report = trainer.step(&batches, lr).map_err(|error| self.failed(trainer, error))?;
         let seconds = started.elapsed().as_secs_f64();
         let step = done + 1;
         let event = events::Step {
@@ -191,7 +191,49 @@ impl Run<'_> {
             scale: report.scale,
         };
         reporter.event(&Event::Step(&event))?;
-        Ok((report.input_tokens, seconds))
+        match self.progress.step(report.loss) {
+            Some(mean) => Err(self.diverged(step, mean)),
+            None => Ok((report.input_tokens, seconds)),
+        }
+    }
+
+    /// The error of a run whose mean loss over the last steps is `mean`, far above its start. Nothing of it is saved:
+    /// earlier saves and their adapter stay.
+    fn diverged(&self, step: u64, mean: f64) -> Error {
+        let start = self.progress.start.unwrap_or_default();
+        let error = Error::failed(format!(
+            "the run diverges: the loss is {mean:.2} over the last steps to step {step}, and was {start:.2} at the start; \
+             start again with an --lr below {}, or with a longer --warmup",
+            self.options.schedule.lr
+        ));
+        self.with_last_save(error)
+    }
+
+    /// A step that failed: after [`Error::Memory`] as [`Run::out_of_memory`]; else the values are those of the step
+    /// before, and what is saved stays.
+    fn failed(&self, trainer: &Trainer, error: Error) -> Error {
+        match error {
+            Error::Memory(_) => self.out_of_memory(trainer, error),
+            Error::Failed(_) => {
+                self.with_last_save(error.hint(format!("--lr is {}", self.options.schedule.lr)))
+            }
+            other => other,
+        }
+    }
+
+    /// `error` with a hint that says what is kept of the run.
+    fn with_last_save(&self, error: Error) -> Error {
+        let newest = saved::list(&self.folder.saves()).ok().and_then(|saves| saved::step_of(saves.last()?));
+        let Some(step) = newest else { return error.hint("nothing was saved before") };
+        let adapter = self.folder.adapter();
+        let best = self.progress.best.filter(|_| self.options.save_best);
+        let best =
+            best.map(|best| format!(", and {} as of step {}", self.folder.best().display(), best.step));
+        error.hint(format!(
+            "the save of step {step} and its adapter {} are kept{}",
+            adapter.display(),
+            best.unwrap_or_default()
+        ))
     }
 
     fn micro_batch(&self) -> usize {

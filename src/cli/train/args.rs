@@ -175,6 +175,14 @@ options! {
         lr: f64 = 5e-4 => value("LR").check(above_zero("give a number such as 0.0005"));
         /// Learning-rate decay after warm-up
         schedule: ScheduleName = ScheduleName::Linear => value("NAME");
+        /// Lowest learning rate after warm-up
+        min_lr: f64 => value("LR").otherwise("0").check(from_zero("give a number such as 0.00005"));
+        /// Cosines of --schedule cosine-with-restarts
+        num_cycles: u32 => value("N").check(Check {
+            refused: |&cycles| unless(cycles > 0, cycles),
+            fault: "is too small",
+            remedy: "give a whole number from 1",
+        });
         /// Warm-up steps, or with a dot a part of all steps
         warmup: Warmup = Warmup::Steps(0) => value("N|F").check(Check {
             refused: |warmup| match warmup {

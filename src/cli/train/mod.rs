@@ -98,7 +98,8 @@ mod tests {
             ("train --device tpu", "--device tpu: is an invalid value; give auto, cpu, cuda or cuda:N"),
             (
                 "train --schedule steep",
-                "--schedule steep: is an invalid value; give constant, linear or cosine",
+                "--schedule steep: is an invalid value; give constant, linear, cosine, \
+                 cosine-with-restarts or inverse-sqrt",
             ),
             (
                 "train --layers 5-2",

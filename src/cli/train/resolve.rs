@@ -13,7 +13,10 @@ use crate::{
     cli::train::table,
     error::{Error, Result},
     observe::machine::{self, Machine},
-    optim::{AdamWOptions, OptimizerKind, schedule::Schedule},
+    optim::{
+        AdamWOptions, OptimizerKind,
+        schedule::{Decay, Schedule},
+    },
     train::{self, AdapterOptions, Constraints, DataSource, Length, PrefixStart, RunOptions, Sampling},
 };
 
@@ -48,12 +51,7 @@ pub fn run_options(args: &TrainArgs, machine: Machine, cache: Option<PathBuf>) -
             Some(steps) => Length::Steps(steps),
             None => Length::Epochs(args.epochs.unwrap_or(1.0)),
         },
-        lr: args.lr(),
-        schedule: match args.schedule() {
-            ScheduleName::Constant => Schedule::Constant,
-            ScheduleName::Cosine => Schedule::Cosine,
-            ScheduleName::Linear => Schedule::Linear,
-        },
+        schedule: schedule(args)?,
         warmup: match args.warmup() {
             Warmup::Steps(steps) => train::Warmup::Steps(steps),
             Warmup::Fraction(part) => train::Warmup::Fraction(part),
@@ -80,6 +78,42 @@ pub fn run_options(args: &TrainArgs, machine: Machine, cache: Option<PathBuf>) -
         config_text: layers::written(&absolute)?,
         machine,
     })
+}
+
+/// The learning rate over the steps.
+///
+/// # Errors
+/// When options contradict the schedule.
+fn schedule(args: &TrainArgs) -> Result<Schedule> {
+    let (name, lr) = (args.schedule(), args.lr());
+    if let Some(min_lr) = args.min_lr {
+        if name == ScheduleName::Constant {
+            return Err(Error::input(format!(
+                "--min-lr {min_lr}: the rate of --schedule constant does not fall; leave it out, or give another schedule"
+            )));
+        }
+        if min_lr > lr {
+            return Err(Error::input(format!("--min-lr {min_lr}: is above --lr {lr}; give a smaller one")));
+        }
+    }
+    let decay = match (name, args.num_cycles) {
+        (ScheduleName::CosineWithRestarts, Some(cycles)) => Decay::CosineWithRestarts(cycles),
+        (ScheduleName::CosineWithRestarts, None) => {
+            return Err(Error::input(
+                "--schedule cosine-with-restarts: says nothing about how often; give --num-cycles with a number such as 4",
+            ));
+        }
+        (_, Some(cycles)) => {
+            return Err(Error::input(format!(
+                "--num-cycles {cycles}: belongs to --schedule cosine-with-restarts; leave it out or give that schedule"
+            )));
+        }
+        (ScheduleName::Constant, None) => Decay::Constant,
+        (ScheduleName::Linear, None) => Decay::Linear,
+        (ScheduleName::Cosine, None) => Decay::Cosine,
+        (ScheduleName::InverseSqrt, None) => Decay::InverseSqrt,
+    };
+    Ok(Schedule { lr, min_lr: args.min_lr.unwrap_or(0.0), decay })
 }
 
 /// The samples that `args` ask for.

@@ -122,3 +122,8 @@ fn another_format_is_named() {
     first.as_object_mut().unwrap().remove("optimizer");
     assert!(describe(&first.to_string()).unwrap_err().contains("format is 1"));
 }
+
+#[test]
+fn programs_that_do_not_train_know_the_name_of_the_values() {
+    assert_eq!(crate::saved::VALUES, VALUES);
+}

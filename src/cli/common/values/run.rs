@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 /// The value of `--schedule`: the learning rate after warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub enum ScheduleName {
     /// Stays the same.
     Constant,
@@ -14,6 +14,14 @@ pub enum ScheduleName {
     Linear,
     /// Falls to zero along half a cosine.
     Cosine,
+    /// Falls along half a cosine several times, from the top again each time.
+    #[value(alias = "cosine_with_restarts")]
+    #[serde(alias = "cosine_with_restarts")]
+    CosineWithRestarts,
+    /// Falls with one over the square root of the steps.
+    #[value(alias = "inverse_sqrt")]
+    #[serde(alias = "inverse_sqrt")]
+    InverseSqrt,
 }
 
 /// The value of `--optimizer`.
