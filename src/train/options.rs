@@ -28,8 +28,8 @@ pub struct RunOptions {
     pub eval_fraction: Option<f64>,
     /// Longest row in tokens; `None`: 256, or what the base's positions leave.
     pub seq_len: Option<usize>,
-    /// Whether a row holds several documents.
-    pub pack: bool,
+    /// Whether a row holds several documents; `None`: where that leaves many rows.
+    pub pack: Option<bool>,
     /// Whether each line of a text file is a document.
     pub line_by_line: bool,
     /// Whether prompts have a loss.
@@ -104,6 +104,8 @@ pub enum Length {
     Steps(u64),
     /// After that many passes over the training rows, rounded up to a step.
     Epochs(f64),
+    /// After one pass, or as many as it takes for a number of steps that trains something.
+    FromData,
 }
 
 /// Length of the learning rate's warm-up.

@@ -83,15 +83,13 @@ pub(super) fn prepare(
     };
     refuse_without_evaluation(options, eval.is_some())?;
     let sampler = Sampler::new(train.rows.len(), options.seed, options.shuffle);
-    let steps = match options.length {
-        Length::Steps(steps) => steps,
-        Length::Epochs(epochs) => sampler.steps(epochs, options.batch),
-    };
+    let (steps, few) = steps(options, &sampler);
     let warmup = options.warmup.steps(steps);
     let rows = eval.as_ref().unwrap_or(&train);
     let samples =
         PromptSource { config: &base.config, set: &chosen.set, tokenizer, rows }.prompts(options)?;
     let mut hints = std::mem::take(&mut chosen.hints);
+    hints.extend(few);
     if warmup >= steps {
         hints.push(format!(
             "--warmup {warmup}: the rate rises through all {steps} steps and never falls; lower it"
@@ -144,7 +142,7 @@ fn load_rows(
 ) -> Result<(Dataset, Option<Dataset>)> {
     let data_options = DataOptions {
         seq_len: rows.seq_len,
-        pack: options.pack,
+        pack: true,
         line_by_line: options.line_by_line,
         train_on_prompt: options.train_on_prompt,
         end_of_text: end_of_text(&base.config, tokenizer)?,
@@ -152,8 +150,8 @@ fn load_rows(
         prompt: rows.prompt,
         spool: Some(rows.spool.to_owned()),
     };
+    let (train, data_options) = load_train(options, tokenizer, data_options)?;
     let load = |source: &DataSource, split| load_split(source, split, tokenizer, &data_options);
-    let train = load(&options.data, Split::Train)?;
     if !options.eval_data.is_empty() {
         let source = DataSource::Files(options.eval_data.clone());
         return Ok((train, Some(load(&source, Split::Valid)?)));
@@ -174,6 +172,64 @@ fn refuse_without_evaluation(options: &RunOptions, has_rows: bool) -> Result<()>
         Some((option, _)) => Err(Error::input(format!(
             "--{option}: there is no held-out data to evaluate on; give --eval-data, or --eval-fraction such as 0.1"
         ))),
+    }
+}
+
+/// Steps of a run whose length follows from its data, at least: fewer change an adapter too little.
+const STEPS: u64 = 200;
+/// Steps of an epoch below which documents are not packed: with few documents in few rows a run would have few, or see
+/// the same rows many times in a step.
+const PACKED_STEPS: usize = 100;
+/// A run of fewer steps hardly learns.
+const FEW: u64 = 20;
+
+/// The training rows, with the options that they were made by: packed as asked for, or else if many rows are left.
+///
+/// # Errors
+/// As [`load_split`].
+pub fn load_train(
+    options: &RunOptions,
+    tokenizer: Option<&Tokenizer>,
+    data_options: DataOptions,
+) -> Result<(Dataset, DataOptions)> {
+    let load = |pack| {
+        let data_options = DataOptions { pack, ..data_options.clone() };
+        Ok((load_split(&options.data, Split::Train, tokenizer, &data_options)?, data_options))
+    };
+    let packed = load(options.pack.unwrap_or(true))?;
+    if options.pack.is_some() || packed.0.rows.len() >= PACKED_STEPS * options.batch {
+        return Ok(packed);
+    }
+    load(false)
+}
+
+/// The number of steps, and a hint where it is less than a user may expect, or more.
+fn steps(options: &RunOptions, sampler: &Sampler) -> (u64, Option<String>) {
+    let of = |epochs| sampler.steps(epochs, options.batch);
+    match options.length {
+        Length::Steps(steps) => (steps, None),
+        Length::Epochs(epochs) => {
+            let steps = of(epochs);
+            let plural = if steps == 1 { "" } else { "s" };
+            let more = (epochs * FEW as f64 / steps as f64 * 10.0).ceil();
+            let few = (steps < FEW).then(|| {
+                format!("--epochs {epochs} makes {steps} step{plural}, which hardly train; --epochs {more} or --steps {STEPS} trains more")
+            });
+            (steps, few)
+        }
+        Length::FromData => {
+            let one = of(1.0);
+            if one >= STEPS {
+                return (one, None);
+            }
+            let epochs = (STEPS as f64 * options.batch as f64 / sampler.len() as f64).ceil();
+            let plural = if one == 1 { "" } else { "s" };
+            let hint = format!(
+                "one pass over the data makes {one} step{plural}, too few to learn much, so the run has {epochs} passes; \
+                 --epochs or --steps sets its length"
+            );
+            (of(epochs), Some(hint))
+        }
     }
 }
 

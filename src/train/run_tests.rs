@@ -61,7 +61,7 @@ fn options() -> RunOptions {
         eval_data: Vec::new(),
         eval_fraction: None,
         seq_len: Some(64),
-        pack: true,
+        pack: Some(true),
         line_by_line: false,
         train_on_prompt: false,
         shuffle: true,

@@ -40,7 +40,8 @@ options! {
             value("N").otherwise("256, or what the base has left").check(FROM_ONE);
         /// Put several documents in a row; they do not see each other
         #[arg(overrides_with = "no_pack")]
-        pack: bool => switch().default(|args: &DataArgs| Some(args.no_pack != Some(true)));
+        pack: bool => switch().default(|args: &DataArgs| args.no_pack.map(|alone| !alone))
+            .otherwise("where there are many rows");
         /// One window of a record in a row
         #[arg(overrides_with = "pack")]
         no_pack: bool => switch().excludes("pack");
@@ -48,9 +49,9 @@ options! {
 }
 
 impl DataArgs {
-    /// Whether a row holds several documents.
-    pub fn packs(&self) -> bool {
-        self.pack.unwrap_or(self.no_pack != Some(true))
+    /// Whether a row holds several documents; `None` where no option says so.
+    pub fn packs(&self) -> Option<bool> {
+        self.pack.or(self.no_pack.map(|alone| !alone))
     }
 }
 
@@ -169,7 +170,7 @@ options! {
         });
         /// Passes over the training rows, instead of --steps
         epochs: f64 => value("F").excludes("steps").on_resume(OnResume::OwnRule)
-            .default(|args: &TrainArgs| args.steps.is_none().then_some(1.0))
+            .otherwise("1, or as many as make 200 steps")
             .check(above_zero("give a number such as 1"));
         /// Highest learning rate
         lr: f64 = 5e-4 => value("LR").check(above_zero("give a number such as 0.0005"));

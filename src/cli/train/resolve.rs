@@ -47,9 +47,10 @@ pub fn run_options(args: &TrainArgs, machine: Machine, cache: Option<PathBuf>) -
         train_on_prompt: data.train_on_prompt == Some(true),
         shuffle: args.no_shuffle != Some(true),
         batch: args.batch(),
-        length: match args.steps {
-            Some(steps) => Length::Steps(steps),
-            None => Length::Epochs(args.epochs.unwrap_or(1.0)),
+        length: match (args.steps, args.epochs) {
+            (Some(steps), _) => Length::Steps(steps),
+            (None, Some(epochs)) => Length::Epochs(epochs),
+            (None, None) => Length::FromData,
         },
         schedule: schedule(args)?,
         warmup: match args.warmup() {

@@ -135,7 +135,7 @@ fn rows(
     let tokenizer = base.tokenizer.as_ref();
     let data_options = DataOptions {
         seq_len: limit,
-        pack: options.pack,
+        pack: true,
         line_by_line: options.line_by_line,
         train_on_prompt: options.train_on_prompt,
         end_of_text: run::end_of_text(&base.config, tokenizer)?,
@@ -143,8 +143,8 @@ fn rows(
         prompt: set.prompt_len(),
         spool: environment.cache().ok().filter(|cache| cache.is_dir()).map(Path::to_owned),
     };
+    let (train, data_options) = run::load_train(options, tokenizer, data_options)?;
     let load = |source: &DataSource, split| run::load_split(source, split, tokenizer, &data_options);
-    let train = load(&options.data, Split::Train)?;
     let held_out = if !options.eval_data.is_empty() {
         Some(load(&DataSource::Files(options.eval_data.clone()), Split::Valid)?)
     } else if options.eval_fraction.is_none() && run::brings_valid(&options.data)? {
