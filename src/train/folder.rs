@@ -148,6 +148,12 @@ impl RunFolder {
     }
 }
 
+/// Whether a process trains in `folder` now.
+pub fn is_in_use(folder: &Path) -> bool {
+    let held = |file: File| matches!(file.try_lock(), Err(TryLockError::WouldBlock));
+    File::open(folder.join(LOCK)).is_ok_and(held)
+}
+
 /// The config of the run in `folder`.
 pub fn config_path(folder: &Path) -> PathBuf {
     folder.join(CONFIG)

@@ -11,6 +11,7 @@ mod cli;
 mod cli_config;
 mod cli_input;
 mod cli_support;
+mod course;
 mod decoder;
 mod decoder_rows;
 mod embedding_parts;
