@@ -157,6 +157,7 @@ impl<'a> TrainingJob<'a> {
             adamw: AdamWOptions::default(),
             clip: 0.0,
             label_smoothing: 0.0,
+            neftune: 0.0,
             seed: 0,
         }
     }

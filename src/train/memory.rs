@@ -271,6 +271,7 @@ pub(super) fn trainer(
         adamw: options.adamw,
         clip: options.clip,
         label_smoothing: options.label_smoothing,
+        neftune: options.neftune,
         seed: options.seed,
     };
     let arenas = Arenas::real(Some(spool.to_owned())).on(base.device);

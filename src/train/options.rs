@@ -50,6 +50,8 @@ pub struct RunOptions {
     pub clip: f64,
     /// Part of the target probability spread over the vocabulary.
     pub label_smoothing: f64,
+    /// Alpha of NEFTune's noise on the embeddings; 0 for none.
+    pub neftune: f64,
     /// The fixed parts of the memory plan; a fixed micro-batch divides `batch`.
     pub constraints: Constraints,
     /// Most memory that the plan may take.

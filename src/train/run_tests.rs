@@ -72,6 +72,7 @@ fn options() -> RunOptions {
         adamw: AdamWOptions::default(),
         clip: 1.0,
         label_smoothing: 0.0,
+        neftune: 0.0,
         constraints: Constraints::default(),
         memory: Limit::Bytes(1 << 40),
         memory_trace: None,

@@ -200,9 +200,11 @@ options! {
         clip: f64 = 1.0 => value("C").check(from_zero("give a number such as 1, or 0 for no clipping"));
         /// Part of the target probability that is spread over the vocabulary
         label_smoothing: f64 = 0.0 => value("E").check(BELOW_ONE);
+        /// Noise on the embeddings in training (NEFTune), uniform up to A / sqrt(t c) for rows of t tokens of width c
+        neftune_alpha: f64 => value("A").otherwise("0").check(from_zero("give a number such as 5"));
         /// adamw, adamw8bit (moments in a quarter of the memory), or auto (8 bits only if nothing else fits)
         optimizer: Optimizer = Optimizer::Adamw => value("NAME").on_resume(OnResume::OwnRule);
-        /// Seed of initial values, order of the data and dropout
+        /// Seed of initial values, order of the data, dropout and noise
         seed: u64 = 0 => value("N");
     }
 

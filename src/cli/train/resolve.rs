@@ -60,6 +60,7 @@ pub fn run_options(args: &TrainArgs, machine: Machine, cache: Option<PathBuf>) -
         adamw: AdamWOptions { weight_decay: args.weight_decay(), ..AdamWOptions::default() },
         clip: args.clip(),
         label_smoothing: args.label_smoothing(),
+        neftune: args.neftune_alpha.unwrap_or(0.0),
         constraints: constraints(args),
         memory: args.memory().0,
         memory_trace: args.memory_trace.clone(),
