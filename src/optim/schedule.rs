@@ -95,6 +95,29 @@ mod tests {
         assert_eq!(rates(Decay::Linear, 0.0), [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]);
         let cosine = [0.0, 0.5, 1.0, 0.853_553_390_593_273_7, 0.5, 0.146_446_609_406_726_27];
         close(rates(Decay::Cosine, 0.0), &cosine);
+        let inverse = [0.0, 0.5, 1.0, 0.816_496_580_927_726_1, 0.707_106_781_186_547_5, 0.632_455_532_033_675_9];
+        close(rates(Decay::InverseSqrt, 0.0), &inverse);
+        // cosine_with_min_lr, and a polynomial of power 1 with lr_end.
+        let cosine = [0.0, 0.5, 1.0, 0.868_198_051_533_946_4, 0.55, 0.231_801_948_466_053_65];
+        close(rates(Decay::Cosine, 0.1), &cosine);
+        close(rates(Decay::Linear, 0.1), &[0.0, 0.5, 1.0, 0.775, 0.55, 0.325]);
+        let restarts = Schedule { lr: 1.0, min_lr: 0.0, decay: Decay::CosineWithRestarts(3) };
+        let theirs = [
+            0.0,
+            0.5,
+            1.0,
+            0.691_341_716_182_544_9,
+            0.146_446_609_406_726_27,
+            0.961_939_766_255_643_4,
+            0.5,
+            0.038_060_233_744_356_63,
+            0.853_553_390_593_273_7,
+            0.308_658_283_817_455_14,
+        ];
+        close((0..10).map(|step| restarts.rate(2, 10, step)).collect(), &theirs);
+        let alone = Schedule { decay: Decay::InverseSqrt, ..restarts };
+        let theirs = [1.0, 0.999_950_003_749_687_7, 0.999_900_014_997_500_6, 0.999_850_033_741_564_8];
+        close((0..4).map(|step| alone.rate(0, 4, step)).collect(), &theirs);
     }
 
     #[test]

@@ -31,7 +31,7 @@ use crate::{
     saved,
 };
 
-/// The parts of a run that stay the same.
+/// A run from its first step on.
 pub(super) struct Run<'a> {
     pub options: &'a RunOptions,
     pub base: &'a Base,
@@ -39,6 +39,7 @@ pub(super) struct Run<'a> {
     pub prepared: &'a Prepared,
     /// The description in saves, at step 0.
     pub info: SaveInfo,
+    /// Its course so far.
     pub progress: Progress,
     pub selection: &'a Selection<PlanConfig>,
     /// Bytes on heap and in arenas before any of the plan was there.
@@ -85,7 +86,8 @@ impl Run<'_> {
             if done < steps && is_due(done, self.options.eval_every) {
                 self.evaluate(trainer, reporter)?;
             }
-            if done < steps && self.options.sampling.as_ref().is_some_and(|it| is_due(done, it.every)) {
+            let samples = self.options.sampling.as_ref().is_some_and(|it| is_due(done, it.every));
+            if samples && done < steps && !self.is_out_of_patience() {
                 self.sample(trainer, reporter)?;
             }
         }
