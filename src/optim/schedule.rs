@@ -95,7 +95,8 @@ mod tests {
         assert_eq!(rates(Decay::Linear, 0.0), [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]);
         let cosine = [0.0, 0.5, 1.0, 0.853_553_390_593_273_7, 0.5, 0.146_446_609_406_726_27];
         close(rates(Decay::Cosine, 0.0), &cosine);
-        let inverse = [0.0, 0.5, 1.0, 0.816_496_580_927_726_1, 0.707_106_781_186_547_5, 0.632_455_532_033_675_9];
+        let inverse =
+            [0.0, 0.5, 1.0, 0.816_496_580_927_726_1, 0.707_106_781_186_547_5, 0.632_455_532_033_675_9];
         close(rates(Decay::InverseSqrt, 0.0), &inverse);
         // cosine_with_min_lr, and a polynomial of power 1 with lr_end.
         let cosine = [0.0, 0.5, 1.0, 0.868_198_051_533_946_4, 0.55, 0.231_801_948_466_053_65];

@@ -13,7 +13,8 @@ pub struct Progress {
     /// Loss of the last step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss: Option<f32>,
-    /// Loss that the run began with: of the evaluation before the first step, else the mean of the first steps.
+    /// Loss that the run began with: of the evaluation before the first step or of that step, whichever is higher;
+    /// without held-out rows the mean of the first steps.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub start: Option<f32>,
     /// The evaluation after the first step with the lowest loss, the first of several.
@@ -42,9 +43,9 @@ pub struct BestEvaluation {
 /// Steps whose mean loss says whether a run diverges.
 const STEPS: usize = 20;
 /// A run whose mean loss is this much above its start, in nats a token ..
-const ABOVE: f64 = 2.0;
+const ABOVE: f64 = 1.5;
 /// .. and this many times its start has diverged.
-const TIMES: f64 = 1.5;
+const TIMES: f64 = 1.3;
 
 impl Progress {
     /// Takes the loss of an evaluation after `step` steps; returns whether it is the lowest so far. What is
@@ -68,6 +69,10 @@ impl Progress {
     /// Takes the loss of the step that was just done; returns the mean of the last steps if it shows that the run
     /// diverges. A few bad batches show nothing.
     pub fn step(&mut self, loss: f64) -> Option<f64> {
+        if let (None, Some(start)) = (self.loss, &mut self.start) {
+            // Training rows may be harder than held-out ones.
+            *start = start.max(loss as f32);
+        }
         self.loss = Some(loss as f32);
         self.recent.push_back(loss);
         if self.recent.len() > STEPS {
@@ -105,9 +110,12 @@ mod tests {
     fn only_a_loss_that_stays_far_above_the_start_diverges() {
         let mut progress = Progress::default();
         progress.evaluated(0, 4.0);
-        assert!((0..100).all(|step| progress.step(if step % 10 == 0 { 30.0 } else { 3.0 }).is_none()));
+        assert!((0..100).all(|step| progress.step(if step % 10 == 9 { 23.0 } else { 3.0 }).is_none()));
         let found: Vec<Option<f64>> = (0..STEPS).map(|_| progress.step(7.0)).collect();
         assert!(found[..5].iter().all(Option::is_none) && found[STEPS - 1] == Some(7.0), "{found:?}");
+        let mut harder = Progress::default();
+        harder.evaluated(0, 4.0);
+        assert!((0..100).all(|_| harder.step(6.0).is_none()), "the rows of training are only harder");
         // Without an evaluation the first steps say where the run began.
         let mut alone = Progress::default();
         assert!((0..STEPS).all(|_| alone.step(1.0).is_none()));

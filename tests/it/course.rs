@@ -300,3 +300,54 @@ fn inspecting_a_run_says_where_it_stands() {
     let found = sandbox.engraft("inspect run --json").succeeds().events().remove(0);
     assert_eq!((&found["state"]["name"], &found["state"]["step"]), (&"interrupted".into(), &2.into()));
 }
+
+/// The first `records` records of the embedded training data, and 40 held-out ones.
+fn few(records: usize) -> Sandbox {
+    let sandbox = Sandbox::new();
+    let lines = |name: &str, count: usize| -> String {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/data/places").join(name);
+        let text = fs::read_to_string(path).unwrap();
+        text.lines().take(count).flat_map(|line| [line, "\n"]).collect()
+    };
+    sandbox.write("few.jsonl", lines("train.jsonl", records));
+    sandbox.write("valid.jsonl", lines("valid.jsonl", 40));
+    sandbox
+}
+
+/// By which part the evaluation loss falls with nothing but data given.
+fn fall(sandbox: &Sandbox, seed: u64) -> (f64, usize) {
+    let line =
+        format!("train --data few.jsonl --eval-data valid.jsonl --seed {seed} --output run{seed} --json");
+    let run = sandbox.engraft(&line).succeeds();
+    let evals = run.events_of("eval");
+    let loss = |event: &serde_json::Value| event["loss"].as_f64().unwrap();
+    (1.0 - loss(evals.last().unwrap()) / loss(&evals[0]), run.events_of("step").len())
+}
+
+/// 20 short records were packed into one row and one step.
+#[test]
+fn few_records_train_something() {
+    let sandbox = few(20);
+    let (fall, steps) = fall(&sandbox, 0);
+    assert!(fall > 1.0 / 3.0, "the loss falls by {fall}");
+    assert_eq!(steps, 200);
+    let config = fs::read_to_string(sandbox.path("run0/config.toml")).unwrap();
+    assert!(!config.contains("epochs") && !config.contains("pack ="), "{config}");
+    let said =
+        sandbox.engraft("train --data few.jsonl --epochs 1 --no-pack --output short").succeeds().stderr();
+    assert!(said.contains("hint: --epochs 1 makes 3 steps") && said.contains("--steps 200"), "{said}");
+}
+
+/// Minutes in a debug build: cargo test --release --test it -- --ignored few_records_train_at_every_size
+#[test]
+#[ignore = "takes minutes"]
+fn few_records_train_at_every_size() {
+    for records in [20, 100, 500] {
+        let sandbox = few(records);
+        for seed in [0, 1, 2] {
+            let (fall, steps) = fall(&sandbox, seed);
+            println!("{records} records, seed {seed}: {steps} steps, the loss falls by {:.1}%", 100.0 * fall);
+            assert!(fall > 1.0 / 3.0, "{records} records, seed {seed}: the loss falls by {fall}");
+        }
+    }
+}

@@ -23,6 +23,7 @@ use crate::{
         Base, BaseDType, BaseSource,
         base::{TokenizerFiles, check_weights},
     },
+    saved,
 };
 
 /// Name of the base that is compiled into the program.
@@ -124,7 +125,7 @@ pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute, stream
     Ok(Opened { base: Arc::new(base), tokenizer })
 }
 
-/// The adapter that `name` (a folder or a hub id) stands for, checked against its base.
+/// The adapter that `name` (a folder, a save of a run as RUN@STEP, or a hub id) stands for, checked against its base.
 ///
 /// # Errors
 /// When it cannot be found, downloaded or read, or belongs to another base.
@@ -134,6 +135,11 @@ pub fn adapter(
     environment: &Environment,
     base: &BaseDescription,
 ) -> Result<Loaded> {
+    if let Some((run, step)) = saved::named(name) {
+        let loaded = saved::adapter(&run, step, base, args.allow_base_mismatch == Some(true))?;
+        loaded.hints.iter().for_each(|hint| write_note(&format!("hint: {hint}")));
+        return Ok(loaded);
+    }
     let download = Download::new();
     let options = hub_options(name, None, args, environment)?;
     let folder = hub::adapter(&name.display().to_string(), &options, &|progress| download.show(&progress))?;
