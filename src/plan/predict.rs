@@ -34,6 +34,8 @@ pub struct MicroBatch<'a> {
     pub batch: usize,
     /// Tokens t of the longest.
     pub seq_len: usize,
+    /// Tokens with a loss, at most b t.
+    pub supervised: usize,
     /// Which activations are kept, computed again and moved.
     pub policy: Policy,
 }
@@ -44,14 +46,22 @@ impl MicroBatch<'_> {
         self.batch * self.seq_len
     }
 
+    /// Tokens that the last block computes after its attention: the supervised ones, unless those are nearly all
+    /// (`Block::wanted` in the model).
+    fn wanted(&self) -> usize {
+        if self.supervised * 8 <= self.n() * 7 { self.supervised } else { self.n() }
+    }
+
     /// Predicted seconds of the pass.
     pub fn seconds(&self, rates: &Rates) -> f64 {
         let layers = self.base.config.layers;
         let lowest = self.lowest();
-        let block = Block::new(self, rates);
-        let mut total = layers as f64 * block.forward();
-        total += (layers - lowest) as f64 * block.backward();
-        total += (lowest..layers).map(|layer| block.again(self.policy.recompute.keeps(layer))).sum::<f64>();
+        let (all, last) = (Block::new(self, self.n(), rates), Block::new(self, self.wanted(), rates));
+        let block = |layer: usize| if layer + 1 == layers { &last } else { &all };
+        let mut total: f64 = (0..layers).map(|layer| block(layer).forward()).sum();
+        total += (lowest..layers).map(|layer| block(layer).backward()).sum::<f64>();
+        total +=
+            (lowest..layers).map(|layer| block(layer).again(self.policy.recompute.keeps(layer))).sum::<f64>();
         total += self.deltas(rates) + self.head(rates);
         let moved = self.moved(rates);
         if self.device.kind.copies_beside_kernels { total.max(moved) } else { total + moved }
@@ -87,7 +97,7 @@ impl MicroBatch<'_> {
 
     /// Head and loss, forward and backward, in chunks: the head is widened twice for each.
     fn head(&self, rates: &Rates) -> f64 {
-        let (config, n) = (self.base.config, self.n());
+        let (config, n) = (self.base.config, self.supervised);
         let weights = config.vocab * config.width;
         let chunk = self.policy.head_rows.clamp(1, n.max(1));
         let chunks = n.div_ceil(chunk) as f64;
@@ -144,38 +154,53 @@ impl Update {
 
 /// Seconds of the parts of a block: forward, where there are two forward and backward.
 struct Block {
+    /// The norm before attention.
+    first_norm: (f64, f64),
     c_attn: f64,
     attention: (f64, f64),
     attn_proj: f64,
+    /// The norm before the MLP.
+    second_norm: (f64, f64),
     c_fc: f64,
     mlp_proj: f64,
-    norm: (f64, f64),
     activation: (f64, f64),
     /// All frozen products of the backward pass.
     products_backward: f64,
 }
 
 impl Block {
-    fn new(micro_batch: &MicroBatch, rates: &Rates) -> Self {
+    /// A block that computes `after` tokens after its attention.
+    fn new(micro_batch: &MicroBatch, after: usize, rates: &Rates) -> Self {
         let (config, n) = (micro_batch.base.config, micro_batch.n());
         let (c, f, arch) = (config.width, config.inner, Arch::of(config));
-        let forward = |site: Site| rates.product_forward.seconds(n, arch.site(site).weights());
+        let forward = |site: Site, tokens| rates.product_forward.seconds(tokens, arch.site(site).weights());
+        let backward = |site: &SiteShape, tokens| rates.product_backward.seconds(tokens, site.weights());
         let t = micro_batch.seq_len;
         let prefix = micro_batch.set.prefix.as_ref().map_or(0, |prefix| prefix.length);
         let pairs = micro_batch.batch * (t * (t + 1) / 2 + t * prefix);
         let (attend, attend_back) = attention_flops(config.heads, config.head_width(), pairs);
-        let bytes = |width: usize, each: usize| (n * width * each) as f64;
+        let bytes = |tokens: usize, width: usize, each: usize| (tokens * width * each) as f64;
+        let norm = |tokens: usize| {
+            (bytes(tokens, c, 8) / rates.layernorm.forward, bytes(tokens, c, 16) / rates.layernorm.backward)
+        };
         Self {
-            c_attn: forward(Site::CAttn),
+            first_norm: norm(n),
+            second_norm: norm(after),
+            c_attn: forward(Site::CAttn, n),
             attention: (attend / rates.attention.forward, attend_back / rates.attention.backward),
-            attn_proj: forward(Site::AttnProj),
-            c_fc: forward(Site::CFc),
-            mlp_proj: forward(Site::MlpProj),
-            norm: (bytes(c, 8) / rates.layernorm.forward, bytes(c, 16) / rates.layernorm.backward),
-            activation: (bytes(f, 8) / rates.activation.forward, bytes(f, 12) / rates.activation.backward),
-            products_backward: rates
-                .product_backward
-                .seconds(n, arch.sites.iter().map(SiteShape::weights).sum()),
+            attn_proj: forward(Site::AttnProj, after),
+            c_fc: forward(Site::CFc, after),
+            mlp_proj: forward(Site::MlpProj, after),
+            activation: (
+                bytes(after, f, 8) / rates.activation.forward,
+                bytes(after, f, 12) / rates.activation.backward,
+            ),
+            products_backward: arch
+                .sites
+                .iter()
+                .enumerate()
+                .map(|(site, shape)| backward(shape, if site == Site::CAttn as usize { n } else { after }))
+                .sum(),
         }
     }
 
@@ -186,18 +211,21 @@ impl Block {
             + self.mlp()
             + self.activation.0
             + self.mlp_proj
-            + self.norm.0
+            + self.first_norm.0
     }
 
     fn mlp(&self) -> f64 {
-        self.norm.0 + self.c_fc
+        self.second_norm.0 + self.c_fc
     }
 
     /// Includes computing the outputs of norms and activation again.
     fn backward(&self) -> f64 {
         self.products_backward
             + self.attention.1
-            + 2.0 * (self.norm.0 + self.norm.1)
+            + self.first_norm.0
+            + self.first_norm.1
+            + self.second_norm.0
+            + self.second_norm.1
             + self.activation.0
             + self.activation.1
     }
@@ -207,9 +235,14 @@ impl Block {
         match keep {
             Keep::All => 0.0,
             Keep::Attention => self.mlp(),
-            Keep::Outputs => self.norm.0 + self.c_attn + self.mlp(),
+            Keep::Outputs => self.first_norm.0 + self.c_attn + self.mlp(),
             Keep::Input => {
-                self.norm.0 + self.c_attn + self.attention.0 + self.attn_proj + self.mlp() + self.activation.0
+                self.first_norm.0
+                    + self.c_attn
+                    + self.attention.0
+                    + self.attn_proj
+                    + self.mlp()
+                    + self.activation.0
             }
         }
     }

@@ -122,6 +122,7 @@ impl Candidates for Server<'_> {
             device: self.device,
             batch: rows,
             seq_len: 1,
+            supervised: rows,
             policy: Policy::default(),
         };
         pass.seconds(rates) * self.requests.div_ceil(rows) as f64

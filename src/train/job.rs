@@ -7,6 +7,7 @@ use engraft_util::atomic::BUFFER;
 
 use super::sample::PlannedSamples;
 use crate::{
+    data::RowStatistics,
     device::{
         DType,
         arena::{Placement, TableRow},
@@ -124,6 +125,9 @@ pub struct TrainingJob<'a> {
     pub program: u64,
     /// Bytes of tokenised rows on the heap.
     pub rows_on_heap: u64,
+    /// Lengths and supervised tokens of the rows; `None` where they are unknown, then all rows are full and every
+    /// token has a loss. Only the time that is shown depends on them, never a choice: data must not change rounding.
+    pub rows: Option<&'a RowStatistics>,
     /// Whether the base is in a file that can be streamed.
     pub streamable: bool,
     /// The parts of a way that are fixed.
@@ -170,6 +174,29 @@ impl<'a> TrainingJob<'a> {
             && policy.inputs.is_away() == fixed.inputs.unwrap_or_default()
             && policy.moments.is_away() == fixed.moments.unwrap_or_default()
             && optimizer == fixed.optimizer.unwrap_or_default()
+    }
+
+    /// Seconds of an optimizer step over rows as the data have them.
+    pub fn expected_seconds(&self, config: PlanConfig, rates: &Rates) -> f64 {
+        let Some(rows) = self.rows else { return self.seconds(config, rates) };
+        let tokens = rows.padded_length(config.micro_batch).round() as usize;
+        let supervised = (config.micro_batch as f64 * rows.supervised).round() as usize;
+        self.step_seconds(config, rates, tokens, supervised)
+    }
+
+    /// Seconds of a step whose micro-batches have rows of `tokens`, `supervised` of all of which have a loss.
+    fn step_seconds(&self, config: PlanConfig, rates: &Rates, tokens: usize, supervised: usize) -> f64 {
+        let PlanConfig { micro_batch, policy, optimizer } = config;
+        let passes = self.batch.div_ceil(micro_batch.max(1)) as f64;
+        let Self { set, device, .. } = *self;
+        let base = self.base();
+        let pass = MicroBatch { base, set, device, batch: micro_batch, seq_len: tokens, supervised, policy };
+        let (work, bytes) = match optimizer {
+            OptimizerKind::AdamW => (1.0, 8.0),
+            OptimizerKind::AdamW8bit => (EIGHT_BIT, 2.0),
+        };
+        let update = Update { trainables: set.trainables(), work, bytes, moments: policy.moments };
+        passes * pass.seconds(rates) + update.seconds(rates)
     }
 
     /// Whether the base was brought to a device as a whole before anything was planned.
@@ -275,18 +302,9 @@ impl Candidates for TrainingJob<'_> {
         candidates(self, self.constraints)
     }
 
-    /// Seconds of an optimizer step.
+    /// Seconds of an optimizer step over full rows with a loss on every token.
     fn seconds(&self, config: PlanConfig, rates: &Rates) -> f64 {
-        let PlanConfig { micro_batch, policy, optimizer } = config;
-        let passes = self.batch.div_ceil(micro_batch.max(1)) as f64;
-        let Self { set, device, seq_len, .. } = *self;
-        let pass = MicroBatch { base: self.base(), set, device, batch: micro_batch, seq_len, policy };
-        let (work, bytes) = match optimizer {
-            OptimizerKind::AdamW => (1.0, 8.0),
-            OptimizerKind::AdamW8bit => (EIGHT_BIT, 2.0),
-        };
-        let update = Update { trainables: set.trainables(), work, bytes, moments: policy.moments };
-        passes * pass.seconds(rates) + update.seconds(rates)
+        self.step_seconds(config, rates, self.seq_len, config.micro_batch * self.seq_len)
     }
 
     fn risk(&self, config: PlanConfig) -> f64 {

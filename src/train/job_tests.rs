@@ -6,6 +6,7 @@ use engraft_adapters::{AdapterSpec, Group, LoraSpec, PrefixSpec};
 
 use super::*;
 use crate::{
+    data::{Kind, load_text, testing},
     device::{DeviceKind, OwnMemory},
     error::Result,
     kernels::matmul::Arithmetic,
@@ -55,6 +56,7 @@ fn job<'a>(config: &'a Config, set: &'a AdapterSet, batch: usize) -> TrainingJob
         device: host(),
         program: 50 << 20,
         rows_on_heap: 0,
+        rows: None,
         streamable: true,
         constraints: Constraints::default(),
         sample_tokens: 0,
@@ -372,4 +374,36 @@ fn a_prefix_is_planned_too() {
     let plan = plan(&job(&config, &set, 2), config_of(Policy::default())).unwrap();
     let names: Vec<&str> = plan.rows.iter().map(|row| row.name.as_str()).collect();
     assert!(names.contains(&"projected") && names.contains(&"d hidden"), "{names:?}");
+}
+
+#[test]
+fn rows_change_the_time_that_is_shown_and_no_choice() {
+    let (config, rates) = (xl(), Rates::NOMINAL_CPU);
+    let set = set(&config, "c_attn");
+    let statistics = |length: usize, masked: usize| {
+        let ids = vec![5; length];
+        // The first label is never a target.
+        let labels: Vec<i32> = (0..length).map(|at| if at > masked { 5 } else { -100 }).collect();
+        let line = format!("{{\"input_ids\":{ids:?},\"labels\":{labels:?}}}\n");
+        let options = testing::options(1024);
+        let data = load_text("rows.jsonl", line.repeat(4).as_bytes(), Kind::Jsonl, None, &options).unwrap();
+        RowStatistics::of(&data)
+    };
+    let job = job(&config, &set, 4);
+    let whole = crate::plan::choose(&job, None, &rates).unwrap().chosen;
+    let seconds = |rows: &RowStatistics| {
+        let job = TrainingJob { rows: Some(rows), ..job };
+        let chosen = crate::plan::choose(&job, None, &rates).unwrap().chosen;
+        assert_eq!(chosen.plan.config, whole.plan.config);
+        job.expected_seconds(chosen.plan.config, &rates)
+    };
+    let full = seconds(&statistics(1024, 0));
+    // The last of 1024 positions has no target.
+    assert!((0.999..1.0).contains(&(full / whole.seconds)), "{full} {}", whole.seconds);
+    // Half the loss: half the head, and most of half the last block.
+    let masked = seconds(&statistics(1024, 512));
+    assert!(masked < full && masked > 0.8 * full, "{masked} {full}");
+    // Half as long rows: less than half the time, because attention is quadratic.
+    let short = seconds(&statistics(512, 0));
+    assert!((0.4 * full..0.5 * full).contains(&short), "{short} {full}");
 }

@@ -51,6 +51,7 @@ pub(super) fn job<'a>(
         device: PlannedDevice::of(base.device, base.weights.wte.arithmetic),
         program: budget::program(),
         rows_on_heap: if held { 0 } else { rows_on_heap },
+        rows: Some(&prepared.statistics),
         streamable: base.source != BaseSource::Embedded,
         constraints: constraints(options, base, past),
         sample_tokens: sample::longest(&prepared.samples),
@@ -106,6 +107,7 @@ pub fn plan_request(options: &RunOptions, request: PlanRequest) -> Result<Select
         device,
         program: budget::assumed_program(),
         rows_on_heap: 0,
+        rows: None,
         streamable,
         constraints: Constraints { activations, ..options.constraints },
         sample_tokens,
@@ -133,14 +135,19 @@ fn by_speed(cache: Option<&Path>, job: &TrainingJob, budget: Option<u64>) -> Res
     let Some(cores) = job.device.cores else {
         return choose(job, budget, &job.device.kind.nominal_rates).map(Selection::unmeasured);
     };
+    let by_measured = |rates: &Rates| {
+        let mut selection = choose(job, budget, rates)?;
+        selection.chosen.seconds = job.expected_seconds(selection.chosen.plan.config, rates);
+        Ok(selection)
+    };
     if let Some(rates) = Rates::cached(cache, cores.arithmetic) {
-        return choose(job, budget, &rates);
+        return by_measured(&rates);
     }
     let selection = choose(job, budget, &job.device.kind.nominal_rates)?;
     if job.trades_nothing(selection.chosen.plan.config) {
         return Ok(selection.unmeasured());
     }
-    choose(job, budget, &Rates::load_or_measure(cache, cores.arithmetic))
+    by_measured(&Rates::load_or_measure(cache, cores.arithmetic))
 }
 
 /// The parts of a plan that are fixed: by options, or, where results depend on them, by the save that the

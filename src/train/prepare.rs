@@ -10,7 +10,7 @@ use super::{
     save::{FORMAT, Save, SaveInfo},
 };
 use crate::{
-    data::{self, DataOptions, Dataset, Kind, Sampler, Split, Tokenizer},
+    data::{self, DataOptions, Dataset, Kind, RowStatistics, Sampler, Split, Tokenizer},
     embedded,
     error::{Error, Result},
     model::{Base, Config},
@@ -25,6 +25,7 @@ pub(super) struct Prepared {
     /// Values of an adapter to start from.
     loaded: Option<Vec<f32>>,
     pub train: Dataset,
+    pub statistics: RowStatistics,
     pub eval: Option<Dataset>,
     pub sampler: Sampler,
     /// Number of optimizer steps of the whole run.
@@ -96,7 +97,8 @@ pub(super) fn prepare(
         ));
     }
     let Chosen { set, values: loaded, .. } = chosen;
-    Ok(Prepared { set, loaded, train, eval, sampler, steps, warmup, seq_len, hints, samples })
+    let statistics = RowStatistics::of(&train);
+    Ok(Prepared { set, loaded, train, statistics, eval, sampler, steps, warmup, seq_len, hints, samples })
 }
 
 /// The adapter, and its values unless they are to be made.

@@ -168,8 +168,8 @@ impl Run<'_> {
     /// its rates because of other programs, so slow steps show nothing.
     fn is_faster_than_planned(&self, tokens_per_s: f64) -> bool {
         let chosen = &self.selection.chosen;
-        let tokens = self.options.batch * self.prepared.longest();
-        chosen.measured && tokens_per_s > FASTER * tokens as f64 / chosen.seconds
+        let tokens = self.options.batch as f64 * self.prepared.statistics.padded_length(1);
+        chosen.measured && tokens_per_s > FASTER * tokens / chosen.seconds
     }
 
     /// One optimizer step; returns its input tokens and seconds.
