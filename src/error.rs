@@ -5,8 +5,13 @@
 
 use std::{fmt, io, path::Path};
 
+use engraft_util::{atomic, shards::IndexError, stand_in::StandIn};
+
 /// `Result` with the library's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// The remedy for a path that begins with `~`, which the program takes as a name like any other.
+pub const TILDE: &str = "~ stands for the home folder in a shell alone; write the whole path";
 
 /// A sentence for the user, with optional `hint:` lines.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,6 +56,7 @@ impl Error {
     /// A user's file that cannot be read: [`Error::Input`] with the path, the cause and a remedy.
     pub fn reading(path: &Path, cause: &io::Error) -> Self {
         let remedy = match cause.kind() {
+            io::ErrorKind::NotFound if path.starts_with("~") => TILDE,
             io::ErrorKind::NotFound => "check the path",
             io::ErrorKind::PermissionDenied => "check its permissions",
             _ => "check the file",
@@ -58,12 +64,18 @@ impl Error {
         Self::input(format!("{}: cannot be read: {cause}; {remedy}", path.display()))
     }
 
+    /// The error for a file that is not what its name says: `otherwise`, unless it is something else that downloads
+    /// leave in place of files.
+    pub fn damaged(path: &Path, otherwise: impl FnOnce() -> Self) -> Self {
+        match StandIn::at(path) {
+            Some(found) => Self::input(format!("{}: {found}", path.display())),
+            None => otherwise(),
+        }
+    }
+
     /// A file of ours that cannot be written: [`Error::Failed`] with the path and the cause.
     pub fn writing(path: &Path, cause: &io::Error) -> Self {
-        Self::failed(format!(
-            "{}: cannot be written: {cause}; free space or choose another folder",
-            path.display()
-        ))
+        Self::failed(format!("{}: cannot be written: {cause}; {}", path.display(), atomic::remedy(cause)))
     }
 
     /// The same error with one more hint line.
@@ -115,11 +127,12 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-impl From<engraft_util::shards::IndexError> for Error {
-    fn from(error: engraft_util::shards::IndexError) -> Self {
+impl From<IndexError> for Error {
+    fn from(error: IndexError) -> Self {
+        let message = error.to_string();
         match error {
-            engraft_util::shards::IndexError::Read { path, cause } => Self::reading(&path, &cause),
-            wrong => Self::input(wrong.to_string()),
+            IndexError::Read { path, cause } => Self::reading(&path, &cause),
+            IndexError::Wrong { path, .. } => Self::damaged(&path, || Self::input(message)),
         }
     }
 }

@@ -5,7 +5,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use engraft_util::atomic::WriteError;
+use engraft_util::{
+    atomic::WriteError,
+    stand_in::StandIn,
+    words::{count_of, short_hash},
+};
 
 use crate::methods;
 
@@ -155,6 +159,14 @@ pub enum Error {
         /// Content of the folder, as the end of a sentence.
         found: String,
     },
+    /// A file that a download left in place of the one that was meant.
+    #[error("{}: {found}", .path.display())]
+    StandIn {
+        /// The file.
+        path: PathBuf,
+        /// What it is instead.
+        found: StandIn,
+    },
     /// A config that is no JSON object.
     #[error("{}: is no valid adapter config: {cause}; save the adapter again", .path.display())]
     Json {
@@ -172,7 +184,7 @@ pub enum Error {
         rule: String,
     },
     /// An adapter that does not fit the base or uses what is not supported: every reason at once.
-    #[error("{}: {}", .path.display(), problem_list(.problems))]
+    #[error("{}: {}{}", .path.display(), problem_list(.problems), remedy(.problems))]
     Mismatch {
         /// Folder of the adapter.
         path: PathBuf,
@@ -296,8 +308,30 @@ impl Error {
         }
     }
 
+    /// The error for a file that is something else; `None` if it may be what its name says.
+    pub(crate) fn stand_in(path: &Path) -> Option<Self> {
+        StandIn::at(path).map(|found| Self::StandIn { path: path.to_owned(), found })
+    }
+
     pub(crate) fn read(path: &Path, cause: io::Error) -> Self {
         Self::Read { path: path.to_owned(), cause }
+    }
+}
+
+/// The end of the sentence about an adapter that does not fit: what to do, where that is not the same for each reason.
+fn remedy(problems: &[Problem]) -> &'static str {
+    let any = |is: fn(&Problem) -> bool| problems.iter().any(is);
+    if any(|it| {
+        matches!(it, Problem::UnsupportedType(_))
+            || matches!(it, Problem::Field { expected, .. } if expected.contains("supported"))
+    }) {
+        "; fold it into its base with PEFT's merge_and_unload() and use the result as the base"
+    } else if any(|it| matches!(it, Problem::Layers { .. } | Problem::Shape { .. } | Problem::Spec(_))) {
+        "; give the base that it was trained on"
+    } else if any(|it| matches!(it, Problem::Missing(_) | Problem::Extra(_) | Problem::NotFinite { .. })) {
+        "; save it again with PEFT's save_pretrained(), or download it again"
+    } else {
+        ""
     }
 }
 
@@ -320,7 +354,7 @@ impl fmt::Display for Problem {
             Self::Spec(error) => write!(f, "{error}"),
             Self::Field { name, value, expected } => write!(f, "{name} is {value} where {expected}"),
             Self::Layers { found, expected } => {
-                write!(f, "it is for a base of {found} layers, this one has {expected}")
+                write!(f, "it is for a base of {}, this one has {expected}", count_of(*found, "layer"))
             }
             Self::Missing(tensor) => write!(f, "tensor {tensor} is missing"),
             Self::Extra(tensor) => write!(f, "tensor {tensor} is not expected"),
@@ -336,8 +370,9 @@ impl fmt::Display for Problem {
             }
             Self::Base { found, expected } => write!(
                 f,
-                "it was made for a base with fingerprint {found}, this base has {expected} \
-                 (use that base, or allow the mismatch)"
+                "it was made for a base with fingerprint {}, this base has {} (use that base, or allow the mismatch)",
+                short_hash(found),
+                short_hash(expected)
             ),
         }
     }

@@ -21,9 +21,9 @@ fn names(field: &str, option: &str) -> bool {
 #[test]
 fn every_option_is_in_the_manual_with_its_default() {
     let mut wrong = Vec::new();
-    for command in ["train", "eval", "generate"] {
+    for command in ["train", "eval", "generate", "chat"] {
         let options: Vec<Facts> = match command {
-            "generate" => super::infer::options(command),
+            "generate" | "chat" => super::infer::options(command),
             _ => super::train::options(command),
         };
         assert!(options.len() > 15, "{command}");
@@ -45,4 +45,35 @@ fn every_option_is_in_the_manual_with_its_default() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// The facts of every command that has a table of options.
+fn tables() -> Vec<Vec<Facts>> {
+    let train = ["train", "eval"].map(super::train::options);
+    train.into_iter().chain([super::infer::options("generate")]).collect()
+}
+
+#[test]
+fn every_name_from_elsewhere_leads_to_an_option_that_exists() {
+    let tables = tables();
+    let exists = |name: &str| tables.iter().any(|table| table.iter().any(|facts| facts.name == name));
+    for row in super::common::elsewhere::ELSEWHERE {
+        assert!(!row.here.is_empty() || !row.note.is_empty(), "{:?} lead nowhere", row.names);
+        for here in row.here {
+            assert!(exists(here), "{:?} lead to --{here}, which does not exist", row.names);
+        }
+        for name in row.names {
+            let is_ours = |table: &Vec<Facts>| table.iter().any(|facts| facts.name == *name);
+            let reachable = tables.iter().any(|table| {
+                !is_ours(table)
+                    && (row.here.is_empty()
+                        || row.here.iter().any(|here| table.iter().any(|facts| facts.name == *here)))
+            });
+            assert!(reachable, "--{name} is an option wherever its advice would be given");
+        }
+        // A note names options too.
+        for word in row.note.split([' ', ',']).filter_map(|word| word.strip_prefix("--")) {
+            assert!(exists(word), "the note {:?} names --{word}, which does not exist", row.note);
+        }
+    }
 }

@@ -20,6 +20,7 @@ mod statistics;
 pub mod store;
 pub mod stream;
 pub mod tokenizer;
+pub mod turns;
 
 pub use batch::{Batch, NO_LOSS, Row, RowRef};
 pub use dataset::{DataReport, Dataset, load, load_text};
@@ -31,6 +32,7 @@ pub use statistics::RowStatistics;
 pub use store::Rows;
 pub use stream::DecodeStream;
 pub use tokenizer::Tokenizer;
+pub use turns::{Turn, prompt_of_turns, turns};
 
 /// Helpers shared by the tests of this folder.
 #[cfg(test)]

@@ -284,7 +284,8 @@ impl Writer {
     fn refused(&self, cause: &io::Error) -> Error {
         let folder = self.folder.as_deref().unwrap_or(Path::new("")).display();
         Error::failed(format!(
-            "{folder}: cannot take the file of tokenised rows: {cause}; free space there or choose another folder"
+            "{folder}: cannot take the file of tokenised rows: {cause}; {}",
+            engraft_util::atomic::remedy(cause)
         ))
     }
 }

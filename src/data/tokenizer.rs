@@ -34,11 +34,14 @@ impl Tokenizer {
         let file = folder.join("tokenizer.json");
         if file.exists() {
             let bytes = fs::read(&file).map_err(|cause| Error::reading(&file, &cause))?;
-            return Self::parse(&bytes, &file.display().to_string()).map(Some);
+            let parsed = Self::parse(&bytes, &file.display().to_string());
+            return parsed.map(Some).map_err(|error| Error::damaged(&file, || error));
         }
         let (vocab, merges) = (folder.join("vocab.json"), folder.join("merges.txt"));
         match (vocab.exists(), merges.exists()) {
-            (true, true) => Self::from_pair(&vocab, &merges).map(Some),
+            (true, true) => Self::from_pair(&vocab, &merges)
+                .map(Some)
+                .map_err(|error| Error::damaged(&vocab, || Error::damaged(&merges, || error))),
             (false, false) => Ok(None),
             (true, false) => Err(lonely(&vocab, "merges.txt")),
             (false, true) => Err(lonely(&merges, "vocab.json")),

@@ -266,8 +266,9 @@ pub(crate) fn in_memory(role: &str, bytes: usize) -> Result<memmap2::MmapMut> {
 fn in_file(role: &str, bytes: usize, folder: &Path) -> Result<memmap2::MmapMut> {
     let failed = |cause: std::io::Error| {
         Error::failed(format!(
-            "{}: {bytes} bytes for {role} cannot be written: {cause}; free space there or leave the offloading out",
-            folder.display()
+            "{}: {bytes} bytes for {role} cannot be written: {cause}; {}, or leave the offloading out",
+            folder.display(),
+            engraft_util::atomic::remedy(&cause)
         ))
     };
     std::fs::create_dir_all(folder).map_err(failed)?;

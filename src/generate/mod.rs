@@ -2,6 +2,7 @@
 
 mod choose;
 pub mod options;
+pub mod session;
 mod text;
 
 use std::{cell::OnceCell, sync::Arc, time::Instant};
@@ -10,6 +11,7 @@ use engraft_adapters::AdapterSet;
 use rayon::prelude::*;
 
 pub use options::GenerateOptions;
+pub use session::{Answer, Session};
 
 use crate::{
     data::Tokenizer,
@@ -107,6 +109,19 @@ impl<'a> Generator<'a> {
         options: &GenerateOptions,
         stream: &mut dyn FnMut(&str) -> Result<()>,
     ) -> Result<Vec<Sample>> {
+        self.generate_each(prompt, options, &mut |_, piece| stream(piece))
+    }
+
+    /// As [`Generator::generate`]; `stream` also gets the number of the sample that the text belongs to.
+    ///
+    /// # Errors
+    /// As [`Generator::generate`].
+    pub fn generate_each(
+        &self,
+        prompt: &[u32],
+        options: &GenerateOptions,
+        stream: &mut dyn FnMut(usize, &str) -> Result<()>,
+    ) -> Result<Vec<Sample>> {
         let mut start = Instant::now();
         let capacity = self.room().min(prompt.len().saturating_add(options.max_new_tokens)).max(prompt.len());
         let rows = options.micro_batch.clamp(1, options.num_samples.max(1));
@@ -123,10 +138,10 @@ impl<'a> Generator<'a> {
                 Running::new(self, options, prompt, &logits, seed)
             };
             let mut running: Vec<Running> = (0..count).map(begin).collect();
-            self.run(&mut decoder, &mut running, stream)?;
+            self.run(&mut decoder, &mut running, &mut |piece| stream(first, piece))?;
             let seconds = start.elapsed().as_secs_f64().max(1e-9);
-            for sample in running {
-                samples.push(sample.finish(count == 1, seconds, stream)?);
+            for (index, sample) in running.into_iter().enumerate() {
+                samples.push(sample.finish(count == 1, seconds, &mut |piece| stream(first + index, piece))?);
             }
             start = Instant::now();
         }

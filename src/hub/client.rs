@@ -19,7 +19,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Pauses before the further tries after a failure that may pass.
-const WAITS: [Duration; 3] =
+pub(super) const WAITS: [Duration; 3] =
     [Duration::from_millis(200), Duration::from_millis(400), Duration::from_millis(800)];
 
 const MOST_REDIRECTS: usize = 10;
@@ -138,6 +138,23 @@ impl Client {
         })
     }
 
+    /// Asks the hub once who the token belongs to, for at most `patience`; the status of its answer.
+    pub(super) fn ping(&self, patience: Duration) -> Result<StatusCode, String> {
+        let address = self.address("api/whoami-v2");
+        let address: Uri = address.parse().map_err(|_| format!("{address} is no address"))?;
+        let mut request = self.agent(&address).get(&address);
+        if let Some(token) = &self.token {
+            request = request.header(header::AUTHORIZATION, token);
+        }
+        let answer = request.config().timeout_global(Some(patience)).build().call();
+        answer.map(|response| response.status()).map_err(|failure| reason(&failure))
+    }
+
+    /// The address of the hub.
+    pub(super) fn endpoint(&self) -> &str {
+        &self.endpoint
+    }
+
     /// The address of `path` at the hub.
     pub(super) fn address(&self, path: &str) -> String {
         format!("{}/{path}", self.endpoint)
@@ -241,9 +258,7 @@ impl Client {
     ) -> Result<Response<Body>, Failure> {
         let agent = self.agent(address);
         let mut request = if method == "HEAD" { agent.head(address) } else { agent.get(address) };
-        // No store that the hub redirects to may see the token.
-        let at_hub = address.scheme() == self.hub.scheme() && address.authority() == self.hub.authority();
-        if let Some(token) = self.token.as_ref().filter(|_| at_hub) {
+        if let Some(token) = self.token_for(address) {
             request = request.header(header::AUTHORIZATION, token);
         }
         if let Some(range) = range {
@@ -252,7 +267,13 @@ impl Client {
         request.call()
     }
 
-    fn agent(&self, address: &Uri) -> &Agent {
+    /// The token, for an address of the hub: no store that the hub redirects to may see it.
+    pub(super) fn token_for(&self, address: &Uri) -> Option<&HeaderValue> {
+        let at_hub = address.scheme() == self.hub.scheme() && address.authority() == self.hub.authority();
+        self.token.as_ref().filter(|_| at_hub)
+    }
+
+    pub(super) fn agent(&self, address: &Uri) -> &Agent {
         if self.proxies.except(address.host().unwrap_or_default()) {
             &self.direct
         } else if address.scheme_str() == Some("https") {
@@ -283,7 +304,7 @@ fn refused(response: &Response<Body>) -> Refusal {
     Refusal::Status { status: response.status(), code: code.map(str::to_owned) }
 }
 
-fn reason(failure: &Failure) -> String {
+pub(super) fn reason(failure: &Failure) -> String {
     match failure {
         Failure::Io(cause) => cause.to_string(),
         Failure::Timeout(_) => "no answer in time".to_owned(),

@@ -31,8 +31,9 @@ impl Asked<'_> {
                 "{id}: {file} cannot be fetched: the hub's answer has {what}; check HF_ENDPOINT or try again"
             )),
             Refusal::Io(cause) => Error::failed(format!(
-                "{id}: {file} cannot be stored in {}: {cause}; free space or choose another folder with HF_HOME",
-                self.options.cache.display()
+                "{id}: {file} cannot be stored in {}: {cause}; {}, with HF_HOME",
+                self.options.cache.display(),
+                engraft_util::atomic::remedy(&cause)
             )),
         }
     }

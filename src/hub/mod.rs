@@ -8,15 +8,25 @@ mod client;
 mod download;
 mod explain;
 mod proxy;
+mod push;
 mod repo;
 
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use engraft_util::shards;
 
-pub use self::proxy::Proxies;
-use self::repo::Repo;
-use crate::error::{Error, Result};
+use self::{client::Client, repo::Repo};
+pub use self::{
+    proxy::Proxies,
+    push::{Push, Pushed, Upload, push},
+};
+use crate::error::{Error, Result, TILDE};
+
+/// The branch that is meant where none is named.
+const MAIN: &str = "main";
 
 /// How to reach the hub, and where its files are kept.
 #[derive(Debug, Clone, Default)]
@@ -44,6 +54,31 @@ pub struct Progress {
     pub bytes: u64,
     /// Bytes of the whole file; 0 while unknown.
     pub total: u64,
+}
+
+/// Whether the hub answers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Reached {
+    /// It answers; with a token, it knows the token.
+    Yes,
+    /// It answers and refuses the token.
+    BadToken,
+    /// There was no answer, and why.
+    No(String),
+}
+
+/// Address of the hub, and whether it answers within `patience`.
+///
+/// # Errors
+/// When the address or the token cannot be used.
+pub fn reach(options: &HubOptions, patience: Duration) -> Result<(String, Reached)> {
+    let client = Client::new(options)?;
+    let reached = match client.ping(patience) {
+        Ok(status) if status.as_u16() == 401 && options.token.is_some() => Reached::BadToken,
+        Ok(_) => Reached::Yes,
+        Err(why) => Reached::No(why),
+    };
+    Ok((client.endpoint().to_owned(), reached))
 }
 
 /// The folder `name`, or else the hub's model of that id (`name` or `owner/name`) as a folder of the cache.
@@ -83,6 +118,9 @@ fn local(name: &str, option: &str) -> Result<Option<PathBuf>> {
     if is_id(name) {
         return Ok(None);
     }
+    if path.starts_with("~") {
+        return Err(Error::input(format!("{option} {name}: is not there; {TILDE}")));
+    }
     Err(Error::input(format!(
         "{option} {name}: is neither a folder nor a hub id; check the path, or give an id as `name` or `owner/name`"
     )))
@@ -90,7 +128,7 @@ fn local(name: &str, option: &str) -> Result<Option<PathBuf>> {
 
 /// The hub's own rule for ids: at most two parts of letters, digits and `-_.`, with no `-` or `.` at the
 /// ends and none doubled.
-fn is_id(name: &str) -> bool {
+pub fn is_id(name: &str) -> bool {
     let part = |part: &str| {
         let inner = part.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
         let ends = part.starts_with(['-', '.']) || part.ends_with(['-', '.']);

@@ -11,14 +11,12 @@ use std::{
 use hf_hub::{Cache, CacheRepo, Repo as Names, RepoType};
 
 use super::{
-    HubOptions, Progress,
+    HubOptions, MAIN, Progress,
     client::{self, Client, Found, Head, Refusal},
     download::Download,
     explain::Asked,
 };
 use crate::error::{Error, Result};
-
-const MAIN: &str = "main";
 
 /// A model repository, asked for one file after the other.
 pub(super) struct Repo<'a> {

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use engraft_adapters::AdapterSet;
-use engraft_util::atomic::BUFFER;
+use engraft_util::{atomic::BUFFER, words::count_of};
 
 use super::sample::PlannedSamples;
 use crate::{
@@ -351,7 +351,7 @@ impl Candidates for TrainingJob<'_> {
     }
 
     fn title(&self) -> String {
-        format!("{} rows of up to {} tokens", self.batch, self.seq_len)
+        format!("{} of up to {}", count_of(self.batch, "row"), count_of(self.seq_len, "token"))
     }
 
     fn advice(&self) -> Vec<String> {

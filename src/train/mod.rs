@@ -1,6 +1,7 @@
 //! Training: the run as prose, its folder, its saves.
 
 pub mod adapter;
+pub mod card;
 pub mod events;
 pub mod folder;
 mod job;

@@ -3,6 +3,7 @@
 use std::{path::Path, sync::Arc};
 
 use engraft_adapters::{AdapterSet, AdapterSpec};
+use engraft_util::words::count;
 
 use super::{
     AdapterOptions, DataSource, Length, PlanConfig, PrefixStart, RunOptions, adapter, memory,
@@ -93,7 +94,8 @@ pub(super) fn prepare(
     hints.extend(few);
     if warmup >= steps {
         hints.push(format!(
-            "--warmup {warmup}: the rate rises through all {steps} steps and never falls; lower it"
+            "--warmup {warmup}: the rate rises through all of {} and never falls; lower it",
+            count(steps, "step")
         ));
     }
     let Chosen { set, values: loaded, .. } = chosen;

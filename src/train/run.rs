@@ -6,7 +6,9 @@ use std::{
 };
 
 use super::{
-    Event, PlanConfig, Reporter, RunFolder, RunOptions, memory,
+    Event, PlanConfig, Reporter, RunFolder, RunOptions,
+    card::{Card, CardWriter},
+    memory,
     prepare::{Prepared, describe, prepare},
     resume,
     save::{self, SaveInfo},
@@ -110,12 +112,19 @@ fn go(
         folder: &folder,
         interrupt,
     };
+    let done = trainer.steps_done();
+    let card = Card::new(options, base.description(), &prepared, done);
+    let mut reporter = CardWriter::new(reporter, card, folder.path());
     reporter.event(&Event::Start(&run.start(&trainer)))?;
     reporter.event(&Event::Plan(&selection))?;
     for note in damaged.iter().chain(&smaller).chain(&prepared.hints).chain(&longer) {
         reporter.event(&Event::Note(note))?;
     }
-    let finished = run.train(&mut trainer, reporter);
+    let finished = run.train(&mut trainer, &mut reporter);
+    if matches!(finished, Err(Error::Interrupted(_))) {
+        // What is wrong with a card must not hide how to go on.
+        let _ = reporter.write();
+    }
     // Also of a run that failed: its user wants to see why.
     if let (Some(trace), Some(path)) = (trace, &options.memory_trace) {
         let plan = &selection.chosen.plan;

@@ -10,6 +10,7 @@ use std::{
 };
 
 use engraft_adapters::peft;
+use engraft_util::words::count;
 
 use super::{
     Event, Finished, PlanConfig, Reporter, RunFolder, RunOptions, events,
@@ -114,7 +115,8 @@ impl Run<'_> {
         let goes_on = if done < steps { "--patience" } else { "--steps" };
         let stopped = if done < steps { format!(" of {steps}, without patience") } else { String::new() };
         reporter.event(&Event::Note(&format!(
-            "the run is finished after {done} steps{stopped}; a larger {goes_on} goes on"
+            "the run is finished after {}{stopped}; a larger {goes_on} goes on",
+            count(done, "step")
         )))?;
         save::prune(&self.folder.saves(), done, self.options.keep)?;
         if self.compares_evaluations() {

@@ -134,12 +134,12 @@ fn fp16_is_mapped_in_place_and_others_are_converted_once() {
     let cache = tempfile::tempdir().unwrap();
     let half = folder(&values, Dtype::F16);
     load(half.path(), cache.path()).unwrap();
-    assert_eq!(files(cache.path()), ["fingerprint"]);
+    assert_eq!(files(cache.path()), ["fingerprint", "source"]);
 
     let cache = tempfile::tempdir().unwrap();
     let wide = folder(&values, Dtype::F32);
     let first = load(wide.path(), cache.path()).unwrap();
-    assert_eq!(files(cache.path()), [".lock", "fingerprint", "model.safetensors"]);
+    assert_eq!(files(cache.path()), [".lock", "fingerprint", "model.safetensors", "source"]);
     let entry = fs::read_dir(cache.path()).unwrap().next().unwrap().unwrap().path();
     let written = fs::metadata(entry.join("model.safetensors")).unwrap().modified().unwrap();
     // A kept fingerprint is believed: nothing is read again.
@@ -189,7 +189,7 @@ fn concurrent_loads_convert_safely() {
             scope.spawn(|| assert_eq!(load(dir.path(), cache.path()).unwrap().weights.fingerprint, wanted));
         }
     });
-    assert_eq!(files(cache.path()), [".lock", "fingerprint", "model.safetensors"]);
+    assert_eq!(files(cache.path()), [".lock", "fingerprint", "model.safetensors", "source"]);
 }
 
 #[test]

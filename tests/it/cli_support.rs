@@ -2,6 +2,7 @@
 
 use std::{
     fs,
+    io::Write,
     path::{Path, PathBuf},
     process::{Child, Command, Output, Stdio},
 };
@@ -65,6 +66,15 @@ impl Sandbox {
     /// Runs `engraft-infer` with the words of `line`.
     pub fn infer(&self, line: &str) -> Finished {
         Finished(self.program(env!("CARGO_BIN_EXE_engraft-infer"), &words(line)).output().unwrap())
+    }
+
+    /// Runs `engraft-infer` with the words of `line`, and `input` as its standard input.
+    pub fn infer_with(&self, line: &str, input: &str) -> Finished {
+        let mut command = self.program(env!("CARGO_BIN_EXE_engraft-infer"), &words(line));
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+        Finished(child.wait_with_output().unwrap())
     }
 
     /// A training run of few, small steps in the folder `run`; `line` adds options.
@@ -140,7 +150,8 @@ impl Finished {
     }
 }
 
-/// All files below `folder` with their bytes, by relative path.
+/// All files below `folder` with their bytes, by relative path; without model cards, whose losses a resumed run may not
+/// know.
 pub fn files_below(folder: &Path) -> Vec<(PathBuf, Vec<u8>)> {
     let mut found = Vec::new();
     let mut open = vec![folder.to_owned()];
@@ -149,7 +160,7 @@ pub fn files_below(folder: &Path) -> Vec<(PathBuf, Vec<u8>)> {
             let path = entry.unwrap().path();
             if path.is_dir() {
                 open.push(path);
-            } else {
+            } else if !path.ends_with("README.md") {
                 found.push((path.strip_prefix(folder).unwrap().to_owned(), fs::read(&path).unwrap()));
             }
         }

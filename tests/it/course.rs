@@ -1,8 +1,16 @@
 //! What happens along a run: samples, the best evaluation, early stopping, going back to a save, divergence.
 
-use std::{fs, process::Command};
+use std::{fs, path::PathBuf, process::Command};
 
 use crate::cli_support::{Finished, Sandbox, files_below, names, planned_for};
+
+/// The files of an adapter but its card, which tells the run that it is from.
+fn adapter(folder: PathBuf) -> Vec<(PathBuf, Vec<u8>)> {
+    let files = files_below(&folder).into_iter();
+    let files: Vec<_> = files.filter(|(path, _)| !path.ends_with("README.md")).collect();
+    assert_eq!(files.len(), 2, "{}", folder.display());
+    files
+}
 
 /// Steps at which events of a kind happened.
 fn steps_of(run: &Finished, kind: &str) -> Vec<u64> {
@@ -42,7 +50,7 @@ fn samples_are_made_before_along_and_after_training() {
     assert_ne!(samples[0]["text"], samples[6]["text"]);
     // Samples change nothing, and a streamed base makes the same ones.
     sandbox.train("--output plain --steps 5").succeeds();
-    assert!(files_below(&sandbox.path("run/adapter")) == files_below(&sandbox.path("plain/adapter")));
+    assert!(adapter(sandbox.path("run/adapter")) == adapter(sandbox.path("plain/adapter")));
     assert_eq!(line("streamed", "--stream-base on").events_of("sample"), samples);
     for more in
         ["--method lora+prefix --prefix-len 3", "--method prefix --prefix-len 3 --prefix-projection 8"]
@@ -103,8 +111,8 @@ fn the_best_evaluation_is_kept() {
     let until = best["step"].as_u64().unwrap();
     let short = format!("--output short --lr 0.05 --schedule constant --eval-fraction 0.3 --steps {until}");
     sandbox.train(&short).succeeds();
-    assert!(files_below(&sandbox.path("run/best")) == files_below(&sandbox.path("short/adapter")));
-    assert!(files_below(&sandbox.path("run/best")) != files_below(&sandbox.path("run/adapter")));
+    assert!(adapter(sandbox.path("run/best")) == adapter(sandbox.path("short/adapter")));
+    assert!(adapter(sandbox.path("run/best")) != adapter(sandbox.path("run/adapter")));
     assert!(
         run.stderr().contains(&format!("after step {until}")) && run.stderr().contains("run/best"),
         "{}",
@@ -159,7 +167,7 @@ fn an_interrupted_run_has_the_best_of_one_that_never_was() {
     assert!(kills > 0, "no run was ever killed");
     let last = sandbox.train(&format!("{line} --resume")).succeeds();
     for folder in ["adapter", "best"] {
-        let files = |sandbox: &Sandbox| files_below(&sandbox.path("run").join(folder));
+        let files = |sandbox: &Sandbox| adapter(sandbox.path("run").join(folder));
         assert!(files(&sandbox) == files(&whole), "{folder}");
     }
     let found = last.events_of("eval");
@@ -183,11 +191,11 @@ fn a_run_goes_on_from_a_chosen_save() {
     let sandbox = Sandbox::new();
     let line = "--steps 12 --save-every 3 --keep 9 --eval-fraction 0.3 --lora-dropout 0.1";
     sandbox.train(line).succeeds();
-    let expected = files_below(&sandbox.path("run/adapter"));
+    let expected = adapter(sandbox.path("run/adapter"));
     sandbox
         .engraft("train --output run --resume-from 7")
         .refused(&["--resume-from 7", "steps 3, 6, 9 and 12"]);
-    assert!(files_below(&sandbox.path("run/adapter")) == expected);
+    assert!(adapter(sandbox.path("run/adapter")) == expected);
     // Killed before its first save, the run must not go on from a save of the steps that were given up.
     let mut child =
         sandbox.command("train --output run --resume-from 6 --save-every 0 --steps 100000 --json");
@@ -203,7 +211,7 @@ fn a_run_goes_on_from_a_chosen_save() {
     assert_eq!(names(&sandbox.path("run/saves")), ["step-00000003.safetensors", "step-00000006.safetensors"]);
     let rest = sandbox.engraft("train --resume --output run --steps 12 --save-every 3 --json").succeeds();
     assert_eq!(steps_of(&rest, "step"), [7, 8, 9, 10, 11, 12]);
-    assert!(files_below(&sandbox.path("run/adapter")) == expected);
+    assert!(adapter(sandbox.path("run/adapter")) == expected);
 }
 
 #[test]
@@ -265,7 +273,7 @@ fn a_run_that_diverges_ends_with_a_sentence_and_keeps_what_was_good() {
     let sandbox = Sandbox::new();
     let first = "--steps 4 --save-every 2 --eval-fraction 0.3 --schedule constant --clip 0 --weight-decay 0";
     sandbox.train(first).succeeds();
-    let good = files_below(&sandbox.path("run/adapter"));
+    let good = adapter(sandbox.path("run/adapter"));
     let line = "--output bad --steps 200 --eval-fraction 0.3 --schedule constant --lr 30 --save-every 0";
     let bad = sandbox.train(line);
     let text = bad.stderr();
@@ -281,7 +289,7 @@ fn a_run_that_diverges_ends_with_a_sentence_and_keeps_what_was_good() {
     assert_eq!(late.code(), Some(1));
     assert!(late.stderr().contains("late/adapter are kept"), "{}", late.stderr());
     assert!(sandbox.path("late/adapter/adapter_config.json").is_file());
-    assert!(files_below(&sandbox.path("run/adapter")) == good);
+    assert!(adapter(sandbox.path("run/adapter")) == good);
 }
 
 #[test]
@@ -299,6 +307,62 @@ fn inspecting_a_run_says_where_it_stands() {
     );
     let found = sandbox.engraft("inspect run --json").succeeds().events().remove(0);
     assert_eq!((&found["state"]["name"], &found["state"]["step"]), (&"interrupted".into(), &2.into()));
+}
+
+#[test]
+fn noise_on_embeddings_depends_on_nothing_but_seed_step_and_place() {
+    let sandbox = Sandbox::new();
+    let run = |output: &str, more: &str| {
+        let line = format!("--output {output} --steps 6 --eval-data data.jsonl {more}");
+        let run = sandbox.train(&line).succeeds();
+        let losses = |kind: &str| -> Vec<f64> {
+            run.events_of(kind).iter().map(|event| event["loss"].as_f64().unwrap()).collect()
+        };
+        (losses("step"), losses("eval"))
+    };
+    let noise = "--neftune-alpha 30";
+    let (plain, noisy) = (run("plain", ""), run("noisy", noise));
+    assert_eq!(noisy.1[0], plain.1[0], "an evaluation has no noise");
+    assert!(noisy.0[0] != plain.0[0] && (noisy.0[0] - plain.0[0]).abs() < 2.0, "{noisy:?} {plain:?}");
+    for more in ["--recompute all", "--threads 3", "--recompute linear --stream-base on --offload-inputs"] {
+        assert_eq!(run(&more.len().to_string(), &format!("{noise} {more}")), noisy, "{more}");
+    }
+    assert_ne!(
+        run("seed", &format!("{noise} --seed 1 --no-shuffle")).0[0],
+        run("other", &format!("{noise} --no-shuffle")).0[0]
+    );
+    // One micro-batch instead of two: the same noise, sums in another order.
+    let whole = run("whole", &format!("{noise} --micro-batch 4"));
+    assert!(whole.0.iter().zip(&noisy.0).all(|(one, two)| (one - two).abs() < 1e-4), "{whole:?} {noisy:?}");
+    sandbox.train(&format!("--output parts --steps 3 --schedule constant {noise}")).succeeds();
+    sandbox.engraft("train --resume --output parts --steps 6 --json").succeeds();
+    sandbox.train(&format!("--output once --steps 6 --schedule constant {noise}")).succeeds();
+    assert!(adapter(sandbox.path("parts/adapter")) == adapter(sandbox.path("once/adapter")));
+    sandbox
+        .engraft("train --resume --output parts --steps 9 --neftune-alpha 3")
+        .refused(&["--neftune-alpha"]);
+}
+
+#[test]
+fn schedules_are_checked_with_their_options() {
+    let sandbox = Sandbox::new();
+    let rates = |line: &str| -> Vec<f64> {
+        let run = sandbox.train(&format!("--output {} --steps 4 --lr 1e-4 {line}", line.len())).succeeds();
+        run.events_of("step").iter().map(|step| step["lr"].as_f64().unwrap()).collect()
+    };
+    let close = |found: Vec<f64>, expected: [f64; 4]| {
+        let near = found.iter().zip(expected).all(|(found, expected)| (found * 1e4 - expected).abs() < 1e-9);
+        assert!(near, "{found:?} {expected:?}");
+    };
+    close(rates("--schedule cosine-with-restarts --num-cycles 2"), [1.0, 0.5, 1.0, 0.5]);
+    close(rates("--schedule linear --min-lr 2e-5"), [1.0, 0.8, 0.6, 0.4]);
+    close(rates("--schedule inverse_sqrt --warmup 1"), [0.0, 1.0, 0.5f64.sqrt(), (1.0f64 / 3.0).sqrt()]);
+    let refused =
+        |line: &str, parts: &[&str]| drop(sandbox.train(&format!("--output x {line}")).refused(parts));
+    refused("--schedule cosine-with-restarts", &["--num-cycles"]);
+    refused("--num-cycles 3", &["--num-cycles 3", "cosine-with-restarts"]);
+    refused("--min-lr 1 --lr 0.1", &["--min-lr 1", "--lr 0.1"]);
+    refused("--min-lr 0.001 --schedule constant", &["--min-lr 0.001", "constant"]);
 }
 
 /// The first `records` records of the embedded training data, and 40 held-out ones.

@@ -15,7 +15,7 @@ use tempfile::{Builder, TempDir};
 
 /// A file or folder that cannot be written. The message is a sentence for the user.
 #[derive(Debug, thiserror::Error)]
-#[error("{}: cannot be written: {cause}; free space or choose another folder", .path.display())]
+#[error("{}: cannot be written: {cause}; {}", .path.display(), remedy(.cause))]
 pub struct WriteError {
     /// The file or folder that cannot be written.
     pub path: PathBuf,
@@ -27,6 +27,22 @@ impl WriteError {
     /// `cause`, which the system gave for `path`.
     pub fn new(path: &Path, cause: io::Error) -> Self {
         Self { path: path.to_owned(), cause }
+    }
+}
+
+/// What to do about a file that cannot be written.
+pub fn remedy(cause: &io::Error) -> &'static str {
+    match cause.kind() {
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+            "choose a folder that you may write to"
+        }
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
+            "free space or choose another folder"
+        }
+        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory | io::ErrorKind::IsADirectory => {
+            "check the path"
+        }
+        _ => "choose another folder",
     }
 }
 

@@ -45,6 +45,11 @@ macro_rules! methods {
                 methods
             }
 
+            /// Lines of a description of its methods, each a name and a text; a method begins with `kind`.
+            pub fn lines(&self) -> Vec<(&'static str, String)> {
+                self.methods().iter().flat_map(|method| method.lines()).collect()
+            }
+
             /// These methods, and those of `other` that are not among them.
             pub(crate) fn or(self, other: Self) -> Self {
                 Self {

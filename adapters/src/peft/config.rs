@@ -54,7 +54,8 @@ impl Config {
         if bytes.len() as u64 > LONGEST {
             return Err(broken(format!("it is longer than {LONGEST} bytes")));
         }
-        let map = serde_json::from_slice(&bytes).map_err(|error| broken(error.to_string()))?;
+        let map = serde_json::from_slice(&bytes)
+            .map_err(|error| Error::stand_in(path).unwrap_or_else(|| broken(error.to_string())))?;
         Ok(Self::from_fields(map))
     }
 

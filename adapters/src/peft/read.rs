@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use engraft_util::words::short_hash;
+
 use super::{
     CONFIG_FILE, META_FINGERPRINT, TENSOR_FILE,
     config::Config,
@@ -63,8 +65,7 @@ impl Source {
     fn open(folder: PathBuf) -> Result<Self> {
         let path = folder.join(TENSOR_FILE);
         if !path.exists() && folder.join("adapter_model.bin").exists() {
-            let found =
-                "its tensors are a pickle, adapter_model.bin, which is not read (save it as safetensors)";
+            let found = "its tensors are a pickle, adapter_model.bin, which is not read (load it in PEFT and save it again)";
             return Err(Error::NotAnAdapter { path: folder, found: found.to_owned() });
         }
         let config = Config::read(&folder.join(CONFIG_FILE))?;
@@ -164,7 +165,9 @@ fn check_base(source: &Source, base: &BaseDescription, findings: &mut Findings) 
         (Some(found), Some(expected)) if found != expected => {
             if findings.allow_base_mismatch {
                 findings.hints.push(format!(
-                    "the adapter was made for a base with fingerprint {found} ({named}), not {expected} ({})",
+                    "the adapter was made for a base with fingerprint {} ({named}), not {} ({})",
+                    short_hash(found),
+                    short_hash(expected),
                     base.name
                 ));
             } else {

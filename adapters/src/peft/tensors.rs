@@ -37,18 +37,21 @@ impl TensorFile {
         let broken = |rule: String| Error::SafeTensors { path: path.to_owned(), rule };
         let mut file = File::open(path).map_err(read)?;
         let total = file.metadata().map_err(read)?.len();
-        let header = Header::read(&mut file, total, LONGEST_HEADER).map_err(|fault| match fault {
-            HeaderError::Read(cause) => read(cause),
-            HeaderError::Short { size } => {
-                broken(format!("it has {size} bytes, too few for a header length"))
-            }
-            HeaderError::Length { length, rest } => {
-                broken(format!("its header claims {length} bytes, {rest} follow (limit {LONGEST_HEADER})"))
-            }
-            HeaderError::Rule(cause) => broken(cause.to_string()),
-            HeaderError::Data { described, held } => {
-                broken(format!("its header describes {described} bytes of tensors, the file has {held}"))
-            }
+        let header = Header::read(&mut file, total, LONGEST_HEADER);
+        let header = header.map_err(|fault| {
+            Error::stand_in(path).unwrap_or_else(|| match fault {
+                HeaderError::Read(cause) => read(cause),
+                HeaderError::Short { size } => {
+                    broken(format!("it has {size} bytes, too few for a header length"))
+                }
+                HeaderError::Length { length, rest } => broken(format!(
+                    "its header claims {length} bytes, {rest} follow (limit {LONGEST_HEADER})"
+                )),
+                HeaderError::Rule(cause) => broken(cause.to_string()),
+                HeaderError::Data { described, held } => {
+                    broken(format!("its header describes {described} bytes of tensors, the file has {held}"))
+                }
+            })
         })?;
         Ok(Self { path: path.to_owned(), file, header: header.metadata, start: header.start })
     }

@@ -16,7 +16,7 @@ options! {
     "Base" {
         /// Hub id (gpt2, openai-community/gpt2-xl, any GPT2LMHeadModel) or folder
         base: String =>
-            value("NAME|DIR").otherwise("the embedded base").on_resume(OnResume::OwnRule);
+            value("NAME|DIR").otherwise("the embedded base").on_resume(OnResume::OwnRule).basic();
         /// Branch, tag or commit of a base from the hub
         revision: String => value("REV").on_resume(OnResume::OwnRule);
         /// Use the hub's local cache only
@@ -39,7 +39,7 @@ options! {
 
     "Device and memory" {
         /// Device: cpu, cuda, cuda:N, or auto for CUDA if there is a device
-        device: DeviceName = DeviceName::Auto => value("DEVICE").on_resume(OnResume::OwnRule);
+        device: DeviceName = DeviceName::Auto => value("DEVICE").on_resume(OnResume::OwnRule).basic();
         /// Type of activations: f32, bf16 (on a CPU in products and attention, if it has fast BF16 products),
         /// or f16 (CUDA only)
         precision: Precision =>

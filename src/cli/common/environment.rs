@@ -19,6 +19,8 @@ pub struct Environment {
     hub_cache: Option<PathBuf>,
     endpoint: Option<String>,
     token: Option<String>,
+    /// The variable or the file that the token is from.
+    token_source: Option<String>,
     offline: bool,
     proxies: Proxies,
 }
@@ -56,14 +58,19 @@ impl Environment {
             found => Ok(found),
         };
         let all = proxy("ALL_PROXY")?;
+        let (token, token_source) = match text("HF_TOKEN")? {
+            Some(token) => (Some(token), Some("HF_TOKEN".to_owned())),
+            None => match token_file.and_then(|file| Some((fs::read_to_string(&file).ok()?, file))) {
+                Some((token, file)) => (Some(token.trim().to_owned()), Some(file.display().to_string())),
+                None => (None, None),
+            },
+        };
         Ok(Self {
             cache,
             endpoint: text("HF_ENDPOINT")?,
             hub_cache: path("HF_HUB_CACHE").or_else(|| hub_home.map(|home| home.join("hub"))),
-            token: text("HF_TOKEN")?.or_else(|| {
-                let token = fs::read_to_string(token_file?).ok()?;
-                Some(token.trim().to_owned())
-            }),
+            token: token.filter(|token| !token.is_empty()),
+            token_source,
             offline: text("HF_HUB_OFFLINE")?.is_some_and(|value| is_true(&value)),
             proxies: Proxies {
                 https: proxy("HTTPS_PROXY")?.or_else(|| all.clone()),
@@ -81,6 +88,16 @@ impl Environment {
         self.cache.as_deref().ok_or_else(|| homeless("ENGRAFT_CACHE"))
     }
 
+    /// Folder of the hub's downloads, which other programs use too; `None` when no variable tells one.
+    pub fn hub_cache(&self) -> Option<&Path> {
+        self.hub_cache.as_deref()
+    }
+
+    /// The variable or the file that the access token is from, if there is one.
+    pub fn token_source(&self) -> Option<&str> {
+        self.token_source.as_deref().filter(|_| self.token.is_some())
+    }
+
     /// How to reach the hub.
     ///
     /// # Errors
@@ -88,7 +105,7 @@ impl Environment {
     pub fn hub(&self, revision: Option<&str>, offline: bool) -> Result<HubOptions> {
         Ok(HubOptions {
             endpoint: self.endpoint.clone(),
-            token: self.token.clone().filter(|token| !token.is_empty()),
+            token: self.token.clone(),
             cache: self.hub_cache.clone().ok_or_else(|| homeless("HF_HOME"))?,
             revision: revision.map(str::to_owned),
             offline: offline || self.offline,

@@ -1,12 +1,16 @@
 //! Code that both programs use: options and their values, the environment, signals, opening a base, output.
 
+pub mod adapters;
 pub mod args;
 pub mod download;
+pub mod elsewhere;
 pub mod environment;
 pub mod open;
 pub mod options;
 pub mod output;
 pub mod program;
 pub mod sample;
+pub mod shell;
 pub mod signals;
+pub mod usage;
 pub mod values;

@@ -2,11 +2,6 @@
 
 use std::{path::Path, sync::Arc};
 
-use engraft_adapters::{
-    BaseDescription,
-    peft::{self, Loaded},
-};
-
 use super::{
     args::BaseArgs,
     download::Download,
@@ -23,14 +18,10 @@ use crate::{
         Base, BaseDType, BaseSource,
         base::{TokenizerFiles, check_weights},
     },
-    saved,
 };
 
 /// Name of the base that is compiled into the program.
 pub const EMBEDDED: &str = "embedded";
-
-/// The subfolder of a run folder with its adapter.
-const RUN_ADAPTER: &str = "adapter";
 
 /// A base, ready to use.
 pub struct Opened {
@@ -125,37 +116,11 @@ pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute, stream
     Ok(Opened { base: Arc::new(base), tokenizer })
 }
 
-/// The adapter that `name` (a folder, a save of a run as RUN@STEP, or a hub id) stands for, checked against its base.
+/// How to reach the hub; a folder that exists needs no cache for downloads.
 ///
 /// # Errors
-/// When it cannot be found, downloaded or read, or belongs to another base.
-pub fn adapter(
-    name: &Path,
-    args: &BaseArgs,
-    environment: &Environment,
-    base: &BaseDescription,
-) -> Result<Loaded> {
-    if let Some((run, step)) = saved::named(name) {
-        let loaded = saved::adapter(&run, step, base, args.allow_base_mismatch == Some(true))?;
-        loaded.hints.iter().for_each(|hint| write_note(&format!("hint: {hint}")));
-        return Ok(loaded);
-    }
-    let download = Download::new();
-    let options = hub_options(name, None, args, environment)?;
-    let folder = hub::adapter(&name.display().to_string(), &options, &|progress| download.show(&progress))?;
-    let loaded = peft::load(&folder, base, args.allow_base_mismatch == Some(true)).map_err(|error| {
-        let inside = folder.join(RUN_ADAPTER);
-        if inside.is_dir() {
-            return Error::from(error).hint(format!("it is a run; its adapter is {}", inside.display()));
-        }
-        Error::from(error)
-    })?;
-    loaded.hints.iter().for_each(|hint| write_note(&format!("hint: {hint}")));
-    Ok(loaded)
-}
-
-/// How to reach the hub; a folder that exists needs no cache for downloads.
-fn hub_options(
+/// When no variable tells a folder for downloads.
+pub fn hub_options(
     name: &Path,
     revision: Option<&str>,
     args: &BaseArgs,

@@ -21,6 +21,7 @@ pub struct Definition<G, T> {
     part: Part,
     from_adapter: bool,
     excludes: Option<&'static str>,
+    basic: bool,
 }
 
 /// A switch: `--name` alone means true; `--name=false` overrides a config file.
@@ -39,6 +40,7 @@ pub const fn value<G, T>(name: &'static str) -> Definition<G, T> {
         part: Part::Run,
         from_adapter: false,
         excludes: None,
+        basic: false,
     }
 }
 
@@ -80,22 +82,23 @@ impl<G, T> Definition<G, T> {
         self
     }
 
+    /// The option is in the short help (`-h`) too.
+    pub const fn basic(mut self) -> Self {
+        self.basic = true;
+        self
+    }
+
     /// Sets the same property as the option `other`: a layer may give one of the two.
     pub const fn excludes(mut self, other: &'static str) -> Self {
         self.excludes = Some(other);
         self
     }
 
-    /// Checks `value`.
-    ///
-    /// # Errors
-    /// [`Error::Input`] with the option, the value and the remedy if the value breaks the rule.
-    pub fn refuse(&self, name: &str, value: Option<&T>) -> Result<()> {
+    /// What is wrong with `value`, if it breaks the rule.
+    pub fn fault(&self, name: &str, value: Option<&T>) -> Option<Fault> {
         let Check { refused, fault, remedy } = self.check;
-        match value.and_then(refused) {
-            None => Ok(()),
-            Some(value) => Err(Error::input(format!("--{name} {value}: {fault}; {remedy}"))),
-        }
+        let value = value.and_then(refused)?;
+        Some(Fault { option: name.to_owned(), value, sentence: format!("{fault}; {remedy}") })
     }
 
     /// The default; `group` has the other options.
@@ -119,6 +122,7 @@ impl<G: Default, T: Serialize> Definition<G, T> {
             part: self.part,
             from_adapter: self.from_adapter,
             excludes: self.excludes,
+            basic: self.basic,
         }
     }
 }
@@ -140,6 +144,17 @@ impl<T> Clone for Check<T> {
 }
 
 impl<T> Copy for Check<T> {}
+
+/// A value that breaks the rule of its option.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fault {
+    /// Name of the option, without dashes.
+    pub option: String,
+    /// The value as text.
+    pub value: String,
+    /// What is wrong and what to do.
+    pub sentence: String,
+}
 
 /// `value` as text, if it is not `good`.
 pub fn unless(good: bool, value: impl Display) -> Option<String> {
@@ -222,12 +237,14 @@ pub struct Facts {
     pub from_adapter: bool,
     /// The option that sets the same property in another way.
     pub excludes: Option<&'static str>,
+    /// Whether it is in the short help.
+    pub basic: bool,
 }
 
 impl Facts {
     /// `arg` with the value's name, the heading and the default.
     pub fn complete(&self, arg: clap::Arg) -> clap::Arg {
-        let mut arg = arg.value_name(self.value);
+        let mut arg = arg.value_name(self.value).hide_short_help(!self.basic);
         if self.value == "BOOL" {
             arg = arg.num_args(0..=1).require_equals(true).default_missing_value("true");
             arg = arg.hide_possible_values(true);
@@ -263,11 +280,21 @@ pub trait Options: Sized {
     /// Fills in the defaults of options that are `wanted` and were not given.
     fn fill(&mut self, wanted: &dyn Fn(&Facts) -> bool);
 
+    /// The first given value that breaks its rule.
+    fn fault(&self) -> Option<Fault>;
+
     /// Checks all given values.
     ///
     /// # Errors
-    /// [`Error::Input`] for the first value that breaks its rule.
-    fn check(&self) -> Result<()>;
+    /// [`Error::Input`] with the first value that breaks its rule, its option and the remedy.
+    fn check(&self) -> Result<()> {
+        match self.fault() {
+            None => Ok(()),
+            Some(Fault { option, value, sentence }) => {
+                Err(Error::input(format!("--{option} {value}: {sentence}")))
+            }
+        }
+    }
 }
 
 /// Declares a struct of options.
@@ -332,11 +359,18 @@ macro_rules! options {
                 })*)*
             }
 
-            fn check(&self) -> $crate::error::Result<()> {
-                $(self.$group.check()?;)*
-                $($(options!(@definition $name, $field, $type, [$($default)?], $definition)
-                    .refuse(&stringify!($field).replace('_', "-"), self.$field.as_ref())?;)*)*
-                Ok(())
+            fn fault(&self) -> Option<$crate::cli::common::options::Fault> {
+                $(if let Some(fault) = self.$group.fault() {
+                    return Some(fault);
+                })*
+                $($({
+                    let definition = options!(@definition $name, $field, $type, [$($default)?], $definition);
+                    let name = stringify!($field).replace('_', "-");
+                    if let Some(fault) = definition.fault(&name, self.$field.as_ref()) {
+                        return Some(fault);
+                    }
+                })*)*
+                None
             }
         }
     };

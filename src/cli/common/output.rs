@@ -1,7 +1,11 @@
 //! Printing: results on standard output, all else on standard error.
 
-use std::io::{self, Write};
+use std::{
+    io::{self, Write},
+    sync::atomic::{AtomicU8, Ordering},
+};
 
+pub use engraft_util::words::{count, count_of};
 use serde_json::Value;
 
 use crate::error::{Error, Result};
@@ -21,17 +25,51 @@ fn output_error(cause: &io::Error) -> Error {
     if cause.kind() == io::ErrorKind::BrokenPipe {
         return Error::ClosedPipe;
     }
-    Error::failed(format!("standard output cannot be written: {cause}; free space or redirect it elsewhere"))
+    Error::failed(format!("standard output cannot be written: {cause}; redirect it elsewhere"))
 }
 
-/// Writes a line to standard error: progress, a hint, a warning. It is lost if standard error is closed.
+/// How much is said on standard error, besides errors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Loudness {
+    /// Nothing (`-q`).
+    Quiet,
+    /// Progress and hints.
+    Normal,
+    /// Also what was found where (`-v`).
+    Verbose,
+}
+
+static LOUDNESS: AtomicU8 = AtomicU8::new(Loudness::Normal as u8);
+
+/// Sets how much the process says, once the command line is read.
+pub fn set_loudness(loudness: Loudness) {
+    LOUDNESS.store(loudness as u8, Ordering::Relaxed);
+}
+
+/// Whether the process says at least as much as `loudness`.
+pub fn is_at_least(loudness: Loudness) -> bool {
+    LOUDNESS.load(Ordering::Relaxed) >= loudness as u8
+}
+
+/// Writes a line to standard error: progress, a hint, a warning; nothing with `-q`. It is lost if standard error
+/// is closed.
 pub fn write_note(text: &str) {
-    let _ = writeln!(io::stderr(), "{text}");
+    if is_at_least(Loudness::Normal) {
+        write_error(text);
+    }
 }
 
-/// A number with the word that is counted: `1 step`, `2 steps`.
-pub fn count(number: u64, word: &str) -> String {
-    format!("{number} {word}{}", if number == 1 { "" } else { "s" })
+/// Writes a line to standard error with `-v`.
+pub fn write_detail(text: &str) {
+    if is_at_least(Loudness::Verbose) {
+        write_error(text);
+    }
+}
+
+/// Writes a line to standard error, with `-q` too.
+pub fn write_error(text: &str) {
+    let _ = writeln!(io::stderr(), "{text}");
 }
 
 /// Line breaks shown as such: a sample takes one line.
@@ -42,11 +80,6 @@ pub fn one_line(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn one_is_no_plural() {
-        assert_eq!([count(0, "row"), count(1, "row"), count(2, "row")], ["0 rows", "1 row", "2 rows"]);
-    }
 
     #[test]
     fn a_closed_pipe_is_no_failure() {

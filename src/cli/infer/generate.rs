@@ -1,93 +1,96 @@
 //! `engraft-infer generate`: continues prompts with a base and adapters.
 
-use std::{
-    io::{self, Read},
-    path::PathBuf,
-};
+use std::path::Path;
 
 use engraft_adapters::peft::Loaded;
-use serde_json::{Value, json};
+use serde_json::json;
 
+use super::{
+    prompts::{Prompt, PromptArgs},
+    sampling::SamplingArgs,
+};
 use crate::{
     cli::common::{
+        adapters::base_and_adapters,
         args::{BaseArgs, ComputeArgs},
         environment::Environment,
         open::{self, Compute, Opened},
-        options::{Check, FROM_ONE, Options, from_zero, options, switch, unless, value},
+        options::{FROM_ONE, Options, options, switch, value},
         output::{write_json, write_out},
         signals,
-        values::{ScaledAdapter, TokenIds},
+        values::ScaledAdapter,
     },
     error::{Error, Result},
-    generate::{self, GenerateOptions, Generator},
-    model::Base,
+    generate::{GenerateOptions, Generator, Sample, Scaled},
 };
 
 options! {
     /// Options of `generate`.
-    GenerateArgs { base: BaseArgs, compute: ComputeArgs }
+    GenerateArgs { base: BaseArgs, compute: ComputeArgs, prompts: PromptArgs, sampling: SamplingArgs }
 
     "" {
-        /// Adapter folder, optionally with =SCALE; repeatable, LoRAs are summed
-        adapter: Vec<ScaledAdapter> => value("DIR[=SCALE]");
+        /// Run folder, adapter folder or hub id, optionally with =SCALE; repeatable, LoRAs are summed
+        adapter: Vec<ScaledAdapter> => value("DIR[=SCALE]").basic();
         /// One JSON object per sample on stdout, nothing else there
-        json: bool => switch();
-    }
-
-    "Prompt" {
-        /// Text to continue
-        #[arg(conflicts_with_all = ["prompt_file", "input_ids"])]
-        prompt: String => value("TEXT").otherwise("standard input");
-        /// File with one prompt a line
-        #[arg(conflicts_with = "input_ids")]
-        prompt_file: PathBuf => value("FILE");
-        /// The prompt as token ids, with commas between them
-        input_ids: TokenIds => value("IDS");
+        json: bool => switch().basic();
     }
 
     "Sampling" {
-        /// Most new tokens per sample
-        max_new_tokens: usize = 64 => value("N").check(FROM_ONE);
-        /// No end-of-text before this many new tokens
-        min_new_tokens: usize = 0 => value("N");
-        /// Temperature of sampling; 0 always takes the likeliest token
-        temperature: f64 = 1.0 => value("T").check(from_zero("give 0 for greedy, or a number such as 0.8"));
-        /// Sample from the K likeliest tokens; 0 from all
-        top_k: usize = 0 => value("K");
-        /// Sample from the likeliest tokens that together reach probability P
-        top_p: f64 = 1.0 => value("P").check(Check {
-            refused: |&part| unless(part > 0.0 && part <= 1.0, part),
-            fault: "is not above 0 and at most 1",
-            remedy: "give a number such as 0.9",
-        });
-        /// Divide positive and multiply negative logits of earlier tokens by this number
-        repetition_penalty: f64 = 1.0 => value("R").check(Check {
-            refused: |penalty| unless((1e-3..=1e3).contains(penalty), penalty),
-            fault: "is not between 0.001 and 1000",
-            remedy: "give 1 for none, or a number such as 1.2",
-        });
-        /// Stop at this text, which is not printed; repeatable
-        stop: Vec<String> => value("TEXT").check(Check {
-            refused: |texts| texts.iter().any(String::is_empty).then(|| "\"\"".to_owned()),
-            fault: "every text holds the empty one",
-            remedy: "give some text",
-        });
-        /// Seed of the samples
-        seed: u64 = 0 => value("N");
         /// Samples per prompt
-        num_samples: usize = 1 => value("N").check(FROM_ONE);
+        num_samples: usize = 1 => value("N").check(FROM_ONE).basic();
         /// Samples of a prompt made at a time; more than one are shown when all are done
         micro_batch: usize = 1 => value("N").check(FROM_ONE);
     }
 }
 
-/// A loaded adapter and the factor on its LoRA.
-type Scaled = (Loaded, f64);
+/// Most new tokens of a sample if the user names no number.
+const MOST: usize = 64;
 
-/// A prompt as given and as ids.
-struct Prompt {
-    shown: Value,
-    ids: Vec<u32>,
+/// The base of a command with its adapters.
+pub struct Ready {
+    /// The base and its tokenizer.
+    pub opened: Opened,
+    /// The adapters, in the order given.
+    loaded: Vec<Loaded>,
+    scales: Vec<f32>,
+}
+
+impl Ready {
+    /// Opens base and adapters.
+    ///
+    /// # Errors
+    /// When they cannot be found or read, or do not fit each other.
+    pub fn open(named: &[ScaledAdapter], base: &BaseArgs, compute: &ComputeArgs) -> Result<Self> {
+        open::threads(compute.threads)?;
+        let device = Compute::open(compute.device, compute.precision)?;
+        let names: Vec<&Path> = named.iter().map(|adapter| adapter.name.as_path()).collect();
+        let environment = Environment::read()?;
+        let (opened, loaded) = base_and_adapters(&names, base, &environment, device, compute.streams())?;
+        check_together(&loaded, named)?;
+        Ok(Self { opened, loaded, scales: named.iter().map(|adapter| adapter.scale as f32).collect() })
+    }
+
+    /// What generates with them.
+    ///
+    /// # Errors
+    /// When the adapters cannot be used together.
+    pub fn generator(&self) -> Result<Generator<'_>> {
+        let adapters = self.loaded.iter().zip(&self.scales);
+        let adapters: Vec<Scaled> =
+            adapters.map(|(loaded, scale)| (&loaded.set, loaded.values.as_slice(), *scale)).collect();
+        Generator::new(self.opened.base.clone(), &adapters, self.opened.tokenizer.as_ref())
+    }
+
+    /// Refuses stop texts for a base without a tokenizer.
+    ///
+    /// # Errors
+    /// When there is one.
+    pub fn check_stop(&self, options: &GenerateOptions) -> Result<()> {
+        if self.opened.tokenizer.is_none() && !options.stop.is_empty() {
+            return Err(Error::input("--stop: the base has no tokenizer to compare text with; leave it out"));
+        }
+        Ok(())
+    }
 }
 
 /// Runs `engraft-infer generate`.
@@ -96,142 +99,99 @@ struct Prompt {
 /// When an option is invalid, or a base, adapter or file cannot be read or does not fit the others.
 pub fn run(args: &GenerateArgs) -> Result<()> {
     signals::install()?;
-    let options = options(args)?;
-    let texts = texts(args)?;
-    open::threads(args.compute.threads)?;
-    let compute = Compute::open(args.compute.device, args.compute.precision)?;
-    let environment = Environment::read()?;
-    let opened = open::base(&args.base, &environment, compute, args.compute.streams())?;
-    let adapters = adapters(args, &opened, &environment)?;
-    let loaded: Vec<generate::Scaled> = adapters
-        .iter()
-        .map(|(loaded, scale)| (&loaded.set, loaded.values.as_slice(), *scale as f32))
-        .collect();
-    let generator = Generator::new(opened.base.clone(), &loaded, opened.tokenizer.as_ref())?;
-    if opened.tokenizer.is_none() && !options.stop.is_empty() {
-        return Err(Error::input("--stop: the base has no tokenizer to compare text with; leave it out"));
-    }
-    let prompts = match &args.input_ids {
-        Some(ids) => vec![from_ids(&ids.0, &opened.base)?],
-        None => texts.iter().map(|text| from_text(text, &opened)).collect::<Result<Vec<_>>>()?,
-    };
+    args.check()?;
+    let (num_samples, micro_batch) = (args.num_samples(), args.micro_batch());
+    let options = GenerateOptions { num_samples, micro_batch, ..args.sampling.generate_options(MOST)? };
+    let given = args.prompts.read()?;
+    let ready = Ready::open(args.adapter.as_deref().unwrap_or_default(), &args.base, &args.compute)?;
+    let generator = ready.generator()?;
+    ready.check_stop(&options)?;
     let room = generator.room();
-    for prompt in &prompts {
-        if prompt.ids.is_empty() {
-            return Err(Error::input(
-                "--prompt: is empty and the base has no end-of-text token to begin after; give some text",
-            ));
-        }
-        if prompt.ids.len() > room {
-            return Err(Error::input(format!(
-                "the prompt has {} tokens, the base has room for {room}; shorten it",
-                prompt.ids.len()
-            )));
-        }
-    }
-    let samples = options.num_samples as u64;
-    (0u64..).zip(&prompts).try_for_each(|(index, prompt)| {
-        let seed = options.seed.wrapping_add(index.wrapping_mul(samples));
-        answer(prompt, args.json == Some(true), &generator, &GenerateOptions { seed, ..options.clone() })
-    })
-}
-
-fn answer(prompt: &Prompt, json: bool, generator: &Generator, options: &GenerateOptions) -> Result<()> {
-    let mut stream = |piece: &str| if json { Ok(()) } else { write_out(piece) };
-    for sample in generator.generate(&prompt.ids, options, &mut stream)? {
-        if json {
-            write_json(&json!({
-                "prompt": prompt.shown, "text": sample.text, "token_ids": sample.token_ids,
-                "finish_reason": sample.finish.name(), "tokens_per_s": sample.tokens_per_s,
-            }))?;
-        } else if sample.text.is_none() {
-            write_out(&(sample.token_ids.iter().map(u32::to_string).collect::<Vec<_>>().join(",") + "\n"))?;
-        }
+    let prompts = given.iter().map(|given| given.prompt(&ready.opened, room)).collect::<Result<Vec<_>>>()?;
+    let output = Output { json: args.json == Some(true), prompts: prompts.len(), samples: num_samples };
+    for (index, prompt) in prompts.iter().enumerate() {
+        let seed = options.seed.wrapping_add((index as u64).wrapping_mul(num_samples as u64));
+        output.answer(index, prompt, &generator, &GenerateOptions { seed, ..options.clone() })?;
     }
     Ok(())
 }
 
-fn options(args: &GenerateArgs) -> Result<GenerateOptions> {
-    args.check()?;
-    if args.min_new_tokens() > args.max_new_tokens() {
-        let least = args.min_new_tokens();
-        return Err(Error::input(format!(
-            "--min-new-tokens {least}: is more than --max-new-tokens; give less"
-        )));
-    }
-    Ok(GenerateOptions {
-        max_new_tokens: args.max_new_tokens(),
-        min_new_tokens: args.min_new_tokens(),
-        temperature: args.temperature(),
-        top_k: args.top_k(),
-        top_p: args.top_p(),
-        repetition_penalty: args.repetition_penalty(),
-        stop: args.stop.clone().unwrap_or_default(),
-        seed: args.seed(),
-        num_samples: args.num_samples(),
-        micro_batch: args.micro_batch(),
-    })
+/// How samples are shown.
+struct Output {
+    json: bool,
+    /// Number of prompts.
+    prompts: usize,
+    /// Samples of each.
+    samples: usize,
 }
 
-/// The prompts that are text; none with `--input-ids`.
-fn texts(args: &GenerateArgs) -> Result<Vec<String>> {
-    if args.input_ids.is_some() {
-        return Ok(Vec::new());
-    }
-    if let Some(prompt) = &args.prompt {
-        return Ok(vec![prompt.clone()]);
-    }
-    let (name, bytes) = match &args.prompt_file {
-        Some(path) => {
-            (path.display().to_string(), std::fs::read(path).map_err(|cause| Error::reading(path, &cause))?)
+impl Output {
+    fn answer(
+        &self,
+        index: usize,
+        prompt: &Prompt,
+        generator: &Generator,
+        options: &GenerateOptions,
+    ) -> Result<()> {
+        let mut begun = None;
+        let mut stream = |sample: usize, piece: &str| {
+            if self.json {
+                return Ok(());
+            }
+            if begun.replace(sample) != Some(sample) {
+                write_out(&self.title(index, sample, prompt))?;
+            }
+            write_out(piece)
+        };
+        let samples = generator.generate_each(&prompt.ids, options, &mut stream)?;
+        for (number, sample) in samples.iter().enumerate() {
+            if self.json {
+                self.write_json(prompt, sample)?;
+            } else if sample.text.is_none() {
+                let ids = sample.token_ids.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+                write_out(&format!("{}{ids}\n", self.title(index, number, prompt)))?;
+            }
         }
-        None => {
-            let mut bytes = Vec::new();
-            let read = io::stdin().lock().read_to_end(&mut bytes);
-            read.map_err(|cause| {
-                Error::input(format!("standard input: cannot be read: {cause}; give --prompt"))
-            })?;
-            ("standard input".to_owned(), bytes)
+        Ok(())
+    }
+
+    fn write_json(&self, prompt: &Prompt, sample: &Sample) -> Result<()> {
+        write_json(&json!({
+            "prompt": prompt.shown, "text": sample.text, "token_ids": sample.token_ids,
+            "finish_reason": sample.finish.name(), "tokens_per_s": sample.tokens_per_s,
+        }))
+    }
+
+    /// What stands above a sample if there are several: a blank line before all but the first, then which it is.
+    fn title(&self, index: usize, sample: usize, prompt: &Prompt) -> String {
+        if self.prompts * self.samples == 1 {
+            return String::new();
         }
+        let gap = if index + sample == 0 { "" } else { "\n" };
+        let prompt_number = match self.prompts {
+            1 => String::new(),
+            all => format!("prompt {} of {all}", index + 1),
+        };
+        let sample_number = match self.samples {
+            1 => String::new(),
+            all => format!("sample {} of {all}", sample + 1),
+        };
+        let comma = if prompt_number.is_empty() || sample_number.is_empty() { "" } else { ", " };
+        format!("{gap}--- {prompt_number}{comma}{sample_number}: {}\n", prompt.label)
+    }
+}
+
+/// Refuses adapters that cannot be used together, or be scaled.
+fn check_together(loaded: &[Loaded], named: &[ScaledAdapter]) -> Result<()> {
+    let refuse = |index: usize, what: &str| {
+        let name = named[index].name.display();
+        Err(Error::input(format!(
+            "--adapter {name}: is the second one with a {what}; give one with a {what} and any number of LoRAs"
+        )))
     };
-    let text = String::from_utf8(bytes)
-        .map_err(|_| Error::input(format!("{name}: is not UTF-8; save it as UTF-8")))?;
-    let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
-    let prompts: Vec<String> = text.lines().filter(|line| !line.is_empty()).map(str::to_owned).collect();
-    if prompts.is_empty() {
-        return Err(Error::input(format!("{name}: holds no prompt; write one a line, or give --prompt")));
-    }
-    Ok(prompts)
-}
-
-fn from_text(text: &str, opened: &Opened) -> Result<Prompt> {
-    let Some(tokenizer) = &opened.tokenizer else {
-        return Err(Error::input("--prompt: the base has no tokenizer to read it with; give --input-ids"));
-    };
-    let mut ids = tokenizer.encode(text)?;
-    if ids.is_empty() {
-        // As between documents: something begins after an end of text.
-        ids.extend(tokenizer.end_of_text(opened.base.config.eos_token));
-    }
-    Ok(Prompt { shown: json!(text), ids })
-}
-
-fn from_ids(ids: &[u32], base: &Base) -> Result<Prompt> {
-    let vocab = base.config.vocab;
-    match ids.iter().find(|&&id| id as usize >= vocab) {
-        Some(id) => {
-            Err(Error::input(format!("--input-ids: {id} is no token of this base; give ids below {vocab}")))
-        }
-        None => Ok(Prompt { shown: json!(ids), ids: ids.to_vec() }),
-    }
-}
-
-fn adapters(args: &GenerateArgs, opened: &Opened, environment: &Environment) -> Result<Vec<Scaled>> {
-    let description = opened.base.description();
-    let mut adapters: Vec<Scaled> = Vec::new();
-    for ScaledAdapter { name, scale } in args.adapter.iter().flatten() {
-        let loaded = open::adapter(name, &args.base, environment, &description)?;
-        let set = &loaded.set;
+    for (index, (Loaded { set, .. }, ScaledAdapter { name, scale, .. })) in
+        loaded.iter().zip(named).enumerate()
+    {
         if set.loras.is_empty() && set.embedding.is_none() && *scale != 1.0 {
             let what = if set.prompt.is_some() { "prompt" } else { "prefix" };
             return Err(Error::input(format!(
@@ -239,19 +199,13 @@ fn adapters(args: &GenerateArgs, opened: &Opened, environment: &Environment) -> 
                 name.display()
             )));
         }
-        if set.prompt.is_some() && adapters.iter().any(|(other, _)| other.set.prompt.is_some()) {
-            return Err(Error::input(format!(
-                "--adapter {}: is the second one with a prompt; give one with a prompt and any number of LoRAs",
-                name.display()
-            )));
+        let before = &loaded[..index];
+        if set.prompt.is_some() && before.iter().any(|other| other.set.prompt.is_some()) {
+            return refuse(index, "prompt");
         }
-        if set.prefix.is_some() && adapters.iter().any(|(other, _)| other.set.prefix.is_some()) {
-            return Err(Error::input(format!(
-                "--adapter {}: is the second one with a prefix; give one with a prefix and any number of LoRAs",
-                name.display()
-            )));
+        if set.prefix.is_some() && before.iter().any(|other| other.set.prefix.is_some()) {
+            return refuse(index, "prefix");
         }
-        adapters.push((loaded, *scale));
     }
-    Ok(adapters)
+    Ok(())
 }

@@ -30,14 +30,14 @@ options! {
     "Data" {
         /// .txt or .jsonl file, or folder with train.*, perhaps valid.* and test.*; repeatable
         data: Vec<PathBuf> =>
-            value("PATH").otherwise("the embedded data").on_resume(OnResume::OwnRule);
+            value("PATH").otherwise("the embedded data").on_resume(OnResume::OwnRule).basic();
         /// A .txt file is one document per line instead of one document
         line_by_line: bool => switch();
         /// Count the loss on prompts too, not only on completions
         train_on_prompt: bool => switch();
         /// Longest row in tokens
         seq_len: usize =>
-            value("N").otherwise("256, or what the base has left").check(FROM_ONE);
+            value("N").otherwise("256, or what the base has left").check(FROM_ONE).basic();
         /// Put several documents in a row; they do not see each other
         #[arg(overrides_with = "no_pack")]
         pack: bool => switch().default(|args: &DataArgs| args.no_pack.map(|alone| !alone))
@@ -83,20 +83,20 @@ options! {
     "" {
         /// TOML file with any option as a key of the same name; the command line wins
         #[serde(skip)]
-        config: PathBuf => value("FILE").on_resume(OnResume::OfTheCall);
+        config: PathBuf => value("FILE").on_resume(OnResume::OfTheCall).basic();
         /// One JSON object per line on stdout, nothing else there
-        json: bool => switch().on_resume(OnResume::OfTheCall);
+        json: bool => switch().on_resume(OnResume::OfTheCall).basic();
         /// Print a step line every N steps where there is no progress bar; 0 prints none
         log_every: u64 = 10 => value("N").on_resume(OnResume::Free);
     }
 
     "Data" {
         /// Held-out data; repeatable
-        eval_data: Vec<PathBuf> => value("PATH").on_resume(OnResume::Free);
+        eval_data: Vec<PathBuf> => value("PATH").on_resume(OnResume::Free).basic();
         /// Evaluate on at most N of the held-out rows, evenly spread
         eval_max_rows: usize => value("N").otherwise("all").on_resume(OnResume::Free).check(FROM_ONE);
         /// Hold out this part of the training rows
-        eval_fraction: f64 => value("F").excludes("eval-data").check(Check {
+        eval_fraction: f64 => value("F").excludes("eval-data").basic().check(Check {
             refused: |&part| unless(part > 0.0 && part < 1.0, part),
             fault: "is not between 0 and 1",
             remedy: "give a number between 0 and 1, such as 0.1",
@@ -109,16 +109,17 @@ options! {
         /// Kind of adapter to train: lora, prefix, or lora+prefix
         method: Kinds => value("METHOD")
             .default(|args: &TrainArgs| args.init_adapter.is_none().then(AdapterOptions::default_kinds))
-            .in_adapter(true);
+            .in_adapter(true)
+            .basic();
         /// Start from this adapter (PEFT files), whose config gives the method and the options below
-        init_adapter: PathBuf => value("DIR");
+        init_adapter: PathBuf => value("DIR").basic();
         /// Rank of the LoRA
-        rank: usize = LoraSpec::default().rank => value("R").of(LoraSpec::KIND.name).check(FROM_ONE);
+        rank: usize = LoraSpec::default().rank => value("R").of(LoraSpec::KIND.name).check(FROM_ONE).basic();
         /// Scale the LoRA's delta by alpha / rank
         alpha: f64 = LoraSpec::default().alpha =>
-            value("A").of(LoraSpec::KIND.name).check(above_zero("give a number such as 16"));
+            value("A").of(LoraSpec::KIND.name).check(above_zero("give a number such as 16")).basic();
         /// c_attn, attn.c_proj, c_fc, mlp.c_proj, q, k, v, all-linear, a list of them, or /regex/
-        targets: Targets = LoraSpec::default().targets => value("LIST").of(LoraSpec::KIND.name);
+        targets: Targets = LoraSpec::default().targets => value("LIST").of(LoraSpec::KIND.name).basic();
         /// Layers with a LoRA, such as 0,2,5-11
         layers: LayerList => value("LIST").of(LoraSpec::KIND.name)
             .default(|_| LoraSpec::default().layers.map(LayerList)).otherwise("all");
@@ -155,7 +156,7 @@ options! {
 
     "Optimization" {
         /// Rows per optimizer step
-        batch: usize = 8 => value("N").check(Check {
+        batch: usize = 8 => value("N").basic().check(Check {
             refused: |&rows| unless((1..=LARGEST_BATCH).contains(&rows), rows),
             fault: "is out of range",
             remedy: "give a whole number from 1 to 1000000",
@@ -163,17 +164,17 @@ options! {
         /// Sequences per forward and backward pass, a divisor of --batch; gradients are accumulated
         micro_batch: RowsName = RowsName::AUTO => value("N|auto").on_resume(OnResume::OwnRule).check(ROWS);
         /// Number of optimizer steps
-        steps: u64 => value("N").on_resume(OnResume::OwnRule).check(Check {
+        steps: u64 => value("N").on_resume(OnResume::OwnRule).basic().check(Check {
             refused: |&steps| unless(steps > 0, steps),
             fault: "trains nothing",
             remedy: "give a whole number from 1",
         });
         /// Passes over the training rows, instead of --steps
-        epochs: f64 => value("F").excludes("steps").on_resume(OnResume::OwnRule)
+        epochs: f64 => value("F").excludes("steps").on_resume(OnResume::OwnRule).basic()
             .otherwise("1, or as many as make 200 steps")
             .check(above_zero("give a number such as 1"));
         /// Highest learning rate
-        lr: f64 = 5e-4 => value("LR").check(above_zero("give a number such as 0.0005"));
+        lr: f64 = 5e-4 => value("LR").check(above_zero("give a number such as 0.0005")).basic();
         /// Learning-rate decay after warm-up
         schedule: ScheduleName = ScheduleName::Linear => value("NAME");
         /// Lowest learning rate after warm-up
@@ -205,12 +206,12 @@ options! {
         /// adamw, adamw8bit (moments in a quarter of the memory), or auto (8 bits only if nothing else fits)
         optimizer: Optimizer = Optimizer::Adamw => value("NAME").on_resume(OnResume::OwnRule);
         /// Seed of initial values, order of the data, dropout and noise
-        seed: u64 = 0 => value("N");
+        seed: u64 = 0 => value("N").basic();
     }
 
     "Device and memory" {
         /// Memory for the whole process, such as 4GiB, or auto for nine tenths of the free memory
-        memory: MemoryName = MemoryName(Limit::Auto) => value("SIZE|auto").on_resume(OnResume::Free);
+        memory: MemoryName = MemoryName(Limit::Auto) => value("SIZE|auto").on_resume(OnResume::Free).basic();
         /// Activations that the backward pass computes again: none, mlp, linear, every:K, all, or auto
         recompute: RecomputeName = RecomputeName(None) => value("WHAT").on_resume(OnResume::Free);
         /// Rows of logits that the head holds at a time
@@ -230,7 +231,7 @@ options! {
     "Run folder" {
         /// Run folder; the adapter is written to its subfolder adapter
         output: PathBuf =>
-            value("DIR").otherwise("runs/BASE-METHOD, then -2, -3 ..").on_resume(OnResume::OfTheCall);
+            value("DIR").otherwise("runs/BASE-METHOD, then -2, -3 ..").on_resume(OnResume::OfTheCall).basic();
         /// Save for --resume every N steps; 0 saves at the end only
         save_every: u64 = 100 => value("N").on_resume(OnResume::Free);
         /// Keep the newest N saves
@@ -251,7 +252,7 @@ options! {
         sample_prompt: Vec<String> =>
             value("TEXT").otherwise("the beginning of a held-out row").on_resume(OnResume::Free);
         /// Continue the run in --output; options not given come from its config.toml
-        resume: bool => switch().on_resume(OnResume::OfTheCall);
+        resume: bool => switch().on_resume(OnResume::OfTheCall).basic();
         /// Continue the run from its save of this step instead of the newest one; later saves are removed
         resume_from: u64 => value("STEP").on_resume(OnResume::OfTheCall);
     }

@@ -4,6 +4,7 @@
 //! defaults; `resolve` turns the result into values the library takes; `report` prints.
 
 mod args;
+mod cached;
 mod closing;
 mod commands;
 mod config_file;
@@ -15,21 +16,25 @@ mod table;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 use self::{
     args::TrainArgs,
-    commands::{eval, inspect, plan, train},
+    commands::{cache, doctor, eval, inspect, plan, push, train},
 };
 use super::common::{
     options::{Facts, Options},
-    program,
+    program::{self, CommonArgs},
+    shell,
 };
+use crate::error::Result;
 
 /// Trains small adapters (LoRA, prefix) on a frozen GPT-2
 #[derive(Debug, Parser)]
 #[command(name = "engraft", version, subcommand_required = true, arg_required_else_help = true)]
 struct Engraft {
+    #[command(flatten)]
+    common: CommonArgs,
     #[command(subcommand)]
     command: Command,
 }
@@ -48,19 +53,36 @@ enum Command {
     /// Describe an adapter, a base or a run folder
     #[command(args_override_self = true, allow_negative_numbers = true)]
     Inspect(inspect::InspectArgs),
+    /// What this machine has for training: CPU, GPU, memory, caches, the hub
+    Doctor(doctor::DoctorArgs),
+    /// List converted bases, tokens, measured speeds and downloads, or remove them
+    Cache(cache::CacheArgs),
+    /// Upload an adapter to the hub
+    Push(push::PushArgs),
+    /// Print a script that completes commands and options in a shell
+    Completions(shell::CompletionsArgs),
+    /// Print the manual page, or write the pages of all commands
+    Man(shell::ManArgs),
 }
 
 /// Runs the program with the arguments of the process.
 pub fn main() -> ExitCode {
-    program::exit(program::parse::<Engraft>(options).and_then(
-        |typed| match typed.map(|typed| typed.command) {
-            None => Ok(()),
-            Some(Command::Train(args)) => train::run(*args),
-            Some(Command::Plan(args)) => plan::run(*args),
-            Some(Command::Eval(args)) => eval::run(&args),
-            Some(Command::Inspect(args)) => inspect::run(&args),
-        },
-    ))
+    program::exit(program::parse::<Engraft>(options).and_then(|typed| typed.map_or(Ok(()), run)))
+}
+
+fn run(typed: Engraft) -> Result<()> {
+    typed.common.apply();
+    match typed.command {
+        Command::Train(args) => train::run(*args),
+        Command::Plan(args) => plan::run(*args),
+        Command::Eval(args) => eval::run(&args),
+        Command::Inspect(args) => inspect::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
+        Command::Cache(args) => cache::run(&args),
+        Command::Push(args) => push::run(&args),
+        Command::Completions(args) => shell::completions(Engraft::command(), &args),
+        Command::Man(args) => shell::man(Engraft::command(), &args),
+    }
 }
 
 /// The options of a command; none where it has no table of them.
@@ -75,16 +97,30 @@ pub(super) fn options(command: &str) -> Vec<Facts> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cli::common::usage;
 
     #[test]
     fn a_usage_error_is_a_sentence_with_hints() {
-        let usage = Engraft::try_parse_from(["engraft", "train", "--rnak", "3"]).err().unwrap();
-        let error = program::usage_error(&usage, &options("train"));
-        assert_eq!(error.exit_code(), 2);
-        let text = error.to_string();
-        assert!(text.starts_with("unexpected argument '--rnak' found\nhint: "), "{text}");
-        assert!(text.contains("--rank"), "{text}");
-        assert!(!text.contains("Usage"), "{text}");
+        for (line, sentence) in [
+            ("train --rnak 3", "--rnak: there is no such option; did you mean --rank?"),
+            ("train --max-steps 3", "--max-steps: there is no such option; it is called --steps here"),
+            ("train --frobnicate", "--frobnicate: there is no such option; --help lists all"),
+            ("train -b 3", "-b: there is no such option; --help lists all"),
+            (
+                "train --offline perhaps",
+                "perhaps: belongs to no option; values of switches are written with =, as --json=false",
+            ),
+            ("train Cargo.toml", "Cargo.toml: stands alone; write --data Cargo.toml"),
+            ("trian", "trian: there is no such command; did you mean train?"),
+            ("generate", "generate: there is no such command; it is engraft-infer generate"),
+            ("finetune", "finetune: there is no such command; it is called engraft train"),
+            ("frobnicate", "frobnicate: there is no such command; --help lists all"),
+        ] {
+            let words: Vec<&str> = ["engraft"].into_iter().chain(line.split(' ')).collect();
+            let usage = Engraft::try_parse_from(&words).err().unwrap();
+            let error = usage::usage_error(&usage, &options(words[1]));
+            assert_eq!((error.exit_code(), error.to_string()), (2, sentence.to_owned()));
+        }
     }
 
     #[test]
@@ -110,7 +146,7 @@ mod tests {
         ] {
             let words: Vec<&str> = ["engraft"].into_iter().chain(line.split(' ')).collect();
             let usage = Engraft::try_parse_from(&words).err().unwrap();
-            let error = program::usage_error(&usage, &options(words[1]));
+            let error = usage::usage_error(&usage, &options(words[1]));
             assert_eq!(error.to_string(), sentence);
         }
     }

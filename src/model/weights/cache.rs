@@ -28,6 +28,8 @@ const FORM: &[u8] = b"engraft cache 2";
 pub(super) struct Entry {
     folder: PathBuf,
     dtype: BaseDType,
+    /// Folder of the source, for people.
+    origin: Option<PathBuf>,
 }
 
 impl Entry {
@@ -35,6 +37,8 @@ impl Entry {
     pub(super) fn of(cache: &Path, source: &Source, wanted: &[Wanted], dtype: BaseDType) -> Result<Self> {
         let mut hasher = blake3::Hasher::new();
         hasher.update(FORM);
+        let first = source.files.first().and_then(|file| file.path.parent());
+        let origin = first.and_then(|folder| folder.canonicalize().ok());
         for file in &source.files {
             let read = |cause| Error::reading(&file.path, &cause);
             let path = file.path.canonicalize().map_err(read)?;
@@ -44,7 +48,7 @@ impl Entry {
         // The same files under another config.json are another base.
         hasher.update(described(wanted).as_bytes());
         let key = hasher.finalize().to_hex();
-        Ok(Self { folder: cache.join(&key.as_str()[..32]), dtype })
+        Ok(Self { folder: cache.join(&key.as_str()[..32]), dtype, origin })
     }
 
     /// The file of the copy.
@@ -79,11 +83,24 @@ impl Entry {
 
     /// Keeps the fingerprint, of the copy if there is one.
     pub(super) fn keep(&self, fingerprint: &str) -> Result<()> {
+        self.note_origin();
         let path = self.record();
         let mut file = self.temporary(&path)?;
         let written = file.write_all(format!("{fingerprint}\n{}\n", self.copy()).as_bytes());
         written.map_err(|cause| Error::writing(&path, &cause))?;
         finish(file, &path)
+    }
+
+    /// Notes for people where the source is. Nothing reads it to decide anything, so a failure is passed over.
+    fn note_origin(&self) {
+        let path = self.folder.join("source");
+        if let Some(origin) = &self.origin
+            && !path.exists()
+            && let Ok(mut file) = self.temporary(&path)
+            && writeln!(file, "{}", origin.display()).is_ok()
+        {
+            let _ = finish(file, &path);
+        }
     }
 
     /// Writes the copy through `write`, which returns its fingerprint.

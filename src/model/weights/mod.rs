@@ -312,7 +312,7 @@ impl Weights {
 pub fn read_config(folder: &Path) -> Result<Config> {
     let path = folder.join("config.json");
     let text = std::fs::read_to_string(&path).map_err(|cause| Error::reading(&path, &cause))?;
-    Config::from_json(&text, &path)
+    Config::from_json(&text, &path).map_err(|error| Error::damaged(&path, || error))
 }
 
 /// Hands the views out in canonical order.

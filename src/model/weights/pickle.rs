@@ -24,7 +24,8 @@ pub(super) struct Pickle {
 impl Pickle {
     pub(super) fn open(path: &Path) -> Result<Self> {
         let size = std::fs::metadata(path).map_err(|cause| Error::reading(path, &cause))?.len();
-        let tensors = guarded(path, || PthTensors::new(path, None))?;
+        let tensors = guarded(path, || PthTensors::new(path, None));
+        let tensors = tensors.map_err(|error| Error::damaged(path, || error))?;
         Ok(Self { path: path.to_owned(), size, tensors })
     }
 

@@ -269,7 +269,9 @@ fn read_header(path: &Path, size: u64, file: &mut dyn Read) -> Result<Header> {
                 format!("holds {held} bytes of tensors where its header names {described}")
             }
         };
-        Error::input(format!("{}: {what}; the file is damaged, get it again", path.display()))
+        Error::damaged(path, || {
+            Error::input(format!("{}: {what}; the file is damaged, get it again", path.display()))
+        })
     })
 }
 

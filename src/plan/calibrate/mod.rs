@@ -43,14 +43,18 @@ struct Key {
 
 impl Key {
     fn here() -> Self {
-        let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         Self {
-            cpu: cpu_model(&cpuinfo),
+            cpu: cpu_name(),
             threads: rayon::current_num_threads(),
             level: dispatch_level().to_owned(),
             program: program(),
         }
     }
+}
+
+/// The CPU's name, as the system tells it.
+pub fn cpu_name() -> String {
+    cpu_model(&fs::read_to_string("/proc/cpuinfo").unwrap_or_default())
 }
 
 /// The program as it was built: its version, and on Linux the length and the time of its file.

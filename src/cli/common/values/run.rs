@@ -16,11 +16,9 @@ pub enum ScheduleName {
     Cosine,
     /// Falls along half a cosine several times, from the top again each time.
     #[value(alias = "cosine_with_restarts")]
-    #[serde(alias = "cosine_with_restarts")]
     CosineWithRestarts,
     /// Falls with one over the square root of the steps.
     #[value(alias = "inverse_sqrt")]
-    #[serde(alias = "inverse_sqrt")]
     InverseSqrt,
 }
 

@@ -8,6 +8,7 @@ use serde_json::json;
 use crate::{
     cli::{
         common::{
+            adapters::base_and_adapters,
             args::{BaseArgs, ComputeArgs},
             environment::Environment,
             open::{self, Compute},
@@ -30,17 +31,17 @@ options! {
     EvalArgs { base: BaseArgs, data: DataArgs, compute: ComputeArgs }
 
     "" {
-        /// Adapter folder; without it the base alone
-        adapter: PathBuf => value("DIR");
+        /// Run folder, adapter folder or hub id; without it the base alone
+        adapter: PathBuf => value("DIR").basic();
         /// Files to read if --data is a folder
         split: SplitName = SplitName::Valid => value("SPLIT");
         /// Sequences per forward pass
         #[arg(visible_alias = "batch")]
-        micro_batch: usize = 8 => value("N").check(FROM_ONE);
+        micro_batch: usize = 8 => value("N").check(FROM_ONE).basic();
         /// Rows of logits that the head holds at a time
         head_rows: usize = Policy::HEAD_ROWS => value("N").check(FROM_ONE);
         /// One JSON object on stdout
-        json: bool => switch();
+        json: bool => switch().basic();
     }
 }
 
@@ -54,12 +55,10 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     open::threads(args.compute.threads)?;
     let compute = Compute::open(args.compute.device, args.compute.precision)?;
     let environment = Environment::read()?;
-    let opened = open::base(&args.base, &environment, compute, args.compute.streams())?;
-    let adapter = args
-        .adapter
-        .as_deref()
-        .map(|name| open::adapter(name, &args.base, &environment, &opened.base.description()))
-        .transpose()?;
+    let names: Vec<&Path> = args.adapter.as_deref().into_iter().collect();
+    let streams = args.compute.streams();
+    let (opened, loaded) = base_and_adapters(&names, &args.base, &environment, compute, streams)?;
+    let adapter = loaded.into_iter().next();
     let set = adapter.as_ref().map(|loaded| &loaded.set);
     let config = &opened.base.config;
     let options = DataOptions {

@@ -1,6 +1,9 @@
 //! The commands of `engraft`, a file each.
 
+pub mod cache;
+pub mod doctor;
 pub mod eval;
 pub mod inspect;
 pub mod plan;
+pub mod push;
 pub mod train;

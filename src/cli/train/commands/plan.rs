@@ -12,7 +12,7 @@ use crate::{
             args::BaseArgs,
             environment::Environment,
             open::{self, Compute},
-            output::{write_json, write_note, write_out},
+            output::{count_of, write_json, write_note, write_out},
             values::Precision,
         },
         train::{args::TrainArgs, layers, resolve},
@@ -59,7 +59,10 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     let (seq_len, sample_tokens) = match rows(&options, &base, (limit, &set), &environment)? {
         Some(found) => found,
         None => {
-            write_note(&format!("hint: planned for rows of {limit} tokens; the data were not read"));
+            write_note(&format!(
+                "hint: planned for rows of {}; the data were not read",
+                count_of(limit, "token")
+            ));
             let positions = base.config.positions;
             (limit + set.prompt_len(), sample::tokens_without_tokenizer(&options, limit, positions))
         }

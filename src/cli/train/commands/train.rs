@@ -7,8 +7,10 @@ use engraft_adapters::LoraSpec;
 use crate::{
     cli::{
         common::{
+            adapters::{FoundAdapter, base_of, inside_run},
             environment::Environment,
             open::{self, Compute},
+            options::{Facts, Options},
             signals,
         },
         train::{
@@ -19,7 +21,7 @@ use crate::{
         },
     },
     embedded,
-    error::{Error, Result},
+    error::{Error, Result, TILDE},
     train::{self, Reporter, RunFolder, folder},
 };
 
@@ -90,7 +92,39 @@ pub(super) fn joined(mut typed: TrainArgs) -> Result<TrainArgs> {
         let defaults = if lora { embedded::DEFAULTS } else { embedded::PREFIX_DEFAULTS };
         layers.push(config_file::parse(defaults, "the embedded defaults")?);
     }
-    Ok(layers::with_defaults(layers::join(&layers)?))
+    let mut args = layers::with_defaults(layers::join(&layers)?);
+    refuse_tilde(&args)?;
+    look_into_init_adapter(&mut args)?;
+    Ok(args)
+}
+
+/// Refuses paths that begin with `~`, which no shell has expanded: a folder of that name would be made.
+fn refuse_tilde(args: &TrainArgs) -> Result<()> {
+    let table = config_file::table(args)?;
+    let is_path = |facts: &Facts| ["PATH", "DIR", "FILE"].iter().any(|kind| facts.value.contains(kind));
+    for facts in TrainArgs::facts().iter().filter(|facts| is_path(facts)) {
+        let values = match table.get(&facts.name) {
+            Some(toml::Value::Array(items)) => items.as_slice(),
+            Some(value) => std::slice::from_ref(value),
+            None => &[],
+        };
+        let homeless = |path: &&str| path.starts_with("~/") && !Path::new("~").exists();
+        if let Some(path) = values.iter().filter_map(toml::Value::as_str).find(homeless) {
+            return Err(Error::input(format!("--{} {path}: {TILDE}", facts.name)));
+        }
+    }
+    Ok(())
+}
+
+/// Takes the adapter of a run folder in `--init-adapter`, and for a new run without `--base` the base that it names.
+fn look_into_init_adapter(args: &mut TrainArgs) -> Result<()> {
+    let Some(folder) = &args.init_adapter else { return Ok(()) };
+    let found = FoundAdapter { name: folder.clone(), folder: inside_run(folder)?, save: None };
+    if args.resume != Some(true) && found.folder.is_dir() {
+        args.base = base_of(std::slice::from_ref(&found), "--init-adapter", &args.base)?;
+    }
+    args.init_adapter = Some(found.folder);
+    Ok(())
 }
 
 /// The options of the run in `output`, if one has begun there.
