@@ -4,7 +4,7 @@ use std::fmt;
 use std::fs::File;
 use std::path::PathBuf;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::batch::{Batch, NO_LOSS, RowRef};
 use super::options::DataOptions;
@@ -20,7 +20,8 @@ use crate::error::{Error, Result};
 const HOLD_OUT: u64 = 0x686f_6c64_6f75_7400;
 
 /// Counts of records and rows that were read, kept and left out.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct DataReport {
     /// Number of records read: lines of JSONL, text files, or lines of text files.
     pub records: usize,

@@ -11,7 +11,7 @@ use engraft_adapters::{BaseDescription, BaseWeights, NormWeights};
 use super::{
     config::Config,
     weights,
-    weights::{BaseDType, Weights},
+    weights::{BaseDType, OnBytes, Weights},
 };
 use crate::{
     device::{DType, Device, DeviceKind},
@@ -72,6 +72,21 @@ impl Base {
     /// # Errors
     /// As [`Base::load`].
     pub fn load_as(source: &BaseSource, name: &str, cache: &Path, dtype: BaseDType) -> Result<Self> {
+        Self::load_with(source, name, cache, dtype, &|_, _| {})
+    }
+
+    /// As [`Base::load_as`]. While a base that is not in the cache yet is read and converted, `on_bytes` hears how many
+    /// bytes are done, and of how many.
+    ///
+    /// # Errors
+    /// As [`Base::load`].
+    pub fn load_with(
+        source: &BaseSource,
+        name: &str,
+        cache: &Path,
+        dtype: BaseDType,
+        on_bytes: OnBytes,
+    ) -> Result<Self> {
         let (config, weights) = match source {
             BaseSource::Embedded => {
                 let config = Config::from_json(embedded::CONFIG, Path::new("the embedded config.json"))?;
@@ -80,7 +95,7 @@ impl Base {
             }
             BaseSource::Folder(folder) => {
                 let config = weights::read_config(folder)?;
-                let weights = Weights::from_folder(folder, &config, cache, dtype)?;
+                let weights = Weights::from_folder(folder, &config, cache, dtype, on_bytes)?;
                 (config, weights)
             }
         };

@@ -1,9 +1,9 @@
 //! The events of a run. The loop prints nothing itself.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use super::PlanConfig;
-use crate::{data::DataReport, error::Result, optim::LossScale, plan::Selection};
+use crate::{data::DataReport, error::Result, observe::machine::Machine, optim::LossScale, plan::Selection};
 
 /// Receives events; an error it returns ends the run.
 pub trait Reporter {
@@ -17,6 +17,8 @@ pub trait Reporter {
 /// An event of a training run.
 #[derive(Debug)]
 pub enum Event<'a> {
+    /// How far a stage of the run is that may take seconds; sent many times a second.
+    Progress(StageProgress),
     /// Everything is loaded and the run begins.
     Start(&'a Start),
     /// How memory will be used.
@@ -30,9 +32,54 @@ pub enum Event<'a> {
     /// The adapter as it is continued a prompt.
     Sample(&'a Sample),
     /// A save is on disk.
-    Saved(&'a Path),
+    Saved(&'a Saved),
+    /// The run was asked to stop, and everything to go on from is on disk.
+    Interrupted(&'a Interrupted),
     /// The adapter is on disk and the run is over.
     Done(&'a Done),
+}
+
+impl Event<'_> {
+    /// A stage begins whose length is not known.
+    pub fn begun(stage: Stage) -> Self {
+        Self::Progress(StageProgress { stage, done: 0, total: 0 })
+    }
+}
+
+/// A part of a run that may take seconds, besides its optimizer steps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stage {
+    /// Reading and tokenizing data, counted in bytes.
+    Reading,
+    /// Measuring the speed of the machine, choosing the plan and allocating its memory.
+    Preparing,
+    /// Forward passes over held-out rows, counted in rows.
+    Evaluating,
+    /// Writing a save and the adapter.
+    Saving,
+}
+
+impl Stage {
+    /// What the run does, for people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Reading => "reading data",
+            Self::Preparing => "preparing",
+            Self::Evaluating => "evaluating",
+            Self::Saving => "saving",
+        }
+    }
+}
+
+/// How far a stage is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StageProgress {
+    /// The stage; one ends when the next begins, or another event arrives.
+    pub stage: Stage,
+    /// Units done, such as bytes or rows.
+    pub done: u64,
+    /// Units of the whole stage; 0 where that is unknown.
+    pub total: u64,
 }
 
 /// A run before its first step.
@@ -40,6 +87,8 @@ pub enum Event<'a> {
 pub struct Start {
     /// Name of the base, a hub id or a folder.
     pub base: String,
+    /// Kinds of adapter that are trained, such as `lora+prefix`.
+    pub method: String,
     /// One line for each kind of site that is adapted.
     pub matched: Vec<String>,
     /// Number of trainable values.
@@ -60,6 +109,10 @@ pub struct Start {
     pub seq_len: usize,
     /// Path of the run folder.
     pub output: PathBuf,
+    /// The machine that computes.
+    pub machine: Machine,
+    /// The effective options, as the text of `config.toml`.
+    pub config: String,
 }
 
 /// The numbers of one optimizer step.
@@ -71,6 +124,8 @@ pub struct Step {
     pub steps: u64,
     /// Mean loss over the supervised tokens of the step.
     pub loss: f64,
+    /// Exponential moving average of the loss, see [`Smoothed`](super::pace::Smoothed).
+    pub smoothed_loss: f64,
     /// Learning rate of the step.
     pub lr: f64,
     /// Global gradient norm before clipping.
@@ -79,6 +134,16 @@ pub struct Step {
     pub tokens: usize,
     /// All input tokens over seconds.
     pub tokens_per_s: f64,
+    /// Duration of the step in seconds.
+    pub seconds: f64,
+    /// Passes over the training rows so far.
+    pub epoch: f64,
+    /// Seconds of the run so far, without the time between two processes of it.
+    pub elapsed: f64,
+    /// Estimated seconds until the end of the run.
+    pub remaining: f64,
+    /// Resident memory of the process in bytes; `None` where the system does not tell.
+    pub memory: Option<u64>,
     /// The loss scale after the step, and how often gradients overflowed so far.
     pub scale: LossScale,
 }
@@ -94,6 +159,14 @@ pub struct Eval {
     pub tokens: usize,
     /// Whether the loss is the lowest so far; `None` in a run that does not ask for it.
     pub best: Option<bool>,
+    /// Duration of the evaluation in seconds.
+    pub seconds: f64,
+    /// Passes over the training rows so far.
+    pub epoch: f64,
+    /// Seconds of the run so far, without the time between two processes of it.
+    pub elapsed: f64,
+    /// Resident memory of the process in bytes; `None` where the system does not tell.
+    pub memory: Option<u64>,
 }
 
 impl Eval {
@@ -112,6 +185,30 @@ pub struct Sample {
     pub prompt: String,
     /// The text that follows.
     pub text: String,
+}
+
+/// A save that is on disk.
+#[derive(Debug)]
+pub struct Saved {
+    /// Number of steps done.
+    pub step: u64,
+    /// Path of the save.
+    pub path: PathBuf,
+    /// Time that save and adapter took to write, in seconds.
+    pub seconds: f64,
+}
+
+/// A run that was asked to stop.
+#[derive(Debug)]
+pub struct Interrupted {
+    /// Number of steps done.
+    pub step: u64,
+    /// Steps of the whole run.
+    pub steps: u64,
+    /// Path of the adapter's folder.
+    pub adapter: PathBuf,
+    /// Path of the save.
+    pub save: PathBuf,
 }
 
 /// Bytes of heap and arenas at their peak.

@@ -8,8 +8,11 @@ use std::{
 use super::{
     Event, PlanConfig, Reporter, RunFolder, RunOptions,
     card::{Card, CardWriter},
+    events::Stage,
     memory,
+    pace::Pace,
     prepare::{Prepared, describe, prepare},
+    record::Recorder,
     resume,
     save::{self, SaveInfo},
     steps::Run,
@@ -26,6 +29,8 @@ use crate::{
 /// The result of a run.
 #[derive(Debug)]
 pub struct Finished {
+    /// Number of steps done.
+    pub step: u64,
     /// Path of the adapter's folder.
     pub adapter: PathBuf,
     /// Beginning of a held-out row (else of a training row): its prompt, or a few tokens of a text.
@@ -71,8 +76,11 @@ fn go(
     };
     let (past, damaged) = past.map_or((None, Vec::new()), |(past, damaged)| (Some(past), damaged));
     let trace = options.memory_trace.as_ref().map(|_| Trace::start()).transpose()?;
+    let mut recorder = Recorder::new(reporter);
+    recorder.event(&Event::begun(Stage::Reading))?;
     let mut prepared = prepare(options, base, tokenizer, past.as_ref(), folder.path())?;
     let past_info = past.as_ref().map(|past| &past.info);
+    recorder.event(&Event::begun(Stage::Preparing))?;
     let selection = memory::plan(options, base, &memory::job(options, base, &prepared, past_info))?;
     let info = describe(options, base, &prepared, selection.chosen.plan.config);
     let longer = match &past {
@@ -89,6 +97,7 @@ fn go(
     // A smaller plan may change the micro-batch.
     let info = describe(options, base, &prepared, selection.chosen.plan.config);
     let progress = past.as_ref().map(|past| past.info.progress.clone()).unwrap_or_default();
+    let done_before = past.as_ref().map(|past| past.info.step);
     if let Some(past) = past {
         resume::check_finite(&past)?;
         trainer.restore(past.info.step, &past.tensors())?;
@@ -100,6 +109,7 @@ fn go(
         // Or a later --resume would go on from one of the saves that this run leaves behind.
         save::prune(&folder.saves(), step, usize::MAX)?;
     }
+    let history = recorder.open(&folder, done_before)?;
     let mut run = Run {
         options,
         base,
@@ -111,10 +121,11 @@ fn go(
         before,
         folder: &folder,
         interrupt,
+        pace: Pace::new(history),
     };
     let done = trainer.steps_done();
     let card = Card::new(options, base.description(), &prepared, done);
-    let mut reporter = CardWriter::new(reporter, card, folder.path());
+    let mut reporter = CardWriter::new(&mut recorder, card, folder.path());
     reporter.event(&Event::Start(&run.start(&trainer)))?;
     reporter.event(&Event::Plan(&selection))?;
     for note in damaged.iter().chain(&smaller).chain(&prepared.hints).chain(&longer) {
@@ -124,6 +135,9 @@ fn go(
     if matches!(finished, Err(Error::Interrupted(_))) {
         // What is wrong with a card must not hide how to go on.
         let _ = reporter.write();
+    }
+    if let Err(error) = &finished {
+        recorder.failed(trainer.steps_done(), error);
     }
     // Also of a run that failed: its user wants to see why.
     if let (Some(trace), Some(path)) = (trace, &options.memory_trace) {

@@ -9,11 +9,13 @@ use std::{
     time::Instant,
 };
 
-use engraft_adapters::peft;
+use engraft_adapters::{Kinds, peft};
 use engraft_util::words::count;
 
 use super::{
-    Event, Finished, PlanConfig, Reporter, RunFolder, RunOptions, events,
+    Event, Finished, PlanConfig, Reporter, RunFolder, RunOptions,
+    events::{self, Stage},
+    pace::{Pace, per_second},
     prepare::Prepared,
     progress::Progress,
     sample::{self, Continuation, SamplePrompt},
@@ -47,6 +49,8 @@ pub(super) struct Run<'a> {
     pub before: usize,
     pub folder: &'a RunFolder,
     pub interrupt: &'a AtomicBool,
+    /// Clock and counters, which go on from what earlier processes recorded.
+    pub pace: Pace,
 }
 
 impl Run<'_> {
@@ -71,15 +75,10 @@ impl Run<'_> {
             // The adapter beside the saves is that of a later step.
             self.write_adapter(trainer, &self.folder.adapter())?;
         }
-        let (mut tokens, mut seconds) = (0, 0.0);
-        let mut fastest = 0f64;
         while trainer.steps_done() < steps && !self.is_out_of_patience() {
             self.stop_if_interrupted(trainer)?;
             self.stop_if_memory_is_short(trainer)?;
-            let (step_tokens, step_seconds) = self.step(trainer, reporter)?;
-            tokens += step_tokens;
-            seconds += step_seconds;
-            fastest = fastest.max(per_second(step_tokens, step_seconds));
+            self.step(trainer, reporter)?;
             let done = trainer.steps_done();
             if done == steps || is_due(done, self.options.save_every) {
                 self.save(trainer, reporter)?;
@@ -102,10 +101,10 @@ impl Run<'_> {
             self.write_save(trainer)?;
             self.tell_best(trainer, reporter)?;
         }
-        if self.is_faster_than_planned(fastest) {
+        if self.is_faster_than_planned(self.pace.fastest()) {
             Rates::forget(self.options.cache.as_deref(), self.base.weights.wte.arithmetic);
         }
-        self.finish(trainer, per_second(tokens, seconds), reporter)
+        self.finish(trainer, self.pace.tokens_per_s(), reporter)
     }
 
     /// The end of a run that has no step left. The process that made the last one may have been killed before it
@@ -174,30 +173,36 @@ impl Run<'_> {
         chosen.measured && tokens_per_s > FASTER * tokens / chosen.seconds
     }
 
-    /// One optimizer step; returns its input tokens and seconds.
-    fn step(&mut self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<(usize, f64)> {
+    /// One optimizer step.
+    fn step(&mut self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<()> {
         let options = self.options;
         let done = trainer.steps_done();
         let batches = self.micro_batches(done);
         let lr = options.schedule.rate(self.prepared.warmup, self.prepared.steps, done);
         let started = Instant::now();
         let report = trainer.step(&batches, lr).map_err(|error| self.failed(trainer, error))?;
-        let seconds = started.elapsed().as_secs_f64();
+        let (seconds, smoothed_loss) = self.pace.step(report.loss, report.input_tokens, started);
         let step = done + 1;
         let event = events::Step {
             step,
             steps: self.prepared.steps,
             loss: report.loss,
+            smoothed_loss,
             lr,
             grad_norm: report.grad_norm,
             tokens: report.tokens,
             tokens_per_s: per_second(report.input_tokens, seconds),
+            seconds,
+            epoch: self.epoch(step),
+            elapsed: self.pace.elapsed(),
+            remaining: self.pace.remaining(self.prepared.steps - step),
+            memory: resident(),
             scale: report.scale,
         };
         reporter.event(&Event::Step(&event))?;
         match self.progress.step(report.loss) {
             Some(mean) => Err(self.diverged(step, mean)),
-            None => Ok((report.input_tokens, seconds)),
+            None => Ok(()),
         }
     }
 
@@ -240,6 +245,11 @@ impl Run<'_> {
         ))
     }
 
+    /// Passes over the training rows that `steps` steps make.
+    fn epoch(&self, steps: u64) -> f64 {
+        steps as f64 * self.options.batch as f64 / self.prepared.train.rows.len() as f64
+    }
+
     fn micro_batch(&self) -> usize {
         self.selection.chosen.plan.config.micro_batch
     }
@@ -256,18 +266,36 @@ impl Run<'_> {
         let Some(eval) = &self.prepared.eval else { return Ok(()) };
         let interrupt = self.interrupt;
         phase::enter(Phase::Evaluation);
-        let mut batches = eval.batches(self.micro_batch()).take_while(|_| !interrupt.load(Ordering::Relaxed));
-        let found = trainer.evaluate(&mut batches);
+        let started = Instant::now();
+        let mut progress =
+            events::StageProgress { stage: Stage::Evaluating, done: 0, total: eval.rows.len() as u64 };
+        // A batch is handed out when those before it are done. That it cannot be shown is no reason to stop.
+        let show = |batch: &Batch| {
+            let _ = reporter.event(&Event::Progress(progress));
+            progress.done += batch.rows as u64;
+        };
+        let batches = eval.batches(self.micro_batch()).take_while(|_| !interrupt.load(Ordering::Relaxed));
+        let found = trainer.evaluate(&mut batches.inspect(show));
         // A part of the rows says nothing about all of them.
         self.stop_if_interrupted(trainer)?;
         let found = found?;
+        let seconds = started.elapsed().as_secs_f64();
+        self.pace.evaluated(seconds);
         let step = trainer.steps_done();
         let is_best = self.progress.evaluated(step, found.loss);
         if is_best && self.options.save_best {
             self.write_adapter(trainer, &self.folder.best())?;
         }
-        let best = self.compares_evaluations().then_some(is_best);
-        let event = events::Eval { step, loss: found.loss, tokens: found.tokens, best };
+        let event = events::Eval {
+            step,
+            loss: found.loss,
+            tokens: found.tokens,
+            best: self.compares_evaluations().then_some(is_best),
+            seconds,
+            epoch: self.epoch(step),
+            elapsed: self.pace.elapsed(),
+            memory: resident(),
+        };
         reporter.event(&Event::Eval(&event))
     }
 
@@ -340,9 +368,12 @@ impl Run<'_> {
     }
 
     fn save(&self, trainer: &Trainer, reporter: &mut dyn Reporter) -> Result<()> {
+        let started = Instant::now();
+        reporter.event(&Event::begun(Stage::Saving))?;
         let path = self.write_save(trainer)?;
         self.write_adapter(trainer, &self.folder.adapter())?;
-        reporter.event(&Event::Saved(&path))
+        let (step, seconds) = (trainer.steps_done(), started.elapsed().as_secs_f64());
+        reporter.event(&Event::Saved(&events::Saved { step, path, seconds }))
     }
 
     fn write_save(&self, trainer: &Trainer) -> Result<PathBuf> {
@@ -375,7 +406,7 @@ impl Run<'_> {
         reporter.event(&Event::Done(&done))?;
         let rows = self.prepared.eval.as_ref().unwrap_or(&self.prepared.train);
         let prompt = sample::first_prompt(rows, self.base.config.vocab);
-        Ok(Finished { adapter, prompt })
+        Ok(Finished { step: done.step, adapter, prompt })
     }
 
     fn counted(&self) -> Option<events::Counted> {
@@ -391,6 +422,7 @@ impl Run<'_> {
         let prepared = self.prepared;
         events::Start {
             base: self.base.name.clone(),
+            method: Kinds::of(&prepared.set.spec).map_or_else(String::new, |kinds| kinds.to_string()),
             matched: prepared.set.matched(&self.base.description()),
             trainables: prepared.set.trainables(),
             data: prepared.train.report,
@@ -401,6 +433,8 @@ impl Run<'_> {
             micro_batch: self.micro_batch(),
             seq_len: prepared.seq_len,
             output: self.folder.path().to_owned(),
+            machine: self.options.machine.clone(),
+            config: self.options.config_text.clone(),
         }
     }
 }
@@ -412,6 +446,7 @@ fn is_due(done: u64, every: u64) -> bool {
 /// How many times as fast as planned a step is that nothing but wrong rates explains.
 const FASTER: f64 = 1.5;
 
-fn per_second(tokens: usize, seconds: f64) -> f64 {
-    if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 }
+/// Resident bytes of the process.
+fn resident() -> Option<u64> {
+    machine::resident().map(|resident| resident.total)
 }

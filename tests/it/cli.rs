@@ -43,7 +43,10 @@ fn training_tells_its_steps_as_json() {
     assert_eq!((done["event"].as_str(), done["step"].as_u64()), (Some("done"), Some(4)));
     assert!(done["peak_bytes"].as_u64().unwrap() > 0 && done["tokens_per_s"].as_f64().unwrap() > 0.0);
     assert!(sandbox.path(done["adapter"].as_str().unwrap()).join("adapter_config.json").is_file());
-    assert_eq!(names(&sandbox.path("run")), ["adapter", "config.toml", "lock", "saves"]);
+    assert_eq!(
+        names(&sandbox.path("run")),
+        ["adapter", "config.toml", "events", "lock", "metrics.jsonl", "report.html", "saves"]
+    );
     assert_eq!(names(&sandbox.path("run/saves")), ["step-00000004.safetensors"]);
 }
 

@@ -9,6 +9,7 @@ pub mod open;
 pub mod options;
 pub mod output;
 pub mod program;
+pub mod progress;
 pub mod sample;
 pub mod shell;
 pub mod signals;

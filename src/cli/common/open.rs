@@ -7,6 +7,7 @@ use super::{
     download::Download,
     environment::Environment,
     output::write_note,
+    progress::Work,
     values::{BaseDtypeName, DeviceName, Precision},
 };
 use crate::{
@@ -102,7 +103,9 @@ pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute, stream
     };
     let name = args.base.as_deref().unwrap_or(EMBEDDED);
     let cache = if source == BaseSource::Embedded { Path::new("") } else { environment.cache()? };
-    let loaded = Base::load_as(&source, name, cache, dtype)?;
+    let work = Work::new("reading the base, once");
+    let loaded = Base::load_with(&source, name, cache, dtype, &|done, total| work.at(done, total))?;
+    drop(work);
     let Compute { device, activations } = compute;
     let base =
         if stream { loaded.streamed_on(device, activations)? } else { loaded.on(device, activations)? };

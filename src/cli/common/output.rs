@@ -72,6 +72,28 @@ pub fn write_error(text: &str) {
     let _ = writeln!(io::stderr(), "{text}");
 }
 
+/// `text` as one word of a shell command.
+pub fn quoted(text: &str) -> String {
+    let plain = |c: char| c.is_alphanumeric() || "/._-+=:@".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        text.to_owned()
+    } else {
+        format!("'{}'", text.replace('\'', r"'\''"))
+    }
+}
+
+/// Items of a list that people are shown.
+const MOST_SHOWN: usize = 3;
+
+/// The first three of `items`, and how many more there are: `a, b, c and 9 more`.
+pub fn shortened_list(items: &[String], separator: &str) -> String {
+    let shown = items.iter().take(MOST_SHOWN).map(String::as_str).collect::<Vec<_>>().join(separator);
+    match items.len().saturating_sub(MOST_SHOWN) {
+        0 => shown,
+        more => format!("{shown} and {more} more"),
+    }
+}
+
 /// Line breaks shown as such: a sample takes one line.
 pub fn one_line(text: &str) -> String {
     text.trim().replace('\n', "\\n")
@@ -80,6 +102,20 @@ pub fn one_line(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn commands_can_be_pasted() {
+        assert_eq!(quoted("runs/a-2/adapter"), "runs/a-2/adapter");
+        assert_eq!(quoted("my run's"), r"'my run'\''s'");
+        assert_eq!(quoted(""), "''");
+    }
+
+    #[test]
+    fn lists_are_cut_to_three() {
+        let items = |count: usize| (0..count).map(|index| index.to_string()).collect::<Vec<_>>();
+        assert_eq!(shortened_list(&items(3), ", "), "0, 1, 2");
+        assert_eq!(shortened_list(&items(12), ", "), "0, 1, 2 and 9 more");
+    }
 
     #[test]
     fn a_closed_pipe_is_no_failure() {

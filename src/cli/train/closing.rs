@@ -1,31 +1,34 @@
 //! After a training run: a prompt before and after it, the adapter's folder, the command that uses it.
 
 use engraft_adapters::peft;
+use indicatif::ProgressBar;
 
 use crate::{
     cli::common::{
         open::Opened,
-        output::{one_line, write_out},
+        output::{one_line, quoted, write_out},
+        progress::{has_bars, spinner},
         sample,
     },
     error::Result,
     model::BaseDType,
-    train::Finished,
+    train::{Finished, record::SampleLine},
 };
 
 /// New tokens of a sample.
 const NEW_TOKENS: usize = 48;
 
-/// Prints a sample before and after training, the adapter's folder, and the command that uses it.
+/// Prints a sample before and after training, the adapter's folder, and the command that uses it. Returns the samples.
 ///
 /// # Errors
 /// When the adapter just written cannot be read, or the output cannot be written.
-pub fn show(finished: &Finished, opened: &Opened, base: Option<&str>) -> Result<()> {
+pub fn show(finished: &Finished, opened: &Opened, base: Option<&str>) -> Result<Vec<SampleLine>> {
     let tokenizer = opened.tokenizer.as_ref();
     let prompt = tokenizer.map(|tokenizer| tokenizer.decode(&finished.prompt)).transpose()?;
-    if let Some(prompt) = &prompt {
-        show_samples(finished, opened, prompt)?;
-    }
+    let samples = match &prompt {
+        Some(prompt) => show_samples(finished, opened, prompt)?,
+        None => Vec::new(),
+    };
     let mut base = base.map_or(String::new(), |base| format!(" --base {}", quoted(base)));
     if opened.base.dtype != BaseDType::default() {
         base += &format!(" --base-dtype {}", opened.base.dtype.name());
@@ -42,20 +45,26 @@ pub fn show(finished: &Finished, opened: &Opened, base: Option<&str>) -> Result<
         "adapter: {adapter}\ntry it: {} generate{base} --adapter {} --temperature 0 {input}\n",
         quoted(&infer()),
         quoted(&adapter)
-    ))
+    ))?;
+    Ok(samples)
 }
 
-fn show_samples(finished: &Finished, opened: &Opened, prompt: &str) -> Result<()> {
+fn show_samples(finished: &Finished, opened: &Opened, prompt: &str) -> Result<Vec<SampleLine>> {
     let loaded = peft::load(&finished.adapter, &opened.base.description(), false)?;
     let adapter = [(&loaded.set, loaded.values.as_slice(), 1.0)];
     write_out(&format!("prompt: {}\n", one_line(prompt)))?;
+    let mut samples = Vec::new();
     for (name, adapters) in [("before", &adapter[..0]), ("after", &adapter[..])] {
-        let Some(text) = sample::greedy(opened, adapters, &finished.prompt, NEW_TOKENS)? else {
-            return Ok(());
-        };
+        let bar = has_bars().then(|| spinner().with_message("sampling"));
+        let text = sample::greedy(opened, adapters, &finished.prompt, NEW_TOKENS);
+        bar.iter().for_each(ProgressBar::finish_and_clear);
+        let Some(text) = text? else { break };
         write_out(&format!("{name:6}: {}\n", one_line(&text)))?;
+        let base_alone = adapters.is_empty();
+        let step = if base_alone { 0 } else { finished.step };
+        samples.push(SampleLine { step, prompt: prompt.to_owned(), text, base_alone });
     }
-    Ok(())
+    Ok(samples)
 }
 
 /// The program `engraft-infer` next to this one, relative to the current folder if it is below it.
@@ -67,26 +76,4 @@ fn infer() -> String {
     let here = std::env::current_dir().ok();
     let short = here.as_deref().and_then(|here| program.strip_prefix(here).ok()).unwrap_or(&program);
     short.display().to_string()
-}
-
-/// `text` as one word of a shell command.
-fn quoted(text: &str) -> String {
-    let plain = |c: char| c.is_alphanumeric() || "/._-+=:@".contains(c);
-    if !text.is_empty() && text.chars().all(plain) {
-        text.to_owned()
-    } else {
-        format!("'{}'", text.replace('\'', r"'\''"))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn commands_can_be_pasted() {
-        assert_eq!(quoted("runs/a-2/adapter"), "runs/a-2/adapter");
-        assert_eq!(quoted("my run's"), r"'my run'\''s'");
-        assert_eq!(quoted(""), "''");
-    }
 }

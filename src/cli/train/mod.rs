@@ -1,7 +1,8 @@
 //! The program `engraft`: parses options, turns them into a run, prints.
 //!
 //! `args` holds one definition for each option of `train`; `layers` joins command line, files and
-//! defaults; `resolve` turns the result into values the library takes; `report` prints.
+//! defaults; `resolve` turns the result into values the library takes; `report` prints, and `report_page` makes
+//! the page of a run.
 
 mod args;
 mod cached;
@@ -10,6 +11,7 @@ mod commands;
 mod config_file;
 mod layers;
 mod report;
+mod report_page;
 mod resolve;
 mod sampling;
 mod table;
@@ -20,7 +22,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 
 use self::{
     args::TrainArgs,
-    commands::{cache, doctor, eval, inspect, plan, push, train},
+    commands::{cache, doctor, eval, inspect, plan, push, report as report_command, train},
 };
 use super::common::{
     options::{Facts, Options},
@@ -53,6 +55,9 @@ enum Command {
     /// Describe an adapter, a base or a run folder
     #[command(args_override_self = true, allow_negative_numbers = true)]
     Inspect(inspect::InspectArgs),
+    /// Lay runs side by side: a table, and a page with curves; also while they go on
+    #[command(args_override_self = true)]
+    Report(report_command::ReportArgs),
     /// What this machine has for training: CPU, GPU, memory, caches, the hub
     Doctor(doctor::DoctorArgs),
     /// List converted bases, tokens, measured speeds and downloads, or remove them
@@ -77,6 +82,7 @@ fn run(typed: Engraft) -> Result<()> {
         Command::Plan(args) => plan::run(*args),
         Command::Eval(args) => eval::run(&args),
         Command::Inspect(args) => inspect::run(&args),
+        Command::Report(args) => report_command::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Cache(args) => cache::run(&args),
         Command::Push(args) => push::run(&args),

@@ -1,70 +1,82 @@
 //! Prints the events of a run: lines and a progress bar for people, or one JSON object per line.
 
 use std::{
-    io::{self, IsTerminal},
-    time::Duration,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::{Duration, Instant},
 };
 
-use indicatif::{HumanCount, ProgressBar, ProgressStyle};
-use serde_json::json;
+use indicatif::{HumanCount, ProgressBar, ProgressState, ProgressStyle};
 
 use crate::{
-    cli::common::output::{count, one_line, write_json, write_note, write_out},
+    cli::common::{
+        output::{count, one_line, shortened_list, write_json, write_note, write_out},
+        progress::{Patience, clock, has_bars, sentence, spinner},
+    },
     cli::train::table,
     error::Result,
     plan::{Selection, size},
     train::{
         Event, PlanConfig, Reporter,
-        events::{Done, Eval, Sample, Start, Step},
+        events::{Done, Eval, Sample, Stage, StageProgress, Start, Step},
+        record::{Line, Stamped},
     },
 };
 
 /// One JSON object per line on stdout.
-pub struct JsonReporter;
+pub struct JsonReporter {
+    stage: Option<(Stage, Patience)>,
+}
+
+impl JsonReporter {
+    /// A reporter that has said nothing yet.
+    pub fn new() -> Self {
+        Self { stage: None }
+    }
+
+    /// A line for a stage only if it takes long.
+    fn progress(&mut self, progress: StageProgress) -> Result<()> {
+        let StageProgress { stage, done, total } = progress;
+        match patience(&mut self.stage, stage).is_over() {
+            true => write_line(Line::progress(stage, done, total)),
+            false => Ok(()),
+        }
+    }
+}
+
+/// The patience with `stage`, which may have just begun.
+fn patience(current: &mut Option<(Stage, Patience)>, stage: Stage) -> &mut Patience {
+    let fresh =
+        current.take().filter(|(known, _)| *known == stage).unwrap_or_else(|| (stage, Patience::new()));
+    &mut current.insert(fresh).1
+}
+
+/// Prints `line` as an object with the time.
+pub fn write_line(line: Line) -> Result<()> {
+    write_out(&Stamped::now(line).text())
+}
 
 impl Reporter for JsonReporter {
     fn event(&mut self, event: &Event<'_>) -> Result<()> {
+        if let Event::Progress(progress) = event {
+            return self.progress(*progress);
+        }
+        self.stage = None;
         match event {
-            Event::Start(_) | Event::Saved(_) => Ok(()),
             Event::Plan(selection) => write_json(&table::event(selection)),
             Event::Note(note) => {
                 write_note(&format!("hint: {note}"));
                 Ok(())
             }
-            Event::Step(step) => {
-                let mut line = json!({
-                    "event": "step", "step": step.step, "loss": step.loss, "lr": step.lr,
-                    "grad_norm": step.grad_norm, "tokens": step.tokens, "tokens_per_s": step.tokens_per_s,
-                });
-                if step.scale.is_dynamic() {
-                    line["loss_scale"] = json!(step.scale.factor());
-                    line["overflows"] = json!(step.scale.skipped());
-                }
-                write_json(&line)
-            }
-            Event::Eval(eval) => {
-                let mut line = json!({
-                    "event": "eval", "step": eval.step, "loss": eval.loss,
-                    "perplexity": eval.perplexity(), "tokens": eval.tokens,
-                });
-                if let Some(best) = eval.best {
-                    line["best"] = json!(best);
-                }
-                write_json(&line)
-            }
-            Event::Sample(sample) => write_json(&json!({
-                "event": "sample", "step": sample.step, "prompt": sample.prompt, "text": sample.text,
-            })),
-            Event::Done(done) => write_json(&json!({
-                "event": "done", "step": done.step, "adapter": done.adapter.display().to_string(),
-                "peak_bytes": done.peak_bytes, "measured_bytes": done.measured_bytes,
-                "counted_bytes": done.counted.map(|both| both.counted),
-                "planned_counted_bytes": done.counted.map(|both| both.planned),
-                "tokens_per_s": done.tokens_per_s,
-            })),
+            _ => Line::of(event).into_iter().try_for_each(write_line),
         }
     }
 }
+
+/// Longest silence between two step lines where there is no bar.
+const SILENCE: Duration = Duration::from_secs(60);
 
 /// Results on stdout, progress on stderr.
 pub struct HumanReporter {
@@ -73,13 +85,35 @@ pub struct HumanReporter {
     /// Shown when the run begins.
     hints: Vec<&'static str>,
     bar: Option<ProgressBar>,
+    /// When the run should be over, in milliseconds after `began`: the bar counts down to it between steps.
+    end: Arc<AtomicU64>,
+    began: Instant,
+    stage: Option<(Stage, Patience)>,
+    /// The last step line.
+    said: Instant,
+    /// Beginning of the line about the run, which the plan completes.
+    run: String,
+    steps: u64,
+    /// What the bar says of the last step.
+    latest: String,
 }
 
 impl HumanReporter {
     /// A reporter that shows a bar if stderr is a terminal, else a line every `log_every` steps.
     pub fn new(log_every: u64, hints: Vec<&'static str>) -> Self {
-        let bar = io::stderr().is_terminal().then(ProgressBar::no_length);
-        Self { log_every, hints, bar }
+        let now = Instant::now();
+        Self {
+            log_every,
+            hints,
+            bar: has_bars().then(spinner),
+            end: Arc::default(),
+            began: now,
+            stage: None,
+            said: now,
+            run: String::new(),
+            steps: 0,
+            latest: String::new(),
+        }
     }
 
     /// Prints a result without tearing the bar.
@@ -97,58 +131,84 @@ impl HumanReporter {
         }
     }
 
+    fn progress(&mut self, progress: StageProgress) {
+        let StageProgress { stage, done, total } = progress;
+        let patience = patience(&mut self.stage, stage);
+        let text = sentence(stage.name(), done, total, patience.seconds());
+        match &self.bar {
+            Some(bar) => bar.set_message(text),
+            None if patience.is_over() => write_note(&text),
+            None => {}
+        }
+    }
+
     fn start(&mut self, start: &Start) {
-        self.note(&format!("base     {}", start.base));
-        start.matched.iter().for_each(|line| self.note(&format!("adapter  {line}")));
-        self.note(&format!("         {} trainable values", HumanCount(start.trainables as u64)));
+        let values = HumanCount(start.trainables as u64);
+        let matched = shortened_list(&start.matched, "; ");
+        self.note(&format!("adapter  {} on {}, {values} values: {matched}", start.method, start.base));
         self.note(&format!("data     {}; {}", start.data, count(start.eval_rows as u64, "held-out row")));
         let resumed = if start.done > 0 { format!(" ({} done)", start.done) } else { String::new() };
-        self.note(&format!(
-            "run      {}{resumed} of {}, {} at a time, up to {} each; {}",
+        self.run = format!(
+            "run      {}{resumed} of {}, {} at a time, up to {} each; in {}",
             count(start.steps, "step"),
             count(start.batch as u64, "row"),
             start.micro_batch,
             count(start.seq_len as u64, "token"),
             start.output.display()
-        ));
-        self.hints.iter().for_each(|hint| self.note(&format!("hint: {hint}")));
+        );
         if start.eval_rows == 0 {
-            self.note("hint: there is no held-out data; --eval-data or --eval-fraction gives an evaluation");
+            self.hints.push("there is no held-out data; --eval-data or --eval-fraction gives an evaluation");
         }
+        self.steps = start.steps - start.done.min(start.steps);
         if let Some(bar) = &self.bar {
             bar.set_position(start.done);
             bar.set_length(start.steps);
         }
     }
 
-    /// The plan, and from here on the bar.
-    fn plan(&self, selection: &Selection<PlanConfig>) {
-        self.note(&format!("memory   the plan\n{}", table::short(selection)));
+    /// The rest of the line about the run, hints, and from here on the bar with steps.
+    fn plan(&mut self, selection: &Selection<PlanConfig>) {
+        let memory = size(selection.chosen.peak());
+        let time = match selection.chosen.measured {
+            true => format!(" and {}", clock(self.steps as f64 * selection.chosen.seconds)),
+            false => String::new(),
+        };
+        self.note(&format!("{}; about {memory}{time}", self.run));
+        for hint in std::mem::take(&mut self.hints) {
+            self.note(&format!("hint: {hint}"));
+        }
         if let Some(bar) = &self.bar {
-            let style = "{bar:32} {pos}/{len}  {msg}  {eta} left";
-            bar.set_style(
-                ProgressStyle::with_template(style).unwrap_or_else(|_| ProgressStyle::default_bar()),
-            );
-            bar.reset_eta();
-            bar.enable_steady_tick(Duration::from_millis(250));
+            bar.set_message("");
+            bar.reset_elapsed();
+            bar.set_style(stepping(Arc::clone(&self.end), self.began));
         }
     }
 
-    fn step(&self, step: &Step) {
-        match &self.bar {
-            Some(bar) => {
-                bar.set_position(step.step);
-                bar.set_message(format!("loss {:.4}  {:.0} tokens/s", step.loss, step.tokens_per_s));
-            }
-            None if self.log_every > 0
-                && (step.step.is_multiple_of(self.log_every) || step.step == step.steps) =>
-            {
-                write_note(&format!(
-                    "step {}/{}  loss {:.4}  lr {:.3e}  gradient norm {:.3}  {:.0} tokens/s",
-                    step.step, step.steps, step.loss, step.lr, step.grad_norm, step.tokens_per_s
-                ));
-            }
-            None => {}
+    fn step(&mut self, step: &Step) {
+        if let Some(bar) = &self.bar {
+            let end = self.began.elapsed().as_secs_f64() + step.remaining;
+            self.end.store((end * 1e3) as u64, Relaxed);
+            self.latest = format!(
+                "loss {:.4}  lr {:.2e}  {:.0} tokens/s  epoch {:.2}",
+                step.smoothed_loss, step.lr, step.tokens_per_s, step.epoch
+            );
+            bar.set_position(step.step);
+            bar.set_message(self.latest.clone());
+            return;
+        }
+        let due = step.step.is_multiple_of(self.log_every.max(1)) || step.step == step.steps;
+        if self.log_every > 0 && (due || self.said.elapsed() >= SILENCE) {
+            self.said = Instant::now();
+            write_note(&format!(
+                "step {}/{}  loss {:.4}  lr {:.3e}  gradient norm {:.3}  {:.0} tokens/s  {} left",
+                step.step,
+                step.steps,
+                step.loss,
+                step.lr,
+                step.grad_norm,
+                step.tokens_per_s,
+                clock(step.remaining)
+            ));
         }
     }
 
@@ -186,16 +246,48 @@ impl HumanReporter {
             size(done.peak_bytes)
         ))
     }
+
+    /// A stage is over: the bar shows the last step again.
+    fn end_stage(&mut self) {
+        if let (Some(_), Some(bar)) = (self.stage.take(), &self.bar) {
+            bar.set_message(self.latest.clone());
+        }
+    }
+}
+
+/// `━━━━━━╸─── 120/250  0:12, 0:34 left  loss ..`: the time left counts down to `end`, also between steps. What a narrow
+/// terminal has no room for is cut off at the right.
+fn stepping(end: Arc<AtomicU64>, began: Instant) -> ProgressStyle {
+    let left = move |_: &ProgressState, out: &mut dyn std::fmt::Write| {
+        let end = end.load(Relaxed) as f64 / 1e3;
+        if end > 0.0 {
+            let left = clock((end - began.elapsed().as_secs_f64()).max(0.0));
+            let _ = write!(out, ", {left} left");
+        }
+    };
+    let spent = |state: &ProgressState, out: &mut dyn std::fmt::Write| {
+        let _ = out.write_str(&clock(state.elapsed().as_secs_f64()));
+    };
+    ProgressStyle::with_template("{bar:10} {pos}/{len}  {spent}{left}  {wide_msg}")
+        .unwrap_or_else(|_| ProgressStyle::default_bar())
+        .progress_chars("━╸─")
+        .with_key("left", left)
+        .with_key("spent", spent)
 }
 
 impl Reporter for HumanReporter {
     fn event(&mut self, event: &Event<'_>) -> Result<()> {
+        if let Event::Progress(progress) = event {
+            self.progress(*progress);
+            return Ok(());
+        }
+        self.end_stage();
         match event {
             Event::Start(start) => self.start(start),
             Event::Plan(selection) => self.plan(selection),
             Event::Note(note) => self.note(&format!("hint: {note}")),
             Event::Step(step) => self.step(step),
-            Event::Saved(_) => {}
+            Event::Progress(_) | Event::Saved(_) | Event::Interrupted(_) => {}
             Event::Eval(eval) => return self.eval(eval),
             Event::Sample(sample) => return self.sample(sample),
             Event::Done(done) => return self.done(done),

@@ -3,10 +3,10 @@
 use serde_json::{Value, json};
 
 use crate::{
-    device::{DType, arena::Placement},
+    device::DType,
     observe::phase::Phase,
     plan::{Alternative, Plan, Predicted, Row, Selection, size},
-    train::PlanConfig,
+    train::{PlanConfig, record},
 };
 
 /// The whole table: every buffer or group of like buffers, the phases, the choice and its alternatives.
@@ -27,29 +27,11 @@ pub fn whole(selection: &Selection<PlanConfig>) -> String {
         ]
     }));
     let phases = plan.by_phase().map(|(phase, bytes)| format!("{phase} {}", size(bytes))).join(", ");
-    format!("{}\n\nphases: {phases}\n{}\n", aligned(&lines, &[4, 5]), summary(selection, usize::MAX))
+    format!("{}\n\nphases: {phases}\n{}\n", aligned(&lines, &[4, 5]), summary(selection))
 }
 
-/// One line for each role, the choice, and the most telling alternatives.
-pub fn short(selection: &Selection<PlanConfig>) -> String {
-    let plan = &selection.chosen.plan;
-    let mut roles: Vec<&str> = plan.rows.iter().map(|row| row.role).collect();
-    roles.dedup();
-    let mut lines = Vec::new();
-    for role in roles {
-        let of_role = || plan.rows.iter().filter(|row| row.role == role);
-        let bytes: u64 = of_role().map(Row::most_resident).sum();
-        let disk: u64 = of_role().filter(|row| row.place == Placement::Disk).map(|row| row.bytes).sum();
-        let on_disk = if disk > 0 { format!("and {} in a file", size(disk)) } else { String::new() };
-        let buffers: usize = of_role().map(|row| row.count).sum();
-        let what = if buffers == 1 { "1 buffer".to_owned() } else { format!("{buffers} buffers") };
-        lines.push([format!("         {role}"), what, size(bytes), on_disk]);
-    }
-    format!("{}\n{}", aligned(&lines, &[2]), summary(selection, 4))
-}
-
-/// The choice, its memory and time, and up to `most` alternatives.
-fn summary(selection: &Selection<PlanConfig>, most: usize) -> String {
+/// The choice, its memory and time, and its alternatives.
+fn summary(selection: &Selection<PlanConfig>) -> String {
     let plan = &selection.chosen.plan;
     let (phase, peak) = plan.peak();
     let of = selection.budget.map_or(String::new(), |budget| format!(" of {}", size(budget)));
@@ -57,19 +39,8 @@ fn summary(selection: &Selection<PlanConfig>, most: usize) -> String {
         format!("peak     {}{of} ({phase}){}", size(peak), time(&selection.chosen)),
         format!("chosen   {}", plan.config),
     ];
-    lines.extend(telling(&selection.alternatives, most).map(|other| format!("         {}", sentence(other))));
+    lines.extend(selection.alternatives.iter().map(|other| format!("         {}", sentence(other))));
     lines.join("\n")
-}
-
-/// The alternatives that change most, those that fit and are faster first.
-fn telling(alternatives: &[Alternative], most: usize) -> impl Iterator<Item = &Alternative> {
-    let mut list: Vec<&Alternative> = alternatives.iter().collect();
-    if most < list.len() {
-        let weight =
-            |other: &Alternative| -(other.time.ln().abs() + other.bytes.unsigned_abs() as f64 / 1e10);
-        list.sort_by(|a, b| weight(a).total_cmp(&weight(b)));
-    }
-    list.into_iter().take(most)
 }
 
 /// `recompute none: +1.90GiB, 1.24x faster`.
@@ -109,7 +80,7 @@ pub fn type_name(dtype: DType) -> &'static str {
 }
 
 /// Columns side by side; those of `right` flush right.
-fn aligned<const N: usize>(lines: &[[String; N]], right: &[usize]) -> String {
+pub(super) fn aligned<const N: usize>(lines: &[[String; N]], right: &[usize]) -> String {
     let width: [usize; N] = std::array::from_fn(|column| {
         lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0)
     });
@@ -130,6 +101,7 @@ pub fn event(selection: &Selection<PlanConfig>) -> Value {
     let (phase, peak) = plan.peak();
     json!({
         "event": "plan",
+        "time": record::now(),
         "peak_bytes": peak,
         "peak_moment": phase.name(),
         "budget_bytes": selection.budget,

@@ -16,26 +16,38 @@ use crate::error::{Error, Result};
 /// The beginning of fingerprints of this form; another form gets another number.
 pub(super) const FORM: &str = "engraft1";
 
-/// The fingerprint of a checked source, after looking at every value.
-pub(super) fn fingerprint(source: &Source, wanted: &[Wanted], tied: bool) -> Result<String> {
-    pass(source, wanted, tied, &mut |_, values| values(&mut |_| Ok(())))
-}
+/// Told how far a pass is: bytes of FP16 values done, and those of all.
+pub type OnBytes<'a> = &'a dyn Fn(u64, u64);
 
-/// Writes the wanted tensors to `file` as a safetensors file of `dtype`; returns the fingerprint of their FP16 values.
-pub(super) fn convert(
+/// The fingerprint of a checked source, after looking at every value.
+pub(super) fn fingerprint(
     source: &Source,
     wanted: &[Wanted],
     tied: bool,
-    dtype: BaseDType,
-    file: &mut Sink,
+    on_bytes: OnBytes,
 ) -> Result<String> {
-    let parts = base_dtype::parts(wanted, dtype);
+    pass(Conversion { source, wanted, tied, on_bytes }, &mut |_, values| values(&mut |_| Ok(())))
+}
+
+/// What a pass goes over.
+#[derive(Clone, Copy)]
+pub(super) struct Conversion<'a> {
+    pub(super) source: &'a Source,
+    pub(super) wanted: &'a [Wanted],
+    /// Whether the head is the token embedding.
+    pub(super) tied: bool,
+    pub(super) on_bytes: OnBytes<'a>,
+}
+
+/// Writes the wanted tensors to `file` as a safetensors file of `dtype`; returns the fingerprint of their FP16 values.
+pub(super) fn convert(conversion: Conversion, dtype: BaseDType, file: &mut Sink) -> Result<String> {
+    let parts = base_dtype::parts(conversion.wanted, dtype);
     let header = base_dtype::header(&parts)?;
     file.write_at(0, &header)?;
     let places: BTreeMap<&str, usize> =
         parts.iter().map(|part| (part.name.as_str(), header.len() + part.start)).collect();
     let place = |name: &str| places.get(name).copied().unwrap_or_default();
-    pass(source, wanted, tied, &mut |tensor, values| {
+    pass(conversion, &mut |tensor, values| {
         let start = place(&tensor.name);
         match tensor.shape[..] {
             [_, cols] if tensor.is_coded(dtype) => {
@@ -87,12 +99,10 @@ type Take<'a> = &'a mut dyn FnMut(&[u8]) -> Result<()>;
 type Values<'a> = &'a mut dyn FnMut(Take) -> Result<()>;
 
 /// Hands every tensor with its values to `visit`, which has to take them all up; returns their fingerprint.
-fn pass(
-    source: &Source,
-    wanted: &[Wanted],
-    tied: bool,
-    visit: &mut dyn FnMut(&Wanted, Values) -> Result<()>,
-) -> Result<String> {
+fn pass(conversion: Conversion, visit: &mut dyn FnMut(&Wanted, Values) -> Result<()>) -> Result<String> {
+    let Conversion { source, wanted, tied, on_bytes } = conversion;
+    let total = wanted.iter().map(|tensor| 2 * tensor.elements() as u64).sum();
+    let mut done = 0;
     let mut hasher = blake3::Hasher::new();
     hasher.update(FORM.as_bytes()).update(b"\n");
     for tensor in wanted {
@@ -107,6 +117,8 @@ fn pass(
         visit(tensor, &mut |take| {
             halves(source, stored, &mut |bytes| {
                 hasher.update(bytes);
+                done += bytes.len() as u64;
+                on_bytes(done, total);
                 take(bytes)
             })
         })?;

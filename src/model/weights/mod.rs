@@ -23,7 +23,7 @@ use memmap2::Mmap;
 use self::{
     base_dtype::scales_of,
     cache::{Entry, Hold},
-    convert::Sink,
+    convert::{Conversion, Sink},
     names::Wanted,
     source::{Content, Source, SourceFile},
     stored::StoredTensor,
@@ -35,7 +35,7 @@ use crate::{
     kernels::matmul::{Arithmetic, FrozenMatrix, Layout},
 };
 
-pub use self::base_dtype::BaseDType;
+pub use self::{base_dtype::BaseDType, convert::OnBytes};
 
 /// Everything of a base that the model reads; v vocabulary, c width. Vectors and positions are FP16.
 #[derive(Debug, Clone)]
@@ -130,12 +130,19 @@ pub struct Linear {
 }
 
 impl Weights {
-    /// Maps the weights in `folder` as `dtype`, through `cache` when they are kept in another type.
+    /// Maps the weights in `folder` as `dtype`, through `cache` when they are kept in another type. Of a pass over all
+    /// values, which a base that is not in the cache needs, `on_bytes` hears how far it is.
     ///
     /// # Errors
     /// [`Error::Input`] when the files are damaged, or hold other tensors than `config` asks for, or values
     /// that FP16 cannot; [`Error::Failed`] when the cache cannot be written.
-    pub fn from_folder(folder: &Path, config: &Config, cache: &Path, dtype: BaseDType) -> Result<Self> {
+    pub fn from_folder(
+        folder: &Path,
+        config: &Config,
+        cache: &Path,
+        dtype: BaseDType,
+        on_bytes: OnBytes,
+    ) -> Result<Self> {
         let wanted = names::wanted(config);
         let source = Source::open(folder)?;
         source.check(&wanted, config.tied)?;
@@ -144,7 +151,7 @@ impl Weights {
             let fingerprint = match entry.fingerprint() {
                 Some(fingerprint) => fingerprint,
                 None => {
-                    let fingerprint = convert::fingerprint(&source, &wanted, config.tied)?;
+                    let fingerprint = convert::fingerprint(&source, &wanted, config.tied, on_bytes)?;
                     // A cache that cannot be written costs the next load a pass, no more.
                     let _ = entry.keep(&fingerprint);
                     fingerprint
@@ -160,8 +167,8 @@ impl Weights {
         if let Some(weights) = Self::converted(&entry, &wanted, config, dtype) {
             return Ok(weights);
         }
-        let fingerprint =
-            entry.write_model(|file| convert::convert(&source, &wanted, config.tied, dtype, file))?;
+        let conversion = Conversion { source: &source, wanted: &wanted, tied: config.tied, on_bytes };
+        let fingerprint = entry.write_model(|file| convert::convert(conversion, dtype, file))?;
         entry.keep(&fingerprint)?;
         let copy = Source::open_file(entry.model())?;
         Self::map(&copy, &wanted, config, fingerprint)
@@ -179,12 +186,14 @@ impl Weights {
             return Err(Error::input("the embedded base is not FP16; build the program with an FP16 base"));
         }
         if dtype == BaseDType::F16 {
-            let fingerprint = convert::fingerprint(&source, &wanted, config.tied)?;
+            let fingerprint = convert::fingerprint(&source, &wanted, config.tied, &|_, _| {})?;
             return Self::map(&source, &wanted, config, fingerprint);
         }
         let mut copy = Cursor::new(Vec::new());
         let mut file = Sink { file: &mut copy, path: Path::new("the embedded base"), at: 0 };
-        let fingerprint = convert::convert(&source, &wanted, config.tied, dtype, &mut file)?;
+        let conversion =
+            Conversion { source: &source, wanted: &wanted, tied: config.tied, on_bytes: &|_, _| {} };
+        let fingerprint = convert::convert(conversion, dtype, &mut file)?;
         Self::map(&Source::in_memory(copy.into_inner())?, &wanted, config, fingerprint)
     }
 

@@ -14,6 +14,7 @@ use crate::{
             open::{self, Compute},
             options::{FROM_ONE, Options, options, switch, value},
             output::{count, write_json, write_out},
+            progress::Work,
             signals,
             values::SplitName,
         },
@@ -76,7 +77,13 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     let limits = Limits { rows: args.micro_batch().min(data.rows.len()), tokens: data.longest() };
     let adapter = adapter.as_ref().map(|loaded| (&loaded.set, loaded.values.as_slice()));
     let mut evaluator = Evaluator::new(opened.base.clone(), adapter, limits, args.head_rows())?;
-    let found = evaluator.evaluate(&mut data.batches(args.micro_batch()))?;
+    let (mut done, total) = (0, data.rows.len() as u64);
+    let work = Work::new("evaluating");
+    let found = evaluator.evaluate(&mut data.batches(args.micro_batch()).inspect(|batch| {
+        work.at(done, total);
+        done += batch.rows as u64;
+    }))?;
+    drop(work);
     let perplexity = found.perplexity();
     if args.json == Some(true) {
         let (loss, tokens, rows) = (found.loss, found.tokens, found.rows);

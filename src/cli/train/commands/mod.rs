@@ -6,4 +6,5 @@ pub mod eval;
 pub mod inspect;
 pub mod plan;
 pub mod push;
+pub mod report;
 pub mod train;

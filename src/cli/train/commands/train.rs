@@ -11,27 +11,46 @@ use crate::{
             environment::Environment,
             open::{self, Compute},
             options::{Facts, Options},
+            output::write_note,
             signals,
         },
         train::{
             args::TrainArgs,
             closing, config_file, layers,
-            report::{HumanReporter, JsonReporter},
-            resolve,
+            report::{HumanReporter, JsonReporter, write_line},
+            report_page, resolve,
         },
     },
     embedded,
     error::{Error, Result, TILDE},
-    train::{self, Reporter, RunFolder, folder},
+    train::{
+        self, Event, Reporter, RunFolder, folder,
+        record::{self, Line},
+    },
 };
 
-/// Runs `engraft train`.
+/// Runs `engraft train`. With `--json` a failure is an event, too.
 ///
 /// # Errors
 /// The errors of [`train::run`].
 pub fn run(typed: TrainArgs) -> Result<()> {
+    let mut json = typed.json == Some(true);
+    let result = go(typed, &mut json);
+    if json
+        && let Err(error) = &result
+        && let Some(line) = Line::error(None, error)
+    {
+        // Standard error has it in any case.
+        let _ = write_line(line);
+    }
+    result
+}
+
+/// As [`run`]; `is_json` becomes what a config file says of it.
+fn go(typed: TrainArgs, is_json: &mut bool) -> Result<()> {
     signals::install()?;
     let mut args = joined(typed)?;
+    *is_json = args.json == Some(true);
     args.base.base = args.base.base.as_deref().map(layers::base_name).transpose()?;
     let output = match &args.output {
         Some(output) => output.clone(),
@@ -45,9 +64,9 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     // Locked before the base is loaded: a second process is told at once.
     let folder = RunFolder::look(&output, options.resume)?;
     let opened = open::base(&args.base, &environment, compute, options.constraints.stream == Some(true))?;
-    let json = args.json == Some(true);
-    let mut reporter: Box<dyn Reporter> = if json {
-        Box::new(JsonReporter)
+    let json = *is_json;
+    let reporter: Box<dyn Reporter> = if json {
+        Box::new(JsonReporter::new())
     } else {
         // A run that goes on has its precision.
         let kind = compute.device.kind();
@@ -58,8 +77,40 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         Box::new(HumanReporter::new(args.log_every(), hints))
     };
     let (base, tokenizer) = (&opened.base, opened.tokenizer.as_ref());
-    let finished = train::run(&options, base, tokenizer, folder, reporter.as_mut(), signals::watch())?;
-    if json { Ok(()) } else { closing::show(&finished, &opened, args.base.base.as_deref()) }
+    let mut reporter = Watch { reporter, has_begun: false };
+    let finished = train::run(&options, base, tokenizer, folder, &mut reporter, signals::watch());
+    let has_begun = reporter.has_begun;
+    // Ends a bar before anything else is printed.
+    drop(reporter);
+    let closed = finished.and_then(|finished| match json {
+        true => Ok(()),
+        false => {
+            let samples = closing::show(&finished, &opened, args.base.base.as_deref())?;
+            // The adapter is finished: nothing that is written about it fails the run.
+            let _ = record::add_samples(&output, samples);
+            Ok(())
+        }
+    });
+    // Also of a run that stopped early: its user wants to see how far it came.
+    if has_begun && let Err(error) = report_page::write(&output) {
+        write_note(&format!("hint: there is no report of this run: {error}"));
+    } else if has_begun && !json {
+        write_note(&format!("report: {}", report_page::path(&output).display()));
+    }
+    closed
+}
+
+/// Passes events on, and knows whether the run began.
+struct Watch {
+    reporter: Box<dyn Reporter>,
+    has_begun: bool,
+}
+
+impl Reporter for Watch {
+    fn event(&mut self, event: &Event<'_>) -> Result<()> {
+        self.has_begun |= matches!(event, Event::Start(_));
+        self.reporter.event(event)
+    }
 }
 
 /// The hint for a run of the embedded base on the user's own data.
