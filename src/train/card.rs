@@ -15,7 +15,11 @@ use engraft_util::{
     words::{count, count_of, short_hash},
 };
 
-use super::{DataSource, Event, Length, Reporter, RunOptions, Warmup, prepare::Prepared};
+use super::{
+    DataSource, Event, Length, Reporter, RunOptions, Warmup,
+    prepare::Prepared,
+    record::{Line, metrics},
+};
 use crate::{
     data::DataReport,
     error::Result,
@@ -28,7 +32,7 @@ pub const CARD: &str = "README.md";
 /// Stands in every card that engraft wrote. A card without it is its user's, and is kept.
 const MARK: &str = "<!-- Written by engraft with every save. Remove this line to keep your changes. -->";
 
-/// Losses of a run, as far as they are known: a run that goes on takes those before it from its last card.
+/// Losses of a run, as far as they are known.
 #[derive(Debug, Clone, Default, PartialEq)]
 struct Losses {
     /// Mean loss over the held-out rows before the first step.
@@ -39,24 +43,23 @@ struct Losses {
     trained: Option<f64>,
 }
 
-/// Names of the rows with losses.
-const TRAINED: &str = "loss of the last step";
-const BEFORE: &str = "evaluation loss before";
-const EVALUATED: &str = "evaluation loss";
-
 impl Losses {
-    /// The losses that a card tells, to four digits.
-    fn of_card(text: &str) -> Self {
-        let row = |name: &str| text.lines().find_map(|line| line.strip_prefix(&format!("| {name} | ")));
-        let number = |row: &str| row.split(' ').next()?.parse::<f64>().ok();
-        let step = |row: &str| {
-            let row = row.trim_end_matches(" |");
-            row.rsplit_once(" at step ").and_then(|(_, step)| step.parse::<u64>().ok())
-        };
-        Self {
-            before: row(BEFORE).and_then(number),
-            evaluated: row(EVALUATED).and_then(|row| Some((step(row)?, number(row)?))),
-            trained: row(TRAINED).and_then(number),
+    /// The losses on the record of the run in `folder`; none where it has no record.
+    fn on_record(folder: &Path) -> Self {
+        let mut losses = Self::default();
+        let read = metrics::read(folder, &mut |stamped| match stamped.line {
+            Line::Step(step) => losses.trained = Some(step.loss),
+            Line::Eval(eval) => losses.evaluation(eval.step, eval.loss),
+            _ => {}
+        });
+        // Runs of earlier versions have none: their cards lack what was before.
+        read.map_or_else(|_| Self::default(), |()| losses)
+    }
+
+    fn evaluation(&mut self, step: u64, loss: f64) {
+        match step {
+            0 => self.before = Some(loss),
+            _ => self.evaluated = Some((step, loss)),
         }
     }
 }
@@ -71,13 +74,8 @@ pub(super) struct CardWriter<'a> {
 
 impl<'a> CardWriter<'a> {
     pub fn new(inner: &'a mut dyn Reporter, card: Card<'a>, folder: &Path) -> Self {
-        let mut card = card;
-        if card.step > 0
-            && let Ok(old) = fs::read_to_string(folder.join(ADAPTER).join(CARD))
-        {
-            card.losses = Losses::of_card(&old);
-        }
-        Self { inner, card, folder: folder.to_owned() }
+        let losses = if card.step > 0 { Losses::on_record(folder) } else { Losses::default() };
+        Self { inner, card: Card { losses, ..card }, folder: folder.to_owned() }
     }
 
     /// Writes the card, if there is an adapter for it.
@@ -97,9 +95,8 @@ impl Reporter for CardWriter<'_> {
                 self.card.step = step.step;
                 self.card.losses.trained = Some(step.loss);
             }
-            Event::Eval(eval) if eval.step == 0 => self.card.losses.before = Some(eval.loss),
             Event::Eval(eval) => {
-                self.card.losses.evaluated = Some((eval.step, eval.loss));
+                self.card.losses.evaluation(eval.step, eval.loss);
                 let best = self.folder.join(BEST);
                 if eval.best == Some(true) && self.card.options.save_best && best.is_dir() {
                     write(&best, &self.card)?;
@@ -249,11 +246,12 @@ impl<'a> Card<'a> {
         rows.push(("learning rate", self.learning_rate()));
         rows.push(("seed", options.seed.to_string()));
         rows.push(("computed on", format!("{} in {}", options.machine.device, options.machine.precision)));
-        rows.extend(self.losses.trained.map(|loss| (TRAINED, format!("{loss:.4}"))));
-        rows.extend(self.losses.before.map(|loss| (BEFORE, with_perplexity(loss))));
+        rows.extend(self.losses.trained.map(|loss| ("loss of the last step", format!("{loss:.4}"))));
+        rows.extend(self.losses.before.map(|loss| ("evaluation loss before", with_perplexity(loss))));
         let evaluated = self.losses.evaluated;
         rows.extend(
-            evaluated.map(|(step, loss)| (EVALUATED, format!("{} at step {step}", with_perplexity(loss)))),
+            evaluated
+                .map(|(step, loss)| ("evaluation loss", format!("{} at step {step}", with_perplexity(loss)))),
         );
         rows
     }
@@ -357,18 +355,4 @@ fn last_of(path: &Path) -> String {
 
 fn with_perplexity(loss: f64) -> String {
     format!("{loss:.4} (perplexity {:.2})", loss.exp())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_card_tells_its_losses_again() {
-        let text = "x\n| loss of the last step | 2.3100 |\n| evaluation loss before | 4.4760 (perplexity 87.88) |\n\
-                    | evaluation loss | 2.5000 (perplexity 12.18) at step 40 |\n";
-        let losses = Losses { before: Some(4.476), evaluated: Some((40, 2.5)), trained: Some(2.31) };
-        assert_eq!(Losses::of_card(text), losses);
-        assert_eq!(Losses::of_card("# mine\n"), Losses::default());
-    }
 }

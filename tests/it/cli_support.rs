@@ -152,8 +152,8 @@ impl Finished {
     }
 }
 
-/// All files below `folder` with their bytes, by relative path; without model cards, whose losses a resumed run may not
-/// know.
+/// All files below `folder` with their bytes, by relative path; without model cards: one of a run that was killed before its
+/// last evaluation lacks that loss.
 pub fn files_below(folder: &Path) -> Vec<(PathBuf, Vec<u8>)> {
     let mut found = Vec::new();
     let mut open = vec![folder.to_owned()];

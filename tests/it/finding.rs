@@ -94,7 +94,7 @@ fn names_of_other_programs_lead_to_the_name_here() {
     }
     sandbox
         .engraft("train --report-to tensorboard")
-        .refused(&["every run keeps its metrics in the run folder"]);
+        .refused(&["every run has metrics.jsonl, TensorBoard's files and report.html"]);
     sandbox.infer("generate --prompt x --max-length 5").refused(&["it is called --max-new-tokens here"]);
     sandbox
         .infer("generate --prompt x --num_return_sequences 5")

@@ -217,6 +217,13 @@ mod tests {
     }
 
     #[test]
+    fn a_missing_right_is_no_lack_of_space() {
+        let error = |kind| WriteError::new(Path::new("x"), io::Error::from(kind)).to_string();
+        assert!(error(io::ErrorKind::PermissionDenied).ends_with("; choose a folder that you may write to"));
+        assert!(error(io::ErrorKind::StorageFull).ends_with("; free space or choose another folder"));
+    }
+
+    #[test]
     fn a_folder_that_is_not_there_is_an_error_with_its_path() {
         let folder = tempfile::tempdir().unwrap();
         let error = write(&folder.path().join("none/file"), b"x").unwrap_err();

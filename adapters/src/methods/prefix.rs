@@ -4,6 +4,7 @@
 //! two linear layers of a projection U(-1/sqrt(inputs), 1/sqrt(inputs)), as `torch.nn.Linear`.
 
 use candle_core::{D, IndexOp, Tensor};
+use engraft_util::words::count_of;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -98,7 +99,7 @@ impl Method for PrefixSpec {
     }
 
     fn lines(&self) -> Vec<(&'static str, String)> {
-        vec![("kind", format!("prefix, {} virtual tokens", self.length))]
+        vec![("kind", format!("prefix, {}", count_of(self.length, "virtual token")))]
     }
 
     fn files<'a>(

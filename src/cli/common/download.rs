@@ -1,13 +1,10 @@
 //! Shows the progress of downloads.
 
-use std::{
-    cell::RefCell,
-    io::{self, IsTerminal},
-};
+use std::cell::RefCell;
 
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 
-use super::output::write_note;
+use super::{output::write_note, progress::has_bars};
 use crate::hub::Progress;
 
 /// Downloads in progress, on stderr: a bar on a terminal, else a line for each file.
@@ -35,7 +32,7 @@ impl Download {
     }
 
     fn begin(&self, progress: &Progress) -> Option<ProgressBar> {
-        if !io::stderr().is_terminal() {
+        if !has_bars() {
             write_note(&format!("fetching {} ({})", progress.file, HumanBytes(progress.total)));
             return None;
         }

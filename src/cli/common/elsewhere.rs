@@ -163,7 +163,7 @@ pub const ELSEWHERE: &[Elsewhere] = &[
     noted(
         &["report-to", "logging-dir", "wandb-project", "tensorboard"],
         &[],
-        "every run keeps its metrics in the run folder",
+        "every run has metrics.jsonl, TensorBoard's files and report.html in its folder",
     ),
     noted(
         &["do-train", "do-eval", "eval-strategy", "evaluation-strategy", "save-strategy"],
@@ -230,7 +230,10 @@ mod tests {
         assert!(
             of("per-device-train-batch-size").unwrap().starts_with("it is called --batch here (--batch is")
         );
-        assert_eq!(of("report-to").unwrap(), "every run keeps its metrics in the run folder");
+        assert_eq!(
+            of("report-to").unwrap(),
+            "every run has metrics.jsonl, TensorBoard's files and report.html in its folder"
+        );
     }
 
     #[test]

@@ -6,7 +6,7 @@ use super::{
     args::BaseArgs,
     download::Download,
     environment::Environment,
-    output::write_note,
+    output::{write_detail, write_note},
     progress::Work,
     values::{BaseDtypeName, DeviceName, Precision},
 };
@@ -98,7 +98,9 @@ pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute, stream
         Some(name) => {
             let options = hub_options(Path::new(name), args.revision.as_deref(), args, environment)?;
             let download = Download::new();
-            BaseSource::Folder(hub::base(name, &options, &|progress| download.show(&progress))?)
+            let folder = hub::base(name, &options, &|progress| download.show(&progress))?;
+            write_detail(&format!("base     {name} in {}", folder.display()));
+            BaseSource::Folder(folder)
         }
     };
     let name = args.base.as_deref().unwrap_or(EMBEDDED);

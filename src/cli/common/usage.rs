@@ -101,8 +101,10 @@ fn unknown(word: &str, options: &[Facts]) -> String {
 
 fn unknown_command(usage: &clap::Error) -> Option<String> {
     let word = context(usage, ContextKind::InvalidSubcommand)?;
-    let known: Vec<&str> = match usage.get(ContextKind::ValidSubcommand) {
+    // clap's own guesses, of which the far ones are left out.
+    let known: Vec<&str> = match usage.get(ContextKind::SuggestedSubcommand) {
         Some(ContextValue::Strings(known)) => known.iter().map(String::as_str).collect(),
+        Some(ContextValue::String(known)) => vec![known],
         _ => Vec::new(),
     };
     let elsewhere = COMMANDS.iter().find(|(names, _)| names.contains(&word)).map(|(names, program)| {

@@ -87,6 +87,10 @@ pub fn run(args: &ChatArgs) -> Result<()> {
             _ => chat.say(&message)?,
         }
     }
+    if is_terminal {
+        // After Ctrl-D the shell's prompt begins a line.
+        write_error("");
+    }
     Ok(())
 }
 
