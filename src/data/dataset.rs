@@ -225,6 +225,17 @@ impl Dataset {
         batch
     }
 
+    /// At most `most` of the rows, at least one, evenly spread: of sorted data every part is represented. The counts of
+    /// records, documents, cut and dropped stay those of all.
+    pub fn at_most(self, most: usize) -> Self {
+        let (len, most) = (self.rows.len(), most.max(1));
+        if most >= len {
+            return self;
+        }
+        let rows = self.rows.part((0..most).map(|row| row * len / most));
+        Self::new(rows, self.report, self.vocab)
+    }
+
     /// Splits off about `fraction` of the rows, at least one: (kept, held out). The choice depends
     /// on `seed`, the order within both parts stays, and no number is copied. Rows are split, not
     /// documents, because a text file is one document. Held-out rows come once, whatever the weight of their file. The

@@ -4,16 +4,33 @@ use std::{borrow::Cow, sync::Arc};
 
 use engraft_adapters::AdapterSet;
 
-use super::trainer::{Evaluation, evaluate};
 use crate::{
     data::Batch,
     device::{Buffer, arena::Arenas},
-    error::Result,
+    error::{Error, Result},
     model::{
         AdapterBindings, Base, Limits, OutputScales, Policy, PrefixState, Stack, Trained,
         not_finite::remedy_in_use,
     },
 };
+
+/// The loss of a data set.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Evaluation {
+    /// Mean over all supervised tokens.
+    pub loss: f64,
+    /// Number of supervised tokens.
+    pub tokens: usize,
+    /// Rows that were evaluated.
+    pub rows: usize,
+}
+
+impl Evaluation {
+    /// e to the mean loss.
+    pub fn perplexity(&self) -> f64 {
+        self.loss.exp()
+    }
+}
 
 /// A base with or without an adapter, for evaluation only.
 pub struct Evaluator {
@@ -67,4 +84,31 @@ impl Evaluator {
         let prefix = self.prefix.as_ref().map(|prefix| prefix.view(values));
         evaluate(&mut self.stack, Trained { values, prefix }, batches, || self.remedy.clone())
     }
+}
+
+/// Mean loss of `stack` over `batches`; `remedy` ends the sentence about one that is not finite.
+///
+/// # Errors
+/// When a token is outside the vocabulary, nothing is supervised, or the loss is not finite.
+pub fn evaluate(
+    stack: &mut Stack,
+    trained: Trained,
+    batches: &mut dyn Iterator<Item = Batch>,
+    remedy: impl FnOnce() -> String,
+) -> Result<Evaluation> {
+    let (mut sum, mut tokens, mut rows) = (0f64, 0, 0);
+    for batch in batches {
+        let losses = stack.loss(trained, &batch)?;
+        sum += losses.sum;
+        tokens += losses.tokens;
+        rows += batch.rows;
+    }
+    if tokens == 0 {
+        return Err(Error::input("the evaluation data has no supervised token; check its labels"));
+    }
+    let loss = sum / tokens as f64;
+    if !loss.is_finite() {
+        return Err(Error::failed(format!("the evaluation loss is {loss}; {}", remedy())));
+    }
+    Ok(Evaluation { loss, tokens, rows })
 }

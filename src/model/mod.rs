@@ -31,7 +31,7 @@ pub use bindings::{AdapterBindings, PrefixSource, Projection};
 pub use block::Gradients;
 pub use buffers::Limits;
 pub use config::{Activation, Config};
-pub use decoder::{Decoder, RowTokens};
+pub use decoder::{Decoder, RowTokens, ScratchPlace};
 pub use output_scales::OutputScales;
 pub use policy::{Keep, Policy, Recompute};
 pub use prefix::{PrefixState, prefix_from_text};

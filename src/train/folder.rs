@@ -13,7 +13,10 @@ use engraft_util::{
 use toml::Table;
 
 use super::save;
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    saved,
+};
 
 const LOCK: &str = "lock";
 const CONFIG: &str = "config.toml";
@@ -167,6 +170,11 @@ impl RunFolder {
         self.path.join("adapter")
     }
 
+    /// The folder of the adapter with the lowest evaluation loss.
+    pub fn best(&self) -> PathBuf {
+        self.path.join("best")
+    }
+
     /// The command that goes on with the run of this folder, for a shell.
     pub fn resume_command(&self) -> String {
         format!("engraft train --resume --output {}", shell::word(&self.path.display().to_string()))
@@ -289,6 +297,12 @@ pub fn check_run(path: &Path) -> Result<()> {
     refuse("is no folder that engraft trains in")
 }
 
+/// Whether a process trains in `folder` now.
+pub fn is_in_use(folder: &Path) -> bool {
+    let held = |file: File| matches!(file.try_lock(), Err(TryLockError::WouldBlock));
+    File::open(folder.join(LOCK)).is_ok_and(held)
+}
+
 /// The config of the run in `folder`.
 pub fn config_path(folder: &Path) -> PathBuf {
     folder.join(CONFIG)
@@ -296,7 +310,7 @@ pub fn config_path(folder: &Path) -> PathBuf {
 
 /// The folder of the saves of the run in `folder`.
 pub fn saves(folder: &Path) -> PathBuf {
-    folder.join("saves")
+    folder.join(saved::FOLDER)
 }
 
 /// Whether `file` is what `path` names now.

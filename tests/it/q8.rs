@@ -198,6 +198,7 @@ fn trained(base: &Arc<Base>, case: &Case, policy: Policy) -> (f64, Vec<f32>, Tra
         adamw: AdamWOptions::default(),
         clip: 1.0,
         label_smoothing: 0.1,
+        neftune: 0.0,
         seed: 7,
     };
     let arenas = Arenas::real(Some(std::env::temp_dir()));

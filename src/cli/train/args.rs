@@ -57,7 +57,8 @@ options! {
             value("N").otherwise("256, or what the base has left").check(FROM_ONE).basic();
         /// Put several documents in a row; they do not see each other
         #[arg(overrides_with = "no_pack")]
-        pack: bool => switch().default(|args: &DataArgs| Some(args.no_pack != Some(true)));
+        pack: bool => switch().default(|args: &DataArgs| args.no_pack.map(|alone| !alone))
+            .otherwise("where there are many rows");
         /// One window of a record in a row
         #[arg(overrides_with = "pack")]
         no_pack: bool => switch().excludes("pack");
@@ -68,9 +69,9 @@ options! {
 const TOKENS: &str = "tokens";
 
 impl DataArgs {
-    /// Whether a row holds several documents.
-    pub fn packs(&self) -> bool {
-        self.pack.unwrap_or(self.no_pack != Some(true))
+    /// Whether a row holds several documents; `None` where no option says so.
+    pub fn packs(&self) -> Option<bool> {
+        self.pack.or(self.no_pack.map(|alone| !alone))
     }
 
     /// How files are read, with tokens kept in the folder `cache`.
@@ -131,6 +132,8 @@ options! {
         /// Held-out data; repeatable
         #[arg(num_args = 1..)]
         eval_data: Vec<PathBuf> => value("PATH").on_resume(OnResume::Free).basic();
+        /// Evaluate on at most N of the held-out rows, evenly spread
+        eval_max_rows: usize => value("N").otherwise("all").on_resume(OnResume::Free).check(FROM_ONE);
         /// Hold out this part of the training rows; 0 holds out none
         eval_fraction: f64 => value("F").excludes("eval-data").basic().check(Check {
             refused: |&part| unless((0.0..1.0).contains(&part), part),
@@ -207,7 +210,7 @@ options! {
         });
         /// Passes over the training rows, instead of --steps
         epochs: f64 => value("F").excludes("steps").on_resume(OnResume::OwnRule).basic()
-            .default(|args: &TrainArgs| args.steps.is_none().then_some(1.0))
+            .otherwise("1, or as many as make 200 steps")
             .check(Check {
                 refused: |&passes| unless(passes > 0.0 && passes <= MOST_EPOCHS, passes),
                 fault: "is out of range",
@@ -217,6 +220,14 @@ options! {
         lr: f64 = 5e-4 => value("LR").check(above_zero("give a number such as 0.0005")).basic();
         /// Learning-rate decay after warm-up
         schedule: ScheduleName = ScheduleName::Linear => value("NAME");
+        /// Lowest learning rate after warm-up
+        min_lr: f64 => value("LR").otherwise("0").check(from_zero("give a number such as 0.00005"));
+        /// Cosines of --schedule cosine-with-restarts
+        num_cycles: u32 => value("N").check(Check {
+            refused: |&cycles| unless(cycles > 0, cycles),
+            fault: "is too small",
+            remedy: "give a whole number from 1",
+        });
         /// Warm-up steps, or with a dot a part of all steps
         warmup: Warmup = Warmup::Steps(0) => value("N|F").check(Check {
             refused: |warmup| match warmup {
@@ -233,9 +244,11 @@ options! {
         clip: f64 = 1.0 => value("C").check(from_zero("give a number such as 1, or 0 for no clipping"));
         /// Part of the target probability that is spread over the vocabulary
         label_smoothing: f64 = 0.0 => value("E").check(BELOW_ONE);
+        /// Noise on the embeddings in training (NEFTune), uniform up to A / sqrt(t c) for rows of t tokens of width c
+        neftune_alpha: f64 => value("A").otherwise("0").check(from_zero("give a number such as 5"));
         /// adamw, adamw8bit (moments in a quarter of the memory), or auto (8 bits only if nothing else fits)
         optimizer: Optimizer = Optimizer::Adamw => value("NAME").on_resume(OnResume::OwnRule);
-        /// Seed of initial values, order of the data and dropout
+        /// Seed of initial values, order of the data, dropout and noise
         seed: u64 = 0 => value("N").basic();
     }
 
@@ -268,8 +281,23 @@ options! {
         keep: usize = 2 => value("N").on_resume(OnResume::Free).check(FROM_ONE);
         /// Evaluate every N steps too, not only before and after; 0 turns this off
         eval_every: u64 = 0 => value("N").on_resume(OnResume::Free);
+        /// Keep the adapter with the lowest evaluation loss in the subfolder best; needs --eval-every
+        save_best: bool => switch().on_resume(OnResume::Free);
+        /// Stop after N evaluations in a row without a lower loss; needs --eval-every
+        patience: u64 => value("N").on_resume(OnResume::Free).check(Check {
+            refused: |&evaluations| unless(evaluations > 0, evaluations),
+            fault: "would stop at once",
+            remedy: "give a whole number from 1",
+        });
+        /// Continue the sample prompts every N steps, and before and after training; 0 turns this off
+        sample_every: u64 => value("N").otherwise("0").on_resume(OnResume::Free);
+        /// Text that samples continue; repeatable
+        sample_prompt: Vec<String> =>
+            value("TEXT").otherwise("the beginning of a held-out row").on_resume(OnResume::Free);
         /// Continue the run in --output; options not given come from its config.toml
         resume: bool => switch().on_resume(OnResume::OfTheCall).basic();
+        /// Continue the run from its save of this step instead of the newest one; later saves are removed
+        resume_from: u64 => value("STEP").on_resume(OnResume::OfTheCall);
     }
 }
 

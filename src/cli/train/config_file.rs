@@ -275,7 +275,8 @@ mod tests {
             ("data = \"a.txt\"", "x.toml, line 1: `data = \"a.txt\"`: give a list, as in data = [\"..\"]"),
             (
                 "schedule = \"steep\"",
-                "x.toml, line 1: `schedule = \"steep\"`: give constant, linear or cosine",
+                "x.toml, line 1: `schedule = \"steep\"`: give constant, linear, cosine, \
+                 cosine-with-restarts or inverse-sqrt",
             ),
             ("base = 3", "x.toml, line 1: `base = 3`: give text in quotes"),
             ("device = \"tpu\"", "x.toml, line 1: `device = \"tpu\"`: give auto, cpu, cuda or cuda:N"),

@@ -14,6 +14,7 @@ mod layers;
 mod report;
 mod report_page;
 mod resolve;
+mod sampling;
 mod table;
 
 use std::process::ExitCode;
@@ -145,7 +146,8 @@ mod tests {
             ("train --device tpu", "--device tpu: is an invalid value; give auto, cpu, cuda or cuda:N"),
             (
                 "train --schedule steep",
-                "--schedule steep: is an invalid value; give constant, linear or cosine",
+                "--schedule steep: is an invalid value; give constant, linear, cosine, \
+                 cosine-with-restarts or inverse-sqrt",
             ),
             (
                 "train --layers 5-2",

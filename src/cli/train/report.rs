@@ -236,11 +236,12 @@ impl HumanReporter {
 
     fn eval(&self, eval: &Eval) -> Result<()> {
         self.result(&format!(
-            "step {}: evaluation loss {:.4}, perplexity {:.2} over {}\n",
+            "step {}: evaluation loss {:.4}, perplexity {:.2} over {}{}\n",
             eval.step,
             eval.loss,
             eval.perplexity(),
-            count(eval.tokens as u64, "token")
+            count(eval.tokens as u64, "token"),
+            if eval.best == Some(true) { ", the best so far" } else { "" }
         ))
     }
 

@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeMap, path::PathBuf};
 
-use super::{args::TrainArgs, config_file, layers};
+use super::{args::TrainArgs, config_file, layers, sampling};
 use crate::{
     cli::common::{
         open::{Compute, EMBEDDED},
@@ -14,8 +14,11 @@ use crate::{
     data::{self, Split},
     error::{Error, Result},
     observe::machine::{self, Machine},
-    optim::{AdamWOptions, OptimizerKind, schedule::Schedule},
-    train::{self, AdapterOptions, Constraints, DataSource, Length, PrefixStart, RunOptions},
+    optim::{
+        AdamWOptions, OptimizerKind,
+        schedule::{Decay, Schedule},
+    },
+    train::{self, AdapterOptions, Constraints, DataSource, Length, PrefixStart, RunOptions, Sampling},
 };
 
 /// The run that `args`, joined and with defaults, describe; `cache` is the folder for measured speeds.
@@ -46,16 +49,12 @@ pub fn run_options(args: &TrainArgs, machine: Machine, cache: Option<PathBuf>) -
         train_on_prompt: data.train_on_prompt == Some(true),
         shuffle: args.no_shuffle != Some(true),
         batch: args.batch(),
-        length: match args.steps {
-            Some(steps) => Length::Steps(steps),
-            None => Length::Epochs(args.epochs.unwrap_or(1.0)),
+        length: match (args.steps, args.epochs) {
+            (Some(steps), _) => Length::Steps(steps),
+            (None, Some(epochs)) => Length::Epochs(epochs),
+            (None, None) => Length::FromData,
         },
-        lr: args.lr(),
-        schedule: match args.schedule() {
-            ScheduleName::Constant => Schedule::Constant,
-            ScheduleName::Cosine => Schedule::Cosine,
-            ScheduleName::Linear => Schedule::Linear,
-        },
+        schedule: schedule(args)?,
         warmup: match args.warmup() {
             Warmup::Steps(steps) => train::Warmup::Steps(steps),
             Warmup::Fraction(part) => train::Warmup::Fraction(part),
@@ -63,6 +62,7 @@ pub fn run_options(args: &TrainArgs, machine: Machine, cache: Option<PathBuf>) -
         adamw: AdamWOptions { weight_decay: args.weight_decay(), ..AdamWOptions::default() },
         clip: args.clip(),
         label_smoothing: args.label_smoothing(),
+        neftune: args.neftune_alpha.unwrap_or(0.0),
         constraints: constraints(args),
         memory: args.memory().0,
         memory_trace: args.memory_trace.clone(),
@@ -72,11 +72,59 @@ pub fn run_options(args: &TrainArgs, machine: Machine, cache: Option<PathBuf>) -
         save_every: args.save_every(),
         keep: args.keep(),
         eval_every: args.eval_every(),
+        eval_max_rows: args.eval_max_rows,
+        save_best: args.save_best == Some(true),
+        patience: args.patience,
+        sampling: sampling(args),
         resume: args.resume == Some(true),
+        resume_from: args.resume_from,
         identity: identity(&absolute)?,
         config_text: layers::written(&absolute)?,
         machine,
     })
+}
+
+/// The learning rate over the steps.
+///
+/// # Errors
+/// When options contradict the schedule.
+fn schedule(args: &TrainArgs) -> Result<Schedule> {
+    let (name, lr) = (args.schedule(), args.lr());
+    if let Some(min_lr) = args.min_lr {
+        if name == ScheduleName::Constant {
+            return Err(Error::input(format!(
+                "--min-lr {min_lr}: the rate of --schedule constant does not fall; leave it out, or give another schedule"
+            )));
+        }
+        if min_lr > lr {
+            return Err(Error::input(format!("--min-lr {min_lr}: is above --lr {lr}; give a smaller one")));
+        }
+    }
+    let decay = match (name, args.num_cycles) {
+        (ScheduleName::CosineWithRestarts, Some(cycles)) => Decay::CosineWithRestarts(cycles),
+        (ScheduleName::CosineWithRestarts, None) => {
+            return Err(Error::input(
+                "--schedule cosine-with-restarts: says nothing about how often; give --num-cycles with a number such as 4",
+            ));
+        }
+        (_, Some(cycles)) => {
+            return Err(Error::input(format!(
+                "--num-cycles {cycles}: belongs to --schedule cosine-with-restarts; leave it out or give that schedule"
+            )));
+        }
+        (ScheduleName::Constant, None) => Decay::Constant,
+        (ScheduleName::Linear, None) => Decay::Linear,
+        (ScheduleName::Cosine, None) => Decay::Cosine,
+        (ScheduleName::InverseSqrt, None) => Decay::InverseSqrt,
+    };
+    Ok(Schedule { lr, min_lr: args.min_lr.unwrap_or(0.0), decay })
+}
+
+/// The samples that `args` ask for.
+fn sampling(args: &TrainArgs) -> Option<Sampling> {
+    let every = args.sample_every.filter(|&every| every > 0)?;
+    let prompts = args.sample_prompt.clone().unwrap_or_default();
+    Some(Sampling { every, prompts, continue_text: sampling::continue_text })
 }
 
 /// The properties of device and CPU that change the bits of a result.
@@ -114,6 +162,18 @@ fn refuse_combinations(args: &TrainArgs) -> Result<()> {
         let (batch, divisor) = (args.batch(), divisor_up_to(args.batch(), rows));
         return Err(Error::input(format!(
             "--micro-batch {rows}: does not divide --batch {batch}; give a divisor such as {divisor}"
+        )));
+    }
+    if args.sample_prompt.is_some() && args.sample_every.is_none() {
+        return Err(Error::input(
+            "--sample-prompt: nothing says when to continue it; give --sample-every with a number of steps such as 100",
+        ));
+    }
+    let compares = [("save-best", args.save_best == Some(true)), ("patience", args.patience.is_some())];
+    if let Some((option, _)) = compares.into_iter().find(|(_, asked)| *asked && args.eval_every() == 0) {
+        return Err(Error::input(format!(
+            "--{option}: compares evaluations during training, and there are none; give --eval-every with a number of \
+             steps such as 100"
         )));
     }
     refuse_options_of_other_methods(args)?;
@@ -204,10 +264,10 @@ pub fn default_name(args: &TrainArgs) -> String {
 /// As [`data::files`].
 pub fn check_data(options: &RunOptions) -> Result<()> {
     if let DataSource::Files(paths) = &options.data {
-        data::files(paths, Split::Train)?;
+        data::files(paths, Split::Train, options.read.format)?;
     }
     if !options.eval_data.is_empty() {
-        data::files(&options.eval_data, Split::Valid)?;
+        data::files(&options.eval_data, Split::Valid, options.read.format)?;
     }
     Ok(())
 }

@@ -8,7 +8,7 @@ use crate::data::Split;
 
 /// The value of `--schedule`: the learning rate after warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub enum ScheduleName {
     /// Stays the same.
     Constant,
@@ -16,6 +16,12 @@ pub enum ScheduleName {
     Linear,
     /// Falls to zero along half a cosine.
     Cosine,
+    /// Falls along half a cosine several times, from the top again each time.
+    #[value(alias = "cosine_with_restarts")]
+    CosineWithRestarts,
+    /// Falls with one over the square root of the steps.
+    #[value(alias = "inverse_sqrt")]
+    InverseSqrt,
 }
 
 /// The value of `--optimizer`.

@@ -126,7 +126,7 @@ fn data_options(args: &SurveyArgs, base: &BaseOfData, environment: &Environment)
     let data = &args.data;
     Ok(DataOptions {
         seq_len: train::row_limit(data.seq_len, None, base.config.positions)?,
-        pack: data.packs(),
+        pack: data.packs().unwrap_or(true),
         line_by_line: data.line_by_line == Some(true),
         train_on_prompt: data.train_on_prompt == Some(true),
         end_of_text: train::end_of_text(&base.config, base.tokenizer.as_ref())?,

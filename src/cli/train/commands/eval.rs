@@ -64,7 +64,7 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     let config = &opened.base.config;
     let options = DataOptions {
         seq_len: train::row_limit(args.data.seq_len, set, config.positions)?,
-        pack: args.data.packs(),
+        pack: args.data.packs().unwrap_or(true),
         line_by_line: args.data.line_by_line == Some(true),
         train_on_prompt: args.data.train_on_prompt == Some(true),
         end_of_text: train::end_of_text(config, opened.tokenizer.as_ref())?,

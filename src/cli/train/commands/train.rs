@@ -140,7 +140,10 @@ fn own_data_on_embedded_base(args: &TrainArgs) -> Option<&'static str> {
 }
 
 /// Command line over `--config` over the run folder's config over the embedded defaults over the defaults.
-pub(super) fn joined(typed: TrainArgs) -> Result<TrainArgs> {
+pub(super) fn joined(mut typed: TrainArgs) -> Result<TrainArgs> {
+    if typed.resume_from.is_some() {
+        typed.resume = Some(true);
+    }
     let mut layers = vec![typed];
     if let Some(path) = layers[0].config.clone() {
         layers.push(config_file::read(&path)?);
@@ -186,7 +189,7 @@ fn refuse_tilde(args: &TrainArgs) -> Result<()> {
 /// Takes the adapter of a run folder in `--init-adapter`, and for a new run without `--base` the base that it names.
 fn look_into_init_adapter(args: &mut TrainArgs) -> Result<()> {
     let Some(folder) = &args.init_adapter else { return Ok(()) };
-    let found = FoundAdapter { name: folder.clone(), folder: inside_run(folder)? };
+    let found = FoundAdapter { name: folder.clone(), folder: inside_run(folder)?, save: None };
     if args.resume != Some(true) && found.folder.is_dir() {
         args.base = base_of(std::slice::from_ref(&found), "--init-adapter", &args.base)?;
     }

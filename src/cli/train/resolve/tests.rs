@@ -18,7 +18,7 @@ fn defaults_make_a_run() {
     let options = resolve("").unwrap();
     assert_eq!(options.data, DataSource::Embedded);
     assert_eq!((options.batch, options.constraints, options.shuffle), (8, Constraints::default(), true));
-    assert_eq!(options.length, Length::Epochs(1.0));
+    assert_eq!(options.length, Length::FromData);
     assert_eq!(options.adapter.kinds, Some(AdapterOptions::default_kinds()));
     assert_eq!(options.adapter.spec(), AdapterOptions::default().spec());
 }
@@ -98,7 +98,7 @@ fn only_what_changes_results_is_part_of_the_identity() {
                 memory-trace = 'x.json'\n\
                 json = true\nsteps = 9\nmicro-batch = 8\noffline = true\nline-by-line = false\ndevice = 'cpu'";
     assert_eq!(resolve(free).unwrap().identity, plain);
-    for changed in ["lr = 0.1", "seed = 1", "rank = 2", "no-shuffle = true", "no-pack = true", "clip = 0.0"] {
+    for changed in ["lr = 0.1", "seed = 1", "rank = 2", "no-shuffle = true", "pack = true", "clip = 0.0"] {
         assert_ne!(resolve(changed).unwrap().identity, plain, "{changed}");
     }
 }
