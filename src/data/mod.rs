@@ -37,7 +37,7 @@ pub use formats::Kind;
 pub use forms::Keys;
 pub use options::{DataOptions, Progress, ReadOptions, Watch};
 pub use sampler::Sampler;
-pub use sources::{DataFile, STANDARD_INPUT, Split, files, has_split};
+pub use sources::{DataFile, STANDARD_INPUT, Split, files, has_split, reads_standard_input};
 pub use statistics::RowStatistics;
 pub use store::Rows;
 pub use stream::DecodeStream;

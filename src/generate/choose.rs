@@ -181,10 +181,4 @@ mod tests {
         assert!((0..200).all(|at| candle.sample(&shifted).unwrap() == drawn[at]));
         assert!(drawn.iter().any(|&token| token != drawn[0]));
     }
-
-    #[test]
-    fn a_logit_that_is_no_number_is_an_error() {
-        let plain = options();
-        assert!(Chooser::new(&plain, 0, None).choose(&mut [1.0, f32::NAN], &[], 0).is_err());
-    }
 }

@@ -207,7 +207,10 @@ pub fn load_train(
         Ok((load_split(&options.data, Split::Train, tokenizer, &data_options)?, data_options))
     };
     let packed = load(options.pack.unwrap_or(true))?;
-    if options.pack.is_some() || packed.0.rows.len() >= PACKED_STEPS * options.batch {
+    // The standard input can be read once.
+    let is_given = options.pack.is_some()
+        || matches!(&options.data, DataSource::Files(paths) if data::reads_standard_input(paths));
+    if is_given || packed.0.rows.len() >= PACKED_STEPS * options.batch {
         return Ok(packed);
     }
     load(false)

@@ -223,9 +223,7 @@ impl Run<'_> {
     fn failed(&self, trainer: &Trainer, error: Error) -> Error {
         match error {
             Error::Memory(_) => self.out_of_memory(trainer, error),
-            Error::Failed(_) => {
-                self.with_last_save(error.hint(format!("--lr is {}", self.options.schedule.lr)))
-            }
+            Error::Failed(_) => self.with_last_save(error),
             other => other,
         }
     }

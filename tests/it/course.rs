@@ -160,15 +160,17 @@ fn an_interrupted_run_has_the_best_of_one_that_never_was() {
     let evals = without_time(&whole.train(&line).succeeds(), "eval");
     let sandbox = Sandbox::new();
     let mut kills = 0;
-    for pause in [150u64, 250, 200, 300, 350, 180, 270] {
+    let saves = || std::fs::read_dir(sandbox.path("run/saves")).map_or(0, Iterator::count);
+    for attempt in 0..4 {
+        let before = saves();
         let mut child =
-            sandbox.start(&line.replace("--keep 9", if kills > 0 { "--resume" } else { "--keep 9" }));
-        std::thread::sleep(std::time::Duration::from_millis(pause));
+            sandbox.start(&line.replace("--keep 9", if attempt > 0 { "--resume" } else { "--keep 9" }));
+        // Until it has saved once more, or has ended.
+        while saves() == before && child.try_wait().unwrap().is_none() {
+            std::thread::sleep(std::time::Duration::from_millis(2));
+        }
         child.kill().unwrap();
         kills += usize::from(child.wait().unwrap().code().is_none());
-        if !sandbox.path("run/config.toml").exists() {
-            kills = 0;
-        }
     }
     assert!(kills > 0, "no run was ever killed");
     let last = sandbox.train(&format!("{line} --resume")).succeeds();
