@@ -7,7 +7,7 @@
 
 use std::{error::Error, fs, path::PathBuf, time::Instant};
 
-use engraft::data::{DataOptions, Split, Tokenizer, load};
+use engraft::data::{DataOptions, ReadOptions, Split, Tokenizer, load};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -24,6 +24,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         vocab: tokenizer.vocab_size(),
         prompt: 0,
         spool: rest.first().map(PathBuf::from),
+        read: ReadOptions::default(),
     };
     let before = peak()?;
     let started = Instant::now();

@@ -54,6 +54,7 @@ fn main() -> Result<()> {
         adamw: AdamWOptions::default(),
         clip: 1.0,
         label_smoothing: 0.0,
+        neftune: 0.0,
         seed: 0,
     };
     let mut trainer = Trainer::new(base, set, &values, options, Arenas::real(None))?;

@@ -56,6 +56,7 @@ impl Error {
     /// A user's file that cannot be read: [`Error::Input`] with the path, the cause and a remedy.
     pub fn reading(path: &Path, cause: &io::Error) -> Self {
         let remedy = match cause.kind() {
+            _ if atomic::is_limit(cause) => "raise the limit of open files (`ulimit -n`)",
             io::ErrorKind::NotFound if path.starts_with("~") => TILDE,
             io::ErrorKind::NotFound => "check the path",
             io::ErrorKind::PermissionDenied => "check its permissions",

@@ -17,6 +17,7 @@ pub mod model;
 pub mod observe;
 pub mod optim;
 pub mod plan;
+pub mod saved;
 #[cfg(test)]
 mod testing;
 pub mod train;

@@ -16,8 +16,8 @@ use crate::methods;
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// How many mismatches a message spells out; the variant holds all of them.
-const SPELLED_OUT: usize = 50;
+/// How many tensors a message names; the variant holds all of them.
+const NAMED_TENSORS: usize = 3;
 
 /// Why an adapter cannot be made, read or written. The message is a sentence for the user.
 #[derive(Debug, thiserror::Error)]
@@ -335,13 +335,28 @@ fn remedy(problems: &[Problem]) -> &'static str {
     }
 }
 
+/// Every reason, and of those that name a tensor the first three, last.
 fn problem_list(problems: &[Problem]) -> String {
-    let shown: Vec<_> = problems.iter().take(SPELLED_OUT).map(Problem::to_string).collect();
-    let mut text = format!("does not fit: {}", shown.join("; "));
-    if problems.len() > SPELLED_OUT {
-        text += &format!("; and {} more", problems.len() - SPELLED_OUT);
+    let (tensors, others): (Vec<_>, Vec<_>) = problems.iter().partition(|problem| problem.names_a_tensor());
+    let shown = others.into_iter().chain(tensors.iter().copied().take(NAMED_TENSORS));
+    let mut text = format!("does not fit: {}", shown.map(Problem::to_string).collect::<Vec<_>>().join("; "));
+    let more = tensors.len().saturating_sub(NAMED_TENSORS);
+    if more > 0 {
+        text += &format!("; and {more} more");
     }
     text
+}
+
+impl Problem {
+    /// Whether a file may have the same problem in many tensors.
+    fn names_a_tensor(&self) -> bool {
+        match self {
+            Self::Missing(_) | Self::Extra(_) | Self::Shape { .. } => true,
+            Self::Dtype { .. } | Self::NotFinite { .. } | Self::OutsideBlock { .. } => true,
+            Self::UnsupportedType(_) | Self::Spec(_) | Self::Field { .. } => false,
+            Self::Layers { .. } | Self::Base { .. } => false,
+        }
+    }
 }
 
 impl fmt::Display for Problem {
@@ -370,7 +385,7 @@ impl fmt::Display for Problem {
             }
             Self::Base { found, expected } => write!(
                 f,
-                "it was made for a base with fingerprint {}, this base has {} (use that base, or allow the mismatch)",
+                "it was made for a base with fingerprint {}, this base has {} (use that base)",
                 short_hash(found),
                 short_hash(expected)
             ),

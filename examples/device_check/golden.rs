@@ -130,6 +130,7 @@ fn of_case(base: &Arc<Base>, case: &'static str, steps: usize) -> Result<Vec<Lin
         adamw: AdamWOptions { weight_decay: 0.01, ..AdamWOptions::default() },
         clip: 1.0,
         label_smoothing: 0.0,
+        neftune: 0.0,
         seed: 1,
     };
     let arenas = Arenas::real(None).on(base.device);

@@ -217,6 +217,7 @@ impl Recipe {
             adamw: AdamWOptions::default(),
             clip: 1.0,
             label_smoothing: 0.1,
+            neftune: 0.0,
             seed: 1,
         }
     }

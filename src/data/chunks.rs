@@ -14,8 +14,9 @@ pub(super) struct Chunks<'a, R> {
     name: &'a str,
     from: R,
     chunk: usize,
-    /// Valid UTF-8 that was not taken yet.
+    /// Valid UTF-8, of which the first `taken` bytes are used.
     text: String,
+    taken: usize,
     /// Bytes that are not decoded yet: after [`Chunks::fill`] an incomplete character, at most 3 bytes.
     bytes: Vec<u8>,
     /// Bytes of the file before `bytes`, and the newlines among them.
@@ -30,12 +31,12 @@ impl<'a, R: Read> Chunks<'a, R> {
         // A first read must hold a whole byte-order mark.
         let chunk = chunk.max(4);
         let (text, bytes) = (String::new(), Vec::new());
-        Self { name, from, chunk, text, bytes, offset: 0, newlines: 0, ended: false }
+        Self { name, from, chunk, text, taken: 0, bytes, offset: 0, newlines: 0, ended: false }
     }
 
-    /// The text in memory.
+    /// The text in memory that was not taken.
     pub(super) fn text(&self) -> &str {
-        &self.text
+        &self.text[self.taken..]
     }
 
     /// Whether [`Chunks::text`] is all of the rest of the file.
@@ -49,6 +50,7 @@ impl<'a, R: Read> Chunks<'a, R> {
     /// # Errors
     /// When reading fails, or at the first line that is not UTF-8.
     pub(super) fn fill(&mut self) -> Result<()> {
+        self.text.drain(..std::mem::take(&mut self.taken));
         let wanted = self.chunk.max(self.text.len());
         let limit = wanted as u64;
         let read = self.from.by_ref().take(limit).read_to_end(&mut self.bytes);
@@ -70,9 +72,9 @@ impl<'a, R: Read> Chunks<'a, R> {
         Ok(())
     }
 
-    /// Removes the first `len` bytes of the text.
+    /// Takes the first `len` bytes of the text away.
     pub(super) fn take(&mut self, len: usize) {
-        self.text.drain(..len);
+        self.taken += len;
     }
 
     /// Reads to the end without keeping anything: bytes that are not UTF-8 are reported before other errors.
@@ -81,29 +83,10 @@ impl<'a, R: Read> Chunks<'a, R> {
     /// As [`Chunks::fill`].
     pub(super) fn drain(&mut self) -> Result<()> {
         while !self.ended {
-            self.text.clear();
+            self.taken = self.text.len();
             self.fill()?;
         }
         Ok(())
-    }
-
-    /// Number of bytes of whole lines in memory, 0 only at the end of the file.
-    ///
-    /// # Errors
-    /// As [`Chunks::fill`].
-    pub(super) fn fill_lines(&mut self) -> Result<usize> {
-        loop {
-            if self.ended {
-                return Ok(self.text.len());
-            }
-            let before = self.text.len();
-            self.fill()?;
-            let last = self.text.as_bytes()[before..].iter().rposition(|&byte| byte == b'\n');
-            match last {
-                Some(last) if !self.ended => return Ok(before + last + 1),
-                _ => {}
-            }
-        }
     }
 
     fn no_utf8(&self, at: usize) -> Error {
@@ -124,26 +107,31 @@ fn newlines(bytes: &[u8]) -> usize {
 mod tests {
     use super::*;
 
-    fn lines(bytes: &[u8], chunk: usize) -> Result<Vec<String>> {
+    /// All text, taken a character at a time from what is there.
+    fn text(bytes: &[u8], chunk: usize) -> Result<String> {
         let mut chunks = Chunks::new("a.txt", bytes, chunk);
-        let mut found = Vec::new();
-        while !chunks.ended() {
-            let end = chunks.fill_lines()?;
-            found.extend(chunks.text()[..end].lines().map(str::to_owned));
-            chunks.take(end);
+        let mut found = String::new();
+        while !chunks.ended() || !chunks.text().is_empty() {
+            match chunks.text().chars().next() {
+                Some(next) => {
+                    found.push(next);
+                    chunks.take(next.len_utf8());
+                }
+                None => chunks.fill()?,
+            }
         }
         Ok(found)
     }
 
     #[test]
-    fn lines_come_whole_whatever_the_chunk() {
-        let text = "\u{feff}one\r\n\n日本\u{1F600} and a line longer than most chunks\r\nlast\r";
+    fn text_comes_whole_whatever_the_chunk() {
+        let content = "one\r\n\n日本\u{1F600} and more than most chunks\r\nlast\r";
         for chunk in 1..80 {
-            let expected = ["one", "", "日本\u{1F600} and a line longer than most chunks", "last\r"];
-            assert_eq!(lines(text.as_bytes(), chunk).unwrap(), expected, "chunk {chunk}");
+            let found = text(format!("\u{feff}{content}").as_bytes(), chunk).unwrap();
+            assert_eq!(found, content, "chunk {chunk}");
         }
-        assert_eq!(lines("a\u{feff}".as_bytes(), 1).unwrap(), ["a\u{feff}"]);
-        assert!(lines(b"", 9).unwrap().is_empty());
+        assert_eq!(text("a\u{feff}".as_bytes(), 1).unwrap(), "a\u{feff}");
+        assert!(text(b"", 9).unwrap().is_empty());
     }
 
     #[test]
@@ -157,7 +145,7 @@ mod tests {
                 bytes[at]
             );
             for chunk in 1..40 {
-                assert_eq!(lines(&bytes, chunk).unwrap_err().to_string(), expected, "chunk {chunk}");
+                assert_eq!(text(&bytes, chunk).unwrap_err().to_string(), expected, "chunk {chunk}");
                 let mut chunks = Chunks::new("a.txt", &bytes[..], chunk);
                 assert_eq!(chunks.drain().unwrap_err().to_string(), expected);
             }

@@ -1,19 +1,20 @@
 //! A split: its rows, counts of records and rows, and a fingerprint.
 
-use std::fmt;
-use std::fs::File;
-use std::path::PathBuf;
+use std::{collections::BTreeMap, fmt, fs, path::PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use super::batch::{Batch, NO_LOSS, RowRef};
-use super::options::DataOptions;
+use super::formats::Kind;
+use super::options::{DataOptions, ReadOptions};
 use super::read::Reader;
-use super::records::Kind;
+use super::records::listed;
 use super::sampler::Sampler;
-use super::sources::{self, Split};
+use super::sources::{self, DataFile, Split};
 use super::store::{Rows, bytes_of};
+use super::token_cache::{self, Part, TokenCache};
 use super::tokenizer::Tokenizer;
+use super::weights::Weights;
 use crate::error::{Error, Result};
 
 /// Keys the shuffle that chooses held-out rows apart from the shuffles of training.
@@ -23,7 +24,7 @@ const HOLD_OUT: u64 = 0x686f_6c64_6f75_7400;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct DataReport {
-    /// Number of records read: lines of JSONL, text files, or lines of text files.
+    /// Number of records read: raw records of a file, text files, or lines of text files.
     pub records: usize,
     /// Number of records that are in at least one row.
     pub documents: usize,
@@ -33,13 +34,32 @@ pub struct DataReport {
     pub tokens: usize,
     /// Number of positions with a target.
     pub supervised: usize,
-    /// Number of JSONL records that were cut to `seq_len`.
+    /// Number of records that were cut to `seq_len`.
     pub truncated: usize,
+    /// Input positions of all records, those that were lost included.
+    pub read_tokens: usize,
+    /// Input positions that were lost where records were cut.
+    pub cut_tokens: usize,
+    /// Input positions of the longest record that must fit into a row; 0 without such a record.
+    pub longest_record: usize,
     /// Number of windows without any target, which are left out.
     pub dropped: usize,
 }
 
-/// One line for people: `3 records, 2 rows, 40 tokens (12 supervised), 1 cut, 1 dropped`.
+impl DataReport {
+    /// The share of tokens that were lost where records were cut, from 0 to 1.
+    pub fn cut_share(&self) -> f64 {
+        self.cut_tokens as f64 / self.read_tokens.max(1) as f64
+    }
+}
+
+/// A part in percent, with two digits below one percent.
+fn percent(part: f64) -> String {
+    let percent = 100.0 * part;
+    if percent < 1.0 { format!("{percent:.2}%") } else { format!("{percent:.1}%") }
+}
+
+/// One line for people: `3 records, 2 rows, 40 tokens (12 supervised), 1 cut to the row length (5.0% of the tokens)`.
 impl fmt::Display for DataReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let plural = |count: usize| if count == 1 { "" } else { "s" };
@@ -55,7 +75,8 @@ impl fmt::Display for DataReport {
             self.supervised
         )?;
         if self.truncated > 0 {
-            write!(f, ", {} cut to the row length", self.truncated)?;
+            let lost = percent(self.cut_share());
+            write!(f, ", {} cut to the row length ({lost} of the tokens lost)", self.truncated)?;
         }
         if self.dropped > 0 {
             write!(f, ", {} dropped without a supervised token", self.dropped)?;
@@ -64,8 +85,43 @@ impl fmt::Display for DataReport {
     }
 }
 
+/// From this share of lost tokens on a hint says so.
+const CUT_HINT: f64 = 0.01;
+
+/// What the user should know of data called `names`: tokens that were cut, keys that were not read.
+pub(super) fn hints(
+    names: &str,
+    report: &DataReport,
+    ignored: &BTreeMap<String, usize>,
+    seq_len: usize,
+) -> Vec<String> {
+    let mut hints = Vec::new();
+    if report.cut_share() >= CUT_HINT {
+        hints.push(format!(
+            "{names}: {} of the tokens are lost ({} of {}), because {} longer than --seq-len {seq_len}; --seq-len {} \
+             would keep the longest whole",
+            percent(report.cut_share()),
+            report.cut_tokens,
+            report.read_tokens,
+            if report.truncated == 1 {
+                "1 record is".to_owned()
+            } else {
+                format!("{} records are", report.truncated)
+            },
+            report.longest_record
+        ));
+    }
+    if !ignored.is_empty() {
+        let named = |(key, count): (&String, &usize)| {
+            format!("{key:?} in {count} record{}", if *count == 1 { "" } else { "s" })
+        };
+        hints.push(format!("{names}: keys that are not read: {}", listed(ignored.iter().map(named))));
+    }
+    hints
+}
+
 /// Rows of one split, at least one.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Dataset {
     /// The rows in the order of the files.
     pub rows: Rows,
@@ -73,8 +129,14 @@ pub struct Dataset {
     pub report: DataReport,
     /// BLAKE3 over all rows in order, in hex.
     pub fingerprint: String,
+    /// Sentences that the user should read.
+    pub hints: Vec<String>,
     /// Ids from here on are those of virtual tokens.
     vocab: usize,
+    /// Every row once with the weights of their files, where `rows` repeats or leaves out some.
+    weighted: Option<(Rows, Weights)>,
+    /// The entry of the token cache that the rows are in, where what splits of them have is noted.
+    pub(super) splits: Option<PathBuf>,
 }
 
 impl Dataset {
@@ -87,7 +149,48 @@ impl Dataset {
             report.supervised += row.targets.iter().filter(|&&target| target != NO_LOSS).count();
             fingerprint.add(row);
         });
-        Self { rows, report, fingerprint: fingerprint.finish(), vocab }
+        let fingerprint = fingerprint.finish();
+        Self { rows, report, fingerprint, hints: Vec::new(), vocab, weighted: None, splits: None }
+    }
+
+    /// All rows as `about` describes them, without reading them.
+    pub(super) fn known(rows: Rows, weights: Weights, about: Part, vocab: usize) -> Self {
+        let Part { report, fingerprint } = about;
+        let of = |rows, weighted| Self {
+            rows,
+            report,
+            fingerprint,
+            hints: Vec::new(),
+            vocab,
+            weighted,
+            splits: None,
+        };
+        match weights.is_empty() {
+            true => of(rows, None),
+            false => of(rows.part(weights.repeated(0..rows.len())), Some((rows, weights))),
+        }
+    }
+
+    /// Every row once, and the weights of the files; none where all weigh the same.
+    pub(super) fn all(&self) -> (&Rows, Weights) {
+        let weighted = self.weighted.as_ref().map(|(rows, weights)| (rows, weights.clone()));
+        weighted.unwrap_or((&self.rows, Weights::default()))
+    }
+
+    /// As [`Dataset::new`], with each row as often as `weights` say.
+    ///
+    /// # Errors
+    /// When they leave no row.
+    pub(super) fn weighted(rows: Rows, weights: Weights, report: DataReport, vocab: usize) -> Result<Self> {
+        let repeated = rows.part(weights.repeated(0..rows.len()));
+        if repeated.is_empty() {
+            return Err(Error::input("--data: the weights leave no row; give larger ones"));
+        }
+        Ok(Self { weighted: Some((rows, weights)), ..Self::new(repeated, report, vocab) })
+    }
+
+    fn about(&self) -> Part {
+        Part { report: self.report, fingerprint: self.fingerprint.clone() }
     }
 
     /// Longest row, in positions, virtual tokens included; a memory plan depends on it.
@@ -122,10 +225,21 @@ impl Dataset {
         batch
     }
 
+    /// At most `most` of the rows, at least one, evenly spread: of sorted data every part is represented. The counts of
+    /// records, documents, cut and dropped stay those of all.
+    pub fn at_most(self, most: usize) -> Self {
+        let (len, most) = (self.rows.len(), most.max(1));
+        if most >= len {
+            return self;
+        }
+        let rows = self.rows.part((0..most).map(|row| row * len / most));
+        Self::new(rows, self.report, self.vocab)
+    }
+
     /// Splits off about `fraction` of the rows, at least one: (kept, held out). The choice depends
     /// on `seed`, the order within both parts stays, and no number is copied. Rows are split, not
-    /// documents, because a text file is one document. The counts of records, documents, cut and
-    /// dropped stay those of all.
+    /// documents, because a text file is one document. Held-out rows come once, whatever the weight of their file. The
+    /// counts of records, documents, cut and dropped stay those of all.
     ///
     /// # Errors
     /// A fraction that is not between 0 and 1, or a single row.
@@ -135,7 +249,8 @@ impl Dataset {
                 "--eval-fraction: is {fraction}; give a number between 0 and 1"
             )));
         }
-        let len = self.rows.len();
+        let all = self.weighted.as_ref().map_or(&self.rows, |(rows, _)| rows);
+        let len = all.len();
         if len < 2 {
             return Err(Error::input(
                 "--eval-fraction: the data make a single row; give --eval-data, more data or a smaller --seq-len",
@@ -145,9 +260,31 @@ impl Dataset {
         let order = Sampler::new(len, seed ^ HOLD_OUT, true);
         let mut is_held = vec![false; len];
         order.rows(0, held).into_iter().for_each(|row| is_held[row] = true);
-        let part = |held| self.rows.part((0..len).filter(|&row| is_held[row] == held));
-        let new = |held| Self::new(part(held), self.report, self.vocab);
-        Ok((new(false), new(true)))
+        let is_held = &is_held;
+        let of = |held| (0..len).filter(move |&row| is_held[row] == held);
+        let kept = match &self.weighted {
+            None => all.part(of(false)),
+            Some((_, weights)) => all.part(weights.repeated(of(false))),
+        };
+        if kept.is_empty() {
+            return Err(Error::input("--data: the weights leave no row to train on; give larger ones"));
+        }
+        let held_out = all.part(of(true));
+        let noted = self.splits.as_deref().and_then(|entry| token_cache::split_parts(entry, fraction, seed));
+        let (kept, held_out) = match noted {
+            Some([first, second]) => {
+                let known = |rows, part| Self::known(rows, Weights::default(), part, self.vocab);
+                (known(kept, first), known(held_out, second))
+            }
+            None => {
+                let new = |rows| Self::new(rows, self.report, self.vocab);
+                (new(kept), new(held_out))
+            }
+        };
+        if let Some(entry) = &self.splits {
+            token_cache::note_split(entry, fraction, seed, &[kept.about(), held_out.about()]);
+        }
+        Ok((Self { hints: self.hints, ..kept }, held_out))
     }
 }
 
@@ -163,16 +300,40 @@ pub fn load(
     options: &DataOptions,
 ) -> Result<Dataset> {
     options.check(tokenizer)?;
-    let mut reader = Reader::new(tokenizer, options);
-    let mut names = Vec::new();
-    for path in sources::files(sources, split)? {
-        let kind = Kind::of(&path)?;
-        let file = File::open(&path).map_err(|cause| Error::reading(&path, &cause))?;
-        let name = path.display().to_string();
-        reader.read(&name, file, kind)?;
-        names.push(name);
+    let files = sources::files(sources, split, options.read.format)?;
+    let names = listed(files.iter().map(DataFile::name));
+    let cache = TokenCache::of(&files, tokenizer, options);
+    if let Some((data, ignored)) = cache.as_ref().and_then(|cache| cache.find(options.vocab)) {
+        return Ok(Dataset { hints: hints(&names, &data.report, &ignored, options.seq_len), ..data });
     }
-    reader.finish(&names.join(", "))
+    let mut reader = Reader::new(tokenizer, options);
+    if let Some(cache) = &cache {
+        reader = reader.kept_in(cache.folder());
+    }
+    read_files(&mut reader, &files, &options.read)?;
+    let ignored = reader.ignored().clone();
+    let mut data = reader.finish(&names)?;
+    if let Some(cache) = &cache {
+        cache.keep(&mut data, &ignored);
+    }
+    Ok(data)
+}
+
+/// Reads `files` in order.
+///
+/// # Errors
+/// The first file that is invalid, or a folder that cannot take the rows.
+pub(super) fn read_files(reader: &mut Reader, files: &[DataFile], options: &ReadOptions) -> Result<()> {
+    let is_weighted = files.iter().any(|file| file.weight != 1.0);
+    reader.announce(files.iter().filter_map(|file| Some(fs::metadata(&file.path).ok()?.len())).sum());
+    for file in files {
+        let (from, kind) = file.open(options, reader.counter())?;
+        reader.read(&file.name(), from, kind)?;
+        if is_weighted {
+            reader.end_file(file.weight)?;
+        }
+    }
+    Ok(())
 }
 
 /// [`load`] for data that is no file, such as the embedded example; `name` stands in messages.
@@ -201,7 +362,7 @@ struct Fingerprint {
 }
 
 impl Fingerprint {
-    const TOGETHER: usize = 256 << 10;
+    const TOGETHER: usize = 1 << 20;
 
     fn new(rows: usize) -> Self {
         Self { hasher: blake3::Hasher::new(), bytes: (rows as u64).to_le_bytes().to_vec() }
@@ -213,7 +374,7 @@ impl Fingerprint {
         self.bytes.extend(row.targets.iter().flat_map(|target| target.to_le_bytes()));
         self.bytes.extend_from_slice(bytes_of(row.starts));
         if self.bytes.len() >= Self::TOGETHER {
-            self.hasher.update(&self.bytes);
+            self.hasher.update_rayon(&self.bytes);
             self.bytes.clear();
         }
     }

@@ -38,13 +38,28 @@ fn counts_are_of_this_data() {
     let content = "{\"prompt\":\"ab\",\"completion\":\"c\"}\n{\"text\":\"\"}\n{\"text\":\"abcdef\"}\n\
         {\"messages\":[{\"role\":\"user\",\"content\":\"a\"}]}\n{\"input_ids\":[1,2],\"labels\":[1,2]}\n";
     let dataset = text("d.jsonl", content, &options(4)).unwrap();
-    let expected =
-        DataReport { records: 5, documents: 3, rows: 3, tokens: 9, supervised: 7, truncated: 2, dropped: 2 };
+    // The chat is "user:\na\n\n", of which 4 tokens are kept; the text fills two rows.
+    let chat = ids("user:\na\n\n").len();
+    let expected = DataReport {
+        records: 5,
+        documents: 3,
+        rows: 4,
+        tokens: 11,
+        supervised: 9,
+        truncated: 1,
+        read_tokens: 3 + 6 + chat + 2,
+        cut_tokens: chat - 4,
+        longest_record: chat,
+        dropped: 2,
+    };
     assert_eq!(dataset.report, expected);
+    let lost = percent((chat - 4) as f64 / (11 + chat) as f64);
     assert_eq!(
         dataset.report.to_string(),
-        "5 records, 3 rows, 9 tokens (7 supervised), 2 cut to the row length, \
-         2 dropped without a supervised token"
+        format!(
+            "5 records, 4 rows, 11 tokens (9 supervised), 1 cut to the row length ({lost} of the tokens lost), \
+             2 dropped without a supervised token"
+        )
     );
     let one = text("a.txt", "a", &options(4)).unwrap();
     assert_eq!(one.report.to_string(), "1 record, 1 row, 1 token (1 supervised)");
@@ -102,7 +117,7 @@ fn data_without_any_target_is_refused() {
     let content = "{\"prompt\":\"abcd\",\"completion\":\"e\"}";
     let error = text("d.jsonl", content, &options(3)).unwrap_err();
     assert_eq!(error.exit_code(), 2);
-    assert!(error.to_string().starts_with("d.jsonl: nothing is supervised in 1 records; "), "{error}");
+    assert!(error.to_string().starts_with("d.jsonl: nothing is supervised in 1 record; "), "{error}");
     assert!(text("d.jsonl", content, &options(4)).is_ok(), "the completion is the target of the 4th input");
 }
 

@@ -15,8 +15,8 @@ pub struct Document {
     pub ids: Vec<u32>,
     /// The token that position `i` should predict, or [`NO_LOSS`], `(t)`.
     pub targets: Vec<i32>,
-    /// Whether a JSONL record was longer than a row and lost its end.
-    pub cut: bool,
+    /// Inputs at the end of a record that was longer than a row, which no row has.
+    pub lost: usize,
 }
 
 /// The tokenizer that text needs.
@@ -39,7 +39,8 @@ struct Span {
 }
 
 impl Document {
-    /// Tokenises `record`; a JSONL record is cut to `options.seq_len` inputs, a text file is not.
+    /// Tokenises `record`. What must stay in one row is cut to `options.seq_len` inputs; a text is not, it fills
+    /// several rows.
     ///
     /// # Errors
     /// A record of text when there is no tokenizer, or text that it cannot encode.
@@ -49,7 +50,7 @@ impl Document {
             return Ok(Self::from_ids(ids, labels, options.seq_len));
         }
         let mut document = Self::from_spans(spans(record, needed(tokenizer)?, options)?);
-        if !matches!(record, Record::File(_)) {
+        if !matches!(record, Record::File(_) | Record::Text(_)) {
             document.cut(options.seq_len);
         }
         Ok(document)
@@ -61,7 +62,7 @@ impl Document {
         let kept = ids.len().min(seq_len);
         let mut targets: Vec<i32> = labels[..kept].iter().skip(1).copied().collect();
         targets.resize(kept, NO_LOSS);
-        Self { ids: ids[..kept].to_vec(), targets, cut: kept < ids.len() }
+        Self { ids: ids[..kept].to_vec(), targets, lost: ids.len() - kept }
     }
 
     /// The first token of a document has nothing before it and is never a target; every other token
@@ -69,7 +70,7 @@ impl Document {
     fn from_spans(spans: Vec<Span>) -> Self {
         let length = spans.iter().map(|span| span.ids.len()).sum();
         let mut document =
-            Self { ids: Vec::with_capacity(length), targets: Vec::with_capacity(length), cut: false };
+            Self { ids: Vec::with_capacity(length), targets: Vec::with_capacity(length), lost: 0 };
         for span in spans {
             document.targets.extend(span.ids.iter().map(|&id| if span.loss { id as i32 } else { NO_LOSS }));
             document.ids.extend(span.ids);
@@ -82,7 +83,7 @@ impl Document {
     }
 
     fn cut(&mut self, seq_len: usize) {
-        self.cut = self.ids.len() > seq_len;
+        self.lost = self.ids.len().saturating_sub(seq_len);
         self.ids.truncate(seq_len);
         self.targets.truncate(seq_len);
     }
@@ -168,11 +169,11 @@ mod tests {
     #[test]
     fn a_text_predicts_all_but_its_first_token_and_the_end() {
         let text = document(&Record::Text("hello the!".into()), &options(9));
-        assert_eq!(text, Document { ids: vec![259, 261, 0], targets: vec![261, 0, END as i32], cut: false });
+        assert_eq!(text, Document { ids: vec![259, 261, 0], targets: vec![261, 0, END as i32], lost: 0 });
         let one = document(&Record::File("!".into()), &options(9));
-        assert_eq!(one, Document { ids: vec![0], targets: vec![END as i32], cut: false });
+        assert_eq!(one, Document { ids: vec![0], targets: vec![END as i32], lost: 0 });
         let none = document(&Record::Text(String::new()), &options(9));
-        assert_eq!(none, Document { ids: vec![], targets: vec![], cut: false });
+        assert_eq!(none, Document { ids: vec![], targets: vec![], lost: 0 });
     }
 
     #[test]
@@ -194,25 +195,29 @@ mod tests {
     }
 
     #[test]
-    fn jsonl_is_cut_and_files_are_not() {
+    fn what_stays_in_a_row_is_cut_and_texts_are_not() {
         // Four inputs: three tokens, and the end-of-text as the target of the last.
         let exact = document(&completion("a", "bcd"), &options(4));
-        assert!(!exact.cut && exact.targets.last() == Some(&(END as i32)));
+        assert!(exact.lost == 0 && exact.targets.last() == Some(&(END as i32)));
         let cut = document(&completion("a", "bcd"), &options(3));
-        assert!(cut.cut);
+        assert_eq!(cut.lost, 1);
         assert_eq!((cut.ids, cut.targets), (ids("abc"), ids("bcd").iter().map(|&id| id as i32).collect()));
-        let file = document(&Record::File("abcdef".into()), &options(3));
-        assert_eq!((file.ids.len(), file.cut), (6, false));
-        assert_eq!(document(&Record::Text("abcdef".into()), &options(3)).ids, ids("abc"));
+        for text in [Record::File("abcdef".into()), Record::Text("abcdef".into())] {
+            let whole = document(&text, &options(3));
+            assert_eq!((whole.ids.len(), whole.lost), (6, 0));
+        }
+        let turns = Record::Messages(vec![(Role::User, "a".into()), (Role::Assistant, "bc".into())]);
+        let (whole, part) = (document(&turns, &options(99)), document(&turns, &options(5)));
+        assert_eq!((part.ids.len(), part.lost), (5, whole.ids.len() - 5));
     }
 
     #[test]
     fn ids_are_shifted_as_transformers_does() {
         let record = Record::Ids { ids: vec![4, 5, 6, 7], labels: vec![4, -100, 6, 9] };
         let whole = document(&record, &options(4));
-        assert_eq!(whole, Document { ids: vec![4, 5, 6, 7], targets: vec![-100, 6, 9, -100], cut: false });
+        assert_eq!(whole, Document { ids: vec![4, 5, 6, 7], targets: vec![-100, 6, 9, -100], lost: 0 });
         let cut = document(&record, &options(3));
-        assert_eq!(cut, Document { ids: vec![4, 5, 6], targets: vec![-100, 6, -100], cut: true });
+        assert_eq!(cut, Document { ids: vec![4, 5, 6], targets: vec![-100, 6, -100], lost: 1 });
         let empty = document(&Record::Ids { ids: vec![], labels: vec![] }, &options(3));
         assert!(empty.ids.is_empty() && empty.targets.is_empty());
     }

@@ -1,6 +1,7 @@
 //! From files to batches: records, tokens and loss masks, rows, micro-batches.
 //!
-//! In order: [`sources`] names the files of a split, [`records`] reads them, [`documents`] turns a
+//! In order: [`sources`] names the files of a split, `formats` opens them, `split` tells their records apart,
+//! [`records`] and `forms` read these, [`documents`] turns a
 //! record into token ids and shifted targets, [`rows`] cuts and packs documents into rows,
 //! [`store`] keeps them in a mapped file, [`dataset`] goes that way a bounded part at a time and
 //! holds the rows with their counts and fingerprint, [`sampler`] says which row comes
@@ -10,24 +11,33 @@ pub mod batch;
 mod chunks;
 pub mod dataset;
 pub mod documents;
+mod formats;
+mod forms;
+mod json;
 mod options;
 mod read;
 pub mod records;
 pub mod rows;
 pub mod sampler;
 pub mod sources;
+mod split;
 mod statistics;
 pub mod store;
 pub mod stream;
+pub mod survey;
+mod token_cache;
 pub mod tokenizer;
 pub mod turns;
+mod weights;
+mod zstd;
 
 pub use batch::{Batch, NO_LOSS, Row, RowRef};
 pub use dataset::{DataReport, Dataset, load, load_text};
-pub use options::DataOptions;
-pub use records::Kind;
+pub use formats::Kind;
+pub use forms::Keys;
+pub use options::{DataOptions, Progress, ReadOptions, Watch};
 pub use sampler::Sampler;
-pub use sources::{Split, files, has_split};
+pub use sources::{DataFile, STANDARD_INPUT, Split, files, has_split, reads_standard_input};
 pub use statistics::RowStatistics;
 pub use store::Rows;
 pub use stream::DecodeStream;
@@ -37,7 +47,7 @@ pub use turns::{Turn, prompt_of_turns, turns};
 /// Helpers shared by the tests of this folder.
 #[cfg(test)]
 pub(crate) mod testing {
-    use super::{DataOptions, Tokenizer};
+    use super::{DataOptions, ReadOptions, Tokenizer};
 
     /// End-of-text and vocabulary size of the fixture: 256 bytes, 10 merges (spaces and newlines too),
     /// end-of-text.
@@ -59,6 +69,7 @@ pub(crate) mod testing {
             vocab: VOCAB,
             prompt: 0,
             spool: None,
+            read: ReadOptions::default(),
         }
     }
 

@@ -1,20 +1,47 @@
 //! From files to rows, a bounded part at a time: memory does not grow with the files.
 
-use std::io;
+use std::{
+    collections::BTreeMap,
+    io,
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
 
 use rayon::prelude::*;
 
 use super::chunks::{CHUNK, Chunks};
-use super::dataset::{DataReport, Dataset};
+use super::dataset::{self, DataReport, Dataset};
 use super::documents::{self, Document};
-use super::options::DataOptions;
-use super::records::{self, Kind, SourceLine};
+use super::formats::Kind;
+use super::forms::Parsed;
+use super::options::{DataOptions, Progress};
+use super::records::{Parser, Record, SourceLine};
 use super::rows::RowBuilder;
+use super::split::{self, Part, Raw};
 use super::tokenizer::Tokenizer;
+use super::weights::Weights;
 use crate::error::{Error, Result};
 
 /// Most records that are tokenised in parallel; they must fit into one chunk.
 const GROUP: usize = 8192;
+
+/// Most different keys that are counted although no form reads them.
+const MOST_IGNORED: usize = 1000;
+
+/// A document as it comes by.
+pub(super) struct Seen<'a> {
+    pub name: &'a str,
+    pub line: Option<usize>,
+    /// Its record; `None` for a part of a text file, which is a document of several parts.
+    pub parsed: Option<&'a Parsed>,
+    pub document: &'a Document,
+}
+
+/// Called with every document, in order.
+pub(super) type Visit<'a> = dyn FnMut(&Seen) + 'a;
 
 /// Reads files one after the other into rows.
 ///
@@ -30,6 +57,14 @@ pub(super) struct Reader<'a> {
     chunk: usize,
     /// Records of a chunk that are tokenised in parallel.
     group: usize,
+    /// How many records have each key that no form reads.
+    ignored: BTreeMap<String, usize>,
+    /// Weights of files; empty where all weigh the same.
+    weights: Weights,
+    /// Bytes of files read so far, and how many there will be.
+    counter: Arc<AtomicU64>,
+    expected: u64,
+    visit: Option<&'a mut Visit<'a>>,
 }
 
 /// The reason why a line makes no document.
@@ -53,7 +88,45 @@ impl<'a> Reader<'a> {
     ) -> Self {
         let builder = RowBuilder::new(options.seq_len, options.pack, options.spool.as_deref())
             .with_prompt(options.vocab, options.prompt);
-        Self { tokenizer, options, builder, report: DataReport::default(), chunk, group }
+        Self {
+            tokenizer,
+            options,
+            builder,
+            report: DataReport::default(),
+            chunk,
+            group,
+            ignored: BTreeMap::new(),
+            weights: Weights::default(),
+            counter: Arc::default(),
+            expected: 0,
+            visit: None,
+        }
+    }
+
+    /// The same reader, which calls `visit` with every document.
+    pub(super) fn visited(self, visit: &'a mut Visit<'a>) -> Self {
+        Self { visit: Some(visit), ..self }
+    }
+
+    /// The same reader, whose rows go to a file in `folder` that can be kept.
+    pub(super) fn kept_in(mut self, folder: &Path) -> Self {
+        self.builder = self.builder.kept_in(folder);
+        self
+    }
+
+    /// How many records have each key that no form reads.
+    pub(super) fn ignored(&self) -> &BTreeMap<String, usize> {
+        &self.ignored
+    }
+
+    /// Announces that files of `bytes` bytes follow.
+    pub(super) fn announce(&mut self, bytes: u64) {
+        self.expected = bytes;
+    }
+
+    /// Counts bytes of files.
+    pub(super) fn counter(&self) -> Arc<AtomicU64> {
+        self.counter.clone()
     }
 
     /// Adds the records of a file called `name`.
@@ -66,12 +139,21 @@ impl<'a> Reader<'a> {
         let records = if kind == Kind::Text && !self.options.line_by_line {
             self.read_whole(name, &mut chunks)?
         } else {
-            self.read_lines(name, &mut chunks, kind)?
+            self.read_records(name, &mut chunks, kind)?
         };
         if records == 0 {
             return Err(SourceLine { name, line: None }.error("is empty; give a file with text or records"));
         }
         self.report.records += records;
+        Ok(())
+    }
+
+    /// Ends a file of this weight: its rows hold nothing of other files.
+    ///
+    /// # Errors
+    /// When the spool folder cannot be written.
+    pub(super) fn end_file(&mut self, weight: f64) -> Result<()> {
+        self.weights.push(self.builder.end_file()?, weight);
         Ok(())
     }
 
@@ -83,13 +165,22 @@ impl<'a> Reader<'a> {
         let (rows, documents, dropped) = self.builder.finish()?;
         if rows.is_empty() {
             return Err(Error::input(format!(
-                "{names}: nothing is supervised in {} records; give completions, answers of the assistant, \
+                "{names}: nothing is supervised in {} record{}; give completions, answers of the assistant, \
                  or labels other than -100, within the first {} tokens",
-                self.report.records, self.options.seq_len
+                self.report.records,
+                if self.report.records == 1 { "" } else { "s" },
+                self.options.seq_len
             )));
         }
         let report = DataReport { documents, dropped, ..self.report };
-        Ok(Dataset::new(rows, report, self.options.vocab))
+        let hints = dataset::hints(names, &report, &self.ignored, self.options.seq_len);
+        let vocab = self.options.vocab;
+        let mut data = match self.weights.is_empty() {
+            true => Dataset::new(rows, report, vocab),
+            false => Dataset::weighted(rows, self.weights, report, vocab)?,
+        };
+        data.hints = hints;
+        Ok(data)
     }
 
     /// A text file as one document, in pieces: [`Document::new`] for a text that need not fit into
@@ -97,6 +188,7 @@ impl<'a> Reader<'a> {
     fn read_whole(&mut self, name: &str, chunks: &mut Chunks<impl io::Read>) -> Result<usize> {
         let mut last = None;
         let mut records = 0;
+        let mut tokens = 0;
         while !chunks.ended() {
             chunks.fill()?;
             if chunks.text().is_empty() {
@@ -111,8 +203,14 @@ impl<'a> Reader<'a> {
                 }
             };
             chunks.take(read);
-            ids.iter().try_for_each(|ids| self.extend(&mut last, ids))?;
+            for ids in &ids {
+                tokens += ids.len();
+                self.visit_text(name, ids);
+                self.extend(&mut last, ids)?;
+            }
+            self.progress();
         }
+        self.report.read_tokens += tokens;
         if records > 0 {
             if last.is_some() {
                 self.extend(&mut last, &[self.options.end_of_text])?;
@@ -120,6 +218,15 @@ impl<'a> Reader<'a> {
             self.builder.end()?;
         }
         Ok(records)
+    }
+
+    /// Shows a part of a text file.
+    fn visit_text(&mut self, name: &str, ids: &[u32]) {
+        if let Some(visit) = &mut self.visit {
+            let targets = ids.iter().map(|&id| id as i32).collect();
+            let document = Document { ids: ids.to_vec(), targets, lost: 0 };
+            visit(&Seen { name, line: None, parsed: None, document: &document });
+        }
     }
 
     /// The ids of the pieces of `text` that no further text can change, and the bytes they are of.
@@ -143,83 +250,134 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// A file with a record a line; returns their number.
-    fn read_lines(&mut self, name: &str, chunks: &mut Chunks<impl io::Read>, kind: Kind) -> Result<usize> {
-        let (mut records, mut next_line) = (0, 1);
-        let mut failed = None;
-        while !chunks.ended() {
-            let end = chunks.fill_lines()?;
-            let text = &chunks.text()[..end];
-            let mut lines = records::lines(text, next_line);
-            loop {
-                let group: Vec<_> = lines.by_ref().take(self.group).collect();
-                if group.is_empty() {
+    /// A file of records, one after the other; returns their number.
+    fn read_records(&mut self, name: &str, chunks: &mut Chunks<impl io::Read>, kind: Kind) -> Result<usize> {
+        let options = self.options;
+        let mut parser = Parser::new(kind, &options.read.keys, options.vocab);
+        let mut splitter = split::splitter(kind);
+        let (mut records, mut failed) = (0, None);
+        loop {
+            let part = splitter.split(chunks.text(), chunks.ended(), self.group);
+            if part.is_empty() {
+                if chunks.ended() {
                     break;
                 }
-                records += group.len();
-                let only_check = failed.is_some();
-                match self.add(name, &group, kind, only_check) {
-                    Ok(found) => failed = failed.or(found),
-                    Err(error) => {
-                        drop(group);
-                        drop(lines);
-                        chunks.drain()?;
-                        return Err(error);
-                    }
+                let used = part.used;
+                chunks.take(used);
+                chunks.fill()?;
+                continue;
+            }
+            let added = self.add_part(name, &part, &mut parser, failed.is_some());
+            let (used, fault) = (part.used, part.fault);
+            let fault = fault.map(|(line, message)| SourceLine { name, line: Some(line) }.error(message));
+            match added.and_then(|added| fault.map_or(Ok(added), Err)) {
+                Ok((read, found)) => {
+                    records += read;
+                    failed = failed.or(found);
+                }
+                Err(error) => {
+                    chunks.drain()?;
+                    return Err(error);
                 }
             }
-            next_line += text.bytes().filter(|&byte| byte == b'\n').count();
-            drop(lines);
-            chunks.take(end);
+            chunks.take(used);
+            self.progress();
         }
         match failed {
             None => Ok(records),
             Some((line, error)) => {
-                let line = (records > 1 || kind == Kind::Jsonl).then_some(line);
+                let line = (records > 1 || kind != Kind::Text).then_some(line);
                 Err(SourceLine { name, line }.error(error))
             }
         }
     }
 
-    /// Adds the documents of `lines` up to the first that cannot be tokenised, and returns that one's
-    /// line and error. `only_check`: adds nothing and looks only whether every line is a record.
+    /// Adds the records of `part`; returns their number, and line and error of the first that cannot be tokenised.
+    fn add_part(
+        &mut self,
+        name: &str,
+        part: &Part,
+        parser: &mut Parser,
+        only_check: bool,
+    ) -> Result<(usize, Option<(usize, Error)>)> {
+        let mut raw = &part.raw[..];
+        if let ([first, others @ ..], true) = (raw, parser.wants_columns()) {
+            parser.take_columns(SourceLine { name, line: Some(first.line) }, first.text)?;
+            raw = others;
+        }
+        Ok((raw.len(), self.add(name, raw, parser, only_check)?))
+    }
+
+    /// Adds the documents of `raw` up to the first that cannot be tokenised, and returns that one's
+    /// line and error. `only_check`: adds nothing and looks only whether each is a record.
     ///
     /// # Errors
-    /// The first line that is no record, or a spool folder that cannot be written.
+    /// The first that is no record, or a spool folder that cannot be written.
     fn add(
         &mut self,
         name: &str,
-        lines: &[(usize, &str)],
-        kind: Kind,
+        raw: &[Raw],
+        parser: &Parser,
         only_check: bool,
     ) -> Result<Option<(usize, Error)>> {
         let (tokenizer, options) = (self.tokenizer, self.options);
-        let document = |&(line, text): &(usize, &str)| {
-            let place = SourceLine { name, line: Some(line) };
-            let record = records::of_line(place, text, kind, options.vocab).map_err(Fault::Record)?;
+        let document = |raw: &Raw| {
+            let place = SourceLine { name, line: Some(raw.line) };
+            let parsed = parser.parse(place, raw.text).map_err(Fault::Record)?;
             if only_check {
                 return Ok(None);
             }
-            Document::new(&record, tokenizer, options).map(Some).map_err(Fault::Document)
+            let document = Document::new(&parsed.record, tokenizer, options).map_err(Fault::Document)?;
+            Ok(Some((parsed, document)))
         };
         // Tokenised in parallel, added in order.
-        let mut documents: Vec<_> = lines.par_iter().map(document).collect();
+        let mut documents: Vec<_> = raw.par_iter().map(document).collect();
         if let Some(at) = documents.iter().position(|document| matches!(document, Err(Fault::Record(_))))
             && let Err(Fault::Record(error)) = documents.swap_remove(at)
         {
             return Err(error);
         }
-        for (document, &(line, _)) in documents.into_iter().zip(lines) {
+        for (document, raw) in documents.into_iter().zip(raw) {
             match document {
-                Err(Fault::Record(error) | Fault::Document(error)) => return Ok(Some((line, error))),
+                Err(Fault::Record(error) | Fault::Document(error)) => return Ok(Some((raw.line, error))),
                 Ok(None) => {}
-                Ok(Some(document)) => {
-                    self.report.truncated += usize::from(document.cut);
+                Ok(Some((parsed, document))) => {
+                    self.count(&parsed, &document);
+                    if let Some(visit) = &mut self.visit {
+                        visit(&Seen {
+                            name,
+                            line: Some(raw.line),
+                            parsed: Some(&parsed),
+                            document: &document,
+                        });
+                    }
                     self.builder.push(&document)?;
                 }
             }
         }
         Ok(None)
+    }
+
+    fn count(&mut self, parsed: &Parsed, document: &Document) {
+        let (report, inputs) = (&mut self.report, document.ids.len() + document.lost);
+        report.truncated += usize::from(document.lost > 0);
+        report.cut_tokens += document.lost;
+        report.read_tokens += inputs;
+        if !matches!(parsed.record, Record::File(_) | Record::Text(_)) {
+            report.longest_record = report.longest_record.max(inputs);
+        }
+        for key in &parsed.ignored {
+            if let Some(count) = self.ignored.get_mut(key) {
+                *count += 1;
+            } else if self.ignored.len() < MOST_IGNORED {
+                self.ignored.insert(key.clone(), 1);
+            }
+        }
+    }
+
+    fn progress(&self) {
+        let done = self.counter.load(Ordering::Relaxed);
+        self.options.read.watch.tell(Progress { done, total: self.expected });
     }
 }
 

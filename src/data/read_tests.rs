@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::data::testing::{options, tokenizer};
-use crate::data::{NO_LOSS, Row, records::Record};
+use crate::data::{NO_LOSS, Row};
 
 /// Sizes of chunks and groups, from absurd to the real ones.
 const PARTS: [(usize, usize); 5] = [(1, 1), (5, 2), (64, 3), (5000, 100), (CHUNK, GROUP)];
@@ -53,14 +53,21 @@ fn plain(
         let line = (records.len() > 1 || kind == Kind::Jsonl).then_some(*line);
         let document = Document::new(record, tokenizer, options)
             .map_err(|error| SourceLine { name: "d", line }.error(error).to_string())?;
-        report.truncated += usize::from(document.cut);
+        report.truncated += usize::from(document.lost > 0);
+        report.cut_tokens += document.lost;
+        report.read_tokens += document.ids.len() + document.lost;
+        if matches!(record, Record::Completion { .. } | Record::Messages(_) | Record::Ids { .. }) {
+            report.longest_record = report.longest_record.max(document.ids.len() + document.lost);
+        }
         plain_windows(&document, options, &mut rows, &mut report);
     }
     if rows.is_empty() {
         return Err(format!(
-            "d: nothing is supervised in {} records; give completions, answers of the assistant, or labels \
+            "d: nothing is supervised in {} record{}; give completions, answers of the assistant, or labels \
              other than -100, within the first {} tokens",
-            report.records, options.seq_len
+            report.records,
+            if report.records == 1 { "" } else { "s" },
+            options.seq_len
         ));
     }
     report.rows = rows.len();
@@ -90,10 +97,11 @@ fn plain_records(text: &str, kind: Kind, options: &DataOptions) -> Result<Vec<(u
         return Ok(whole.into_iter().collect());
     }
     let lines = (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty());
+    let parser = Parser::new(kind, &options.read.keys, options.vocab);
     let record = |(line, text)| {
         let place = SourceLine { name: "d", line: Some(line) };
-        let record = records::of_line(place, text, kind, options.vocab);
-        record.map(|record| (line, record)).map_err(|error| error.to_string())
+        let parsed = parser.parse(place, text);
+        parsed.map(|parsed| (line, parsed.record)).map_err(|error| error.to_string())
     };
     lines.map(record).collect()
 }

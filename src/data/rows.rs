@@ -66,6 +66,11 @@ impl RowBuilder {
         Self { vocab, prompt, ..self }
     }
 
+    /// Puts rows of more than 1 MiB into a file in `folder` that can be kept ([`Rows::persist`]).
+    pub(super) fn kept_in(self, folder: &Path) -> Self {
+        Self { store: Writer::kept_in(folder), ..self }
+    }
+
     /// Adds the windows of `document`; one without inputs counts as dropped.
     ///
     /// # Errors
@@ -104,6 +109,15 @@ impl RowBuilder {
         self.documents += usize::from(self.kept > 0);
         (self.windows, self.kept) = (0, 0);
         Ok(())
+    }
+
+    /// Ends the open row, so that none holds documents of two files, and returns the number of rows so far.
+    ///
+    /// # Errors
+    /// As [`RowBuilder::push`].
+    pub(super) fn end_file(&mut self) -> Result<usize> {
+        self.close_row()?;
+        Ok(self.store.len())
     }
 
     /// The rows, the number of documents in them, and the number of windows left out.
@@ -152,7 +166,7 @@ mod tests {
     fn document(first: u32, length: u32) -> Document {
         let ids: Vec<u32> = (first..first + length).collect();
         let targets = ids.iter().map(|&id| id as i32 + 1).collect();
-        Document { ids, targets, cut: false }
+        Document { ids, targets, lost: 0 }
     }
 
     fn build(documents: &[Document], seq_len: usize, pack: bool) -> (Vec<Row>, usize, usize) {

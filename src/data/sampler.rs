@@ -22,6 +22,16 @@ impl Sampler {
         Self { len: len.max(1), seed, shuffle, last: Mutex::new(None) }
     }
 
+    /// Rows that it draws from, at least 1.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there is nothing to draw from: never.
+    pub fn is_empty(&self) -> bool {
+        false
+    }
+
     /// The row of draw `k`, counted from 0 at the start of training.
     pub fn row(&self, k: u64) -> usize {
         let (epoch, index) = (self.epoch(k), (k % self.len as u64) as usize);

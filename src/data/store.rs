@@ -6,10 +6,11 @@ use std::{
     io::{self, Write},
     ops::Range,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
 };
 
 use memmap2::Mmap;
+use tempfile::TempPath;
 
 use super::batch::RowRef;
 use crate::{
@@ -36,6 +37,8 @@ const _: () = assert!(cfg!(target_endian = "little"), "rows are mapped as little
 struct Store {
     words: Words,
     rows: usize,
+    /// A file that can still be kept, with its temporary name; it is removed with the store.
+    unkept: Mutex<Option<(File, TempPath)>>,
 }
 
 enum Words {
@@ -56,10 +59,15 @@ impl Store {
 
     /// The words of row `index`.
     fn range(&self, index: usize) -> Range<usize> {
+        self.offset(index)..self.offset(index + 1)
+    }
+
+    /// The word where row `index` begins; for the number of rows that where the index begins.
+    fn offset(&self, index: usize) -> usize {
         let words = self.words();
         let entries = words[words.len() - 2 * (self.rows + 1)..].as_chunks::<2>().0;
-        let at = |[low, high]: [u32; 2]| (u64::from(high) << 32 | u64::from(low)) as usize;
-        at(entries[index])..at(entries[index + 1])
+        let [low, high] = entries[index];
+        (u64::from(high) << 32 | u64::from(low)) as usize
     }
 
     fn row(&self, index: usize) -> RowRef<'_> {
@@ -109,7 +117,7 @@ pub(super) fn bytes_of(words: &[u32]) -> &[u8] {
 #[derive(Clone)]
 pub struct Rows {
     store: Arc<Store>,
-    /// Rows of the store, ascending; `None`: all.
+    /// Rows of the store, ascending, some perhaps several times; `None`: all.
     part: Option<Arc<[u32]>>,
     longest: usize,
 }
@@ -119,6 +127,37 @@ impl Rows {
         let mut rows = Self { store, part, longest: 0 };
         rows.longest = rows.iter().map(|row| row.ids.len()).max().unwrap_or(0);
         rows
+    }
+
+    /// `rows` rows from a file of `bytes` bytes that [`Rows::persist`] wrote.
+    ///
+    /// # Errors
+    /// When it cannot be mapped, or has another length.
+    pub(super) fn open(path: &Path, rows: usize, bytes: u64) -> io::Result<Self> {
+        let file = File::open(path)?;
+        let index = 8 * (rows as u64 + 1);
+        if file.metadata()?.len() != bytes || bytes % 4 != 0 || bytes < index {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        // SAFETY: nobody writes to a file of the cache: it is put there whole by a rename, and only ever unlinked.
+        let words = Words::Mapped(unsafe { Mmap::map(&file) }?);
+        let store = Store { words, rows, unkept: Mutex::default() };
+        if store.offset(rows) as u64 * 4 + index != bytes {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        Ok(Self::new(Arc::new(store), None))
+    }
+
+    /// Keeps the file of the rows as `path`.
+    ///
+    /// # Errors
+    /// When they are in no file that can be kept, or it cannot be moved.
+    pub(super) fn persist(&self, path: &Path) -> io::Result<()> {
+        let unkept = self.store.unkept.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let (file, name) = unkept.ok_or(io::ErrorKind::NotFound)?;
+        // A machine that stops may else leave a file of the right length without its bytes.
+        file.sync_all()?;
+        name.persist(path).map_err(|error| error.error)
     }
 
     /// Rows of the set or of the part.
@@ -169,7 +208,7 @@ impl Rows {
         self.store.release(0..self.store.words().len());
     }
 
-    /// The rows at `indices` (ascending), with the same numbers.
+    /// The rows at `indices` (ascending, an index may come again), with the same numbers.
     pub(super) fn part(&self, indices: impl Iterator<Item = usize>) -> Self {
         let part = indices.map(|index| self.place(index) as u32).collect();
         Self::new(self.store.clone(), Some(part))
@@ -211,7 +250,9 @@ impl fmt::Debug for Rows {
 pub(super) struct Writer {
     /// Folder for a file; `None`: everything stays in memory.
     folder: Option<PathBuf>,
-    file: Option<File>,
+    /// Whether the file has a name until the rows are dropped, so that it can be kept.
+    keep: bool,
+    file: Option<(File, Option<TempPath>)>,
     /// Words not yet in the file.
     waiting: Vec<u32>,
     /// Positions of each row: 4 bytes a row are in memory until the index is written.
@@ -220,7 +261,13 @@ pub(super) struct Writer {
 
 impl Writer {
     pub(super) fn new(folder: Option<&Path>) -> Self {
-        Self { folder: folder.map(Path::to_owned), file: None, waiting: Vec::new(), lengths: Vec::new() }
+        let folder = folder.map(Path::to_owned);
+        Self { folder, keep: false, file: None, waiting: Vec::new(), lengths: Vec::new() }
+    }
+
+    /// A writer whose file in `folder` can be kept.
+    pub(super) fn kept_in(folder: &Path) -> Self {
+        Self { keep: true, ..Self::new(Some(folder)) }
     }
 
     /// Adds a row; all three slices have its length.
@@ -235,6 +282,11 @@ impl Writer {
         self.relieve()
     }
 
+    /// Number of rows so far.
+    pub(super) fn len(&self) -> usize {
+        self.lengths.len()
+    }
+
     /// The rows.
     ///
     /// # Errors
@@ -247,14 +299,17 @@ impl Writer {
             begin += 3 * u64::from(length);
             self.relieve()?;
         }
-        let words = match self.file.take() {
+        let (words, unkept) = match self.file.take() {
             None => {
                 self.waiting.shrink_to_fit();
-                Words::Heap(self.waiting)
+                (Words::Heap(self.waiting), None)
             }
-            Some(mut file) => Words::Mapped(self.map(&mut file).map_err(|cause| self.refused(&cause))?),
+            Some((mut file, name)) => {
+                let map = self.map(&mut file).map_err(|cause| self.refused(&cause))?;
+                (Words::Mapped(map), name.map(|name| (file, name)))
+            }
         };
-        Ok(Rows::new(Arc::new(Store { words, rows }), None))
+        Ok(Rows::new(Arc::new(Store { words, rows, unkept: Mutex::new(unkept) }), None))
     }
 
     /// Writes the waiting words to the file once they are 1 MiB.
@@ -263,10 +318,17 @@ impl Writer {
             return Ok(());
         };
         if self.file.is_none() {
-            let made = tempfile::tempfile_in(nearest(folder));
+            let made = match self.keep {
+                true => {
+                    let named = tempfile::Builder::new().prefix(".partial-").tempfile_in(folder);
+                    named.map(|named| named.into_parts()).map(|(file, name)| (file, Some(name)))
+                }
+                false => tempfile::tempfile_in(nearest(folder)).map(|file| (file, None)),
+            };
             self.file = Some(made.map_err(|cause| self.refused(&cause))?);
         }
-        let written = self.file.as_mut().map_or(Ok(()), |file| file.write_all(bytes_of(&self.waiting)));
+        let waiting = bytes_of(&self.waiting);
+        let written = self.file.as_mut().map_or(Ok(()), |(file, _)| file.write_all(waiting));
         written.map_err(|cause| self.refused(&cause))?;
         self.waiting.clear();
         Ok(())
@@ -284,8 +346,9 @@ impl Writer {
     fn refused(&self, cause: &io::Error) -> Error {
         let folder = self.folder.as_deref().unwrap_or(Path::new("")).display();
         Error::failed(format!(
-            "{folder}: cannot take the file of tokenised rows: {cause}; {}",
-            engraft_util::atomic::remedy(cause)
+            "{folder}: cannot take the file of tokenised rows: {cause}; {}{}",
+            engraft_util::atomic::remedy(cause),
+            if self.keep { ", or give --no-token-cache" } else { "" }
         ))
     }
 }
@@ -430,7 +493,7 @@ mod tests {
     fn a_full_disk_is_an_error() {
         for rows in [5000, 4000] {
             let mut writer = Writer::new(Some(Path::new("/full")));
-            writer.file = Some(File::options().write(true).open("/dev/full").unwrap());
+            writer.file = Some((File::options().write(true).open("/dev/full").unwrap(), None));
             let pushed = (0..rows).try_for_each(|index| writer.push(row(index).view()));
             let error = pushed.and_then(|()| writer.finish().map(drop)).unwrap_err();
             assert_eq!(error.exit_code(), 1);

@@ -20,6 +20,8 @@ const PIECE_BYTES: usize = 64 << 10;
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
+    /// BLAKE3 of its files.
+    identity: String,
     vocab_size: usize,
     /// The places where long texts may be cut; `None` if there are none.
     cuts: Option<Cuts>,
@@ -60,7 +62,7 @@ impl Tokenizer {
         let inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|cause| {
             Error::input(format!("{name}: is no tokenizer: {cause}; download the file again"))
         })?;
-        Self::new(inner, name)
+        Self::new(inner, name, blake3::hash(bytes).to_hex().to_string())
     }
 
     /// Byte-level BPE as GPT-2: no space is put before the text, end-of-text is one special token.
@@ -81,12 +83,17 @@ impl Tokenizer {
         if inner.token_to_id(END_OF_TEXT).is_some() {
             inner.add_special_tokens([AddedToken::from(END_OF_TEXT, true)]).map_err(broken)?;
         }
-        Self::new(inner, &name)
+        let mut hasher = blake3::Hasher::new();
+        for path in [vocab, merges] {
+            let bytes = fs::read(path).map_err(|cause| Error::reading(path, &cause))?;
+            hasher.update(&(bytes.len() as u64).to_le_bytes()).update(&bytes);
+        }
+        Self::new(inner, &name, hasher.finalize().to_hex().to_string())
     }
 
     /// Takes over `inner` without what its file may say about truncation, padding and BPE dropout:
     /// each of them would change a document silently.
-    fn new(mut inner: tokenizers::Tokenizer, name: &str) -> Result<Self> {
+    fn new(mut inner: tokenizers::Tokenizer, name: &str, identity: String) -> Result<Self> {
         inner
             .with_truncation(None)
             .map_err(|cause| Error::input(format!("{name}: {cause}; download the file again")))?;
@@ -104,7 +111,7 @@ impl Tokenizer {
             return Err(Error::input(format!("{name}: has an empty vocabulary; download the file again")));
         }
         let cuts = Cuts::of(&inner);
-        Ok(Self { inner, vocab_size, cuts })
+        Ok(Self { inner, identity, vocab_size, cuts })
     }
 
     /// The ids of `text`, without special tokens around it. A special token spelled out in the
@@ -161,6 +168,11 @@ impl Tokenizer {
                 ids.len()
             ))
         })
+    }
+
+    /// Tells two tokenizers apart: BLAKE3 of the files that this one was made from, in hex.
+    pub(super) fn identity(&self) -> &str {
+        &self.identity
     }
 
     /// One more than the largest id this tokenizer can give.

@@ -4,19 +4,41 @@ use std::{borrow::Cow, sync::Arc};
 
 use engraft_adapters::AdapterSet;
 
-use super::trainer::{Evaluation, evaluate};
 use crate::{
     data::Batch,
     device::{Buffer, arena::Arenas},
-    error::Result,
-    model::{AdapterBindings, Base, Limits, OutputScales, Policy, PrefixState, Stack, Trained},
+    error::{Error, Result},
+    model::{
+        AdapterBindings, Base, Limits, OutputScales, Policy, PrefixState, Stack, Trained,
+        not_finite::remedy_in_use,
+    },
 };
+
+/// The loss of a data set.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Evaluation {
+    /// Mean over all supervised tokens.
+    pub loss: f64,
+    /// Number of supervised tokens.
+    pub tokens: usize,
+    /// Rows that were evaluated.
+    pub rows: usize,
+}
+
+impl Evaluation {
+    /// e to the mean loss.
+    pub fn perplexity(&self) -> f64 {
+        self.loss.exp()
+    }
+}
 
 /// A base with or without an adapter, for evaluation only.
 pub struct Evaluator {
     stack: Stack,
     values: Buffer,
     prefix: Option<PrefixState>,
+    /// The end of the sentence about a loss that is not finite.
+    remedy: String,
 }
 
 impl Evaluator {
@@ -49,16 +71,44 @@ impl Evaluator {
         if let Some(mut scales) = scales {
             stack.derive(&mut scales, values.view_mut());
         }
-        Ok(Self { stack, values, prefix })
+        let remedy = remedy_in_use(&sets, "lower lora_alpha in its adapter_config.json");
+        Ok(Self { stack, values, prefix, remedy })
     }
 
     /// Mean loss over `batches`.
     ///
     /// # Errors
-    /// When a token is outside the vocabulary or nothing is supervised.
+    /// When a token is outside the vocabulary, nothing is supervised, or the loss is not finite.
     pub fn evaluate(&mut self, batches: &mut dyn Iterator<Item = Batch>) -> Result<Evaluation> {
         let values = self.values.view();
         let prefix = self.prefix.as_ref().map(|prefix| prefix.view(values));
-        evaluate(&mut self.stack, Trained { values, prefix }, batches)
+        evaluate(&mut self.stack, Trained { values, prefix }, batches, || self.remedy.clone())
     }
+}
+
+/// Mean loss of `stack` over `batches`; `remedy` ends the sentence about one that is not finite.
+///
+/// # Errors
+/// When a token is outside the vocabulary, nothing is supervised, or the loss is not finite.
+pub fn evaluate(
+    stack: &mut Stack,
+    trained: Trained,
+    batches: &mut dyn Iterator<Item = Batch>,
+    remedy: impl FnOnce() -> String,
+) -> Result<Evaluation> {
+    let (mut sum, mut tokens, mut rows) = (0f64, 0, 0);
+    for batch in batches {
+        let losses = stack.loss(trained, &batch)?;
+        sum += losses.sum;
+        tokens += losses.tokens;
+        rows += batch.rows;
+    }
+    if tokens == 0 {
+        return Err(Error::input("the evaluation data has no supervised token; check its labels"));
+    }
+    let loss = sum / tokens as f64;
+    if !loss.is_finite() {
+        return Err(Error::failed(format!("the evaluation loss is {loss}; {}", remedy())));
+    }
+    Ok(Evaluation { loss, tokens, rows })
 }

@@ -5,5 +5,5 @@ pub mod evaluator;
 pub mod trainer;
 
 pub use before_update::{BeforeUpdate, PendingUpdate};
-pub use evaluator::Evaluator;
-pub use trainer::{Evaluation, StepReport, Trainer, TrainerOptions, VALUES};
+pub use evaluator::{Evaluation, Evaluator};
+pub use trainer::{StepReport, Trainer, TrainerOptions, VALUES};

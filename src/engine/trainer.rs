@@ -4,7 +4,10 @@ use std::{borrow::Cow, sync::Arc};
 
 use engraft_adapters::AdapterSet;
 
-use super::before_update::{BeforeUpdate, PendingUpdate};
+use super::{
+    before_update::{BeforeUpdate, PendingUpdate},
+    evaluator::{Evaluation, evaluate},
+};
 use crate::{
     data::Batch,
     device::{
@@ -15,10 +18,11 @@ use crate::{
         cpu::on_pool,
     },
     error::{Error, Result},
-    kernels::head_loss::Tally,
+    kernels::{head_loss::Tally, noise},
     model::{
         AdapterBindings, Base, Config, Gradients, Limits, LossSum, OutputScales, Pass, Policy, PrefixState,
         Stack, Trained,
+        not_finite::remedy_in_training,
         scratch::{self, ScratchNeeds},
     },
     observe::phase::{self, Phase},
@@ -45,7 +49,9 @@ pub struct TrainerOptions {
     pub clip: f64,
     /// Part of the target probability spread over the vocabulary.
     pub label_smoothing: f64,
-    /// Seed of the dropout masks.
+    /// Alpha of the noise on the embeddings; 0 for none.
+    pub neftune: f64,
+    /// Seed of dropout masks and noise.
     pub seed: u64,
 }
 
@@ -103,24 +109,6 @@ pub struct StepReport {
     pub scale: LossScale,
 }
 
-/// The loss of a data set.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Evaluation {
-    /// Mean over all supervised tokens.
-    pub loss: f64,
-    /// Number of supervised tokens.
-    pub tokens: usize,
-    /// Rows that were evaluated.
-    pub rows: usize,
-}
-
-impl Evaluation {
-    /// e to the mean loss.
-    pub fn perplexity(&self) -> f64 {
-        self.loss.exp()
-    }
-}
-
 /// The flat store of trained values, with its gradient and the optimizer's memory.
 struct Trainables {
     prefix: Option<PrefixState>,
@@ -149,6 +137,15 @@ impl Trainables {
         let optimizer = Optimizer::new(optimizer, &segments, adamw, policy.moments, arenas)?;
         Ok(Self { prefix, scales, store, gradient, optimizer })
     }
+}
+
+/// What is the same for all micro-batches of a step.
+#[derive(Clone, Copy)]
+struct StepFactors {
+    /// Factor of every token's gradient.
+    factor: f32,
+    /// Largest noise on the embeddings.
+    noise: f32,
 }
 
 /// A frozen base, an adapter and an optimizer.
@@ -244,8 +241,9 @@ impl Trainer {
             let losses = self.accumulate(micro_batches)?;
             if !losses.sum.is_finite() {
                 return Err(Error::failed(format!(
-                    "the loss of step {step} is not finite ({}); lower --lr{}",
+                    "the loss of step {step} is not finite ({}); {}{}",
                     losses.sum,
+                    remedy_in_training(&self.set, step - 1),
                     if self.scale.is_dynamic() { ", or give --precision bf16 or f32" } else { "" }
                 )));
             }
@@ -263,7 +261,7 @@ impl Trainer {
                 self.scale.succeeded();
                 break (losses, norm);
             }
-            self.scale.overflowed(step, norm)?;
+            self.scale.overflowed(step, norm, &remedy_in_training(&self.set, step - 1))?;
         };
         self.refresh();
         Ok(StepReport {
@@ -316,9 +314,12 @@ impl Trainer {
         self.gradient_scale = self.scale.factor();
         let factor = self.gradient_scale as f32 / supervised as f32;
         let (mut tally, mut tokens) = (Tally::default(), 0);
+        // As if the rows of a step were one batch, which is padded to its longest row.
+        let longest = micro_batches.iter().map(|batch| batch.seq_len).max().unwrap_or(0);
+        let noise = noise::magnitude(self.options.neftune, longest, self.stack.base().config.width);
         let mut first_row = 0;
         for batch in micro_batches {
-            tokens += self.micro_batch(batch, factor, first_row, &mut tally)?;
+            tokens += self.micro_batch(batch, StepFactors { factor, noise }, first_row, &mut tally)?;
             first_row += batch.rows;
         }
         if let Some(prefix) = &mut self.prefix {
@@ -335,14 +336,15 @@ impl Trainer {
     fn micro_batch(
         &mut self,
         batch: &Batch,
-        factor: f32,
+        factors: StepFactors,
         first_row: usize,
         tally: &mut Tally,
     ) -> Result<usize> {
         let TrainerOptions { seed, seq_len, label_smoothing, .. } = self.options;
         let step = self.optimizer.step();
         let dropout = Pass::dropout(self.dropout, seed, step, first_row, batch.seq_len, seq_len);
-        let pass = Pass { factor, smoothing: label_smoothing as f32, dropout };
+        let noise = Pass::noise(factors.noise, dropout, seed, step, self.stack.base().config.vocab);
+        let pass = Pass { factor: factors.factor, smoothing: label_smoothing as f32, dropout, noise };
         let values = self.values.view();
         // The gradient of a prefix is written while its values are read: two buffers of one struct.
         let (prefix, d_prefix) = match &mut self.prefix {
@@ -364,7 +366,8 @@ impl Trainer {
         self.derive();
         let values = self.values.view();
         let prefix = self.prefix.as_ref().map(|prefix| prefix.view(values));
-        evaluate(&mut self.stack, Trained { values, prefix }, batches)
+        let remedy = || remedy_in_training(&self.set, self.optimizer.step());
+        evaluate(&mut self.stack, Trained { values, prefix }, batches, remedy)
     }
 
     /// Number of optimizer steps done.
@@ -407,6 +410,11 @@ impl Trainer {
     /// The device of the base and of all buffers.
     pub fn device(&self) -> Device {
         self.stack.base().device
+    }
+
+    /// The frozen base that it trains on.
+    pub fn base(&self) -> &Arc<Base> {
+        self.stack.base()
     }
 
     /// The adapter set being trained.
@@ -465,32 +473,4 @@ impl Trainer {
     pub fn memory(&self) -> Vec<TableRow> {
         self.table.clone()
     }
-}
-
-/// Mean loss of `stack` over `batches`.
-///
-/// # Errors
-/// When a token is outside the vocabulary or nothing is supervised.
-pub fn evaluate(
-    stack: &mut Stack,
-    trained: Trained,
-    batches: &mut dyn Iterator<Item = Batch>,
-) -> Result<Evaluation> {
-    let (mut sum, mut tokens, mut rows) = (0f64, 0, 0);
-    for batch in batches {
-        let losses = stack.loss(trained, &batch)?;
-        sum += losses.sum;
-        tokens += losses.tokens;
-        rows += batch.rows;
-    }
-    if tokens == 0 {
-        return Err(Error::input("the evaluation data has no supervised token; check its labels"));
-    }
-    let loss = sum / tokens as f64;
-    if !loss.is_finite() {
-        return Err(Error::failed(format!(
-            "the evaluation loss is {loss}; lower --lr, or check base and adapter for damaged weights"
-        )));
-    }
-    Ok(Evaluation { loss, tokens, rows })
 }

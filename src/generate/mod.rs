@@ -16,8 +16,8 @@ pub use session::{Answer, Session};
 use crate::{
     data::Tokenizer,
     device::Frozen,
-    error::Result,
-    model::{AdapterBindings, Base, BlockWeights, Decoder},
+    error::{Error, Result},
+    model::{AdapterBindings, Base, BlockWeights, Decoder, not_finite::remedy_in_use},
     observe::machine,
 };
 
@@ -71,6 +71,8 @@ pub struct Generator<'a> {
     values: Vec<f32>,
     tokenizer: Option<&'a Tokenizer>,
     end_of_text: Option<u32>,
+    /// The end of the sentence about logits that are not finite.
+    remedy: String,
 }
 
 impl<'a> Generator<'a> {
@@ -86,7 +88,11 @@ impl<'a> Generator<'a> {
             Some(tokenizer) => tokenizer.end_of_text(base.config.eos_token),
             None => base.config.eos_token,
         };
-        Ok(Self { base, settled: OnceCell::new(), bindings, values, tokenizer, end_of_text })
+        let remedy = remedy_in_use(
+            &sets,
+            "give --adapter DIR=SCALE with a smaller SCALE, or lower lora_alpha in its adapter_config.json",
+        );
+        Ok(Self { base, settled: OnceCell::new(), bindings, values, tokenizer, end_of_text, remedy })
     }
 
     /// Tokens of prompt and continuation together that fit after the virtual tokens of prefix and prompt.
@@ -204,6 +210,7 @@ impl<'a> Generator<'a> {
 struct Running<'a> {
     options: &'a GenerateOptions,
     chooser: Chooser<'a>,
+    remedy: String,
     text: Option<Text<'a>>,
     end_of_text: Option<u32>,
     /// Prompt and new tokens.
@@ -224,6 +231,7 @@ impl<'a> Running<'a> {
         Self {
             options,
             chooser: Chooser::new(options, seed, generator.end_of_text),
+            remedy: generator.remedy.clone(),
             text: generator.tokenizer.map(|tokenizer| Text::new(tokenizer, &options.stop)),
             end_of_text: generator.end_of_text,
             seen: prompt.to_vec(),
@@ -236,6 +244,9 @@ impl<'a> Running<'a> {
     /// Chooses the next token; `full` when no further one can be read.
     fn advance(&mut self, full: bool, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<()> {
         let new = self.seen.len() - self.prompt;
+        if let Some(bad) = self.logits.iter().find(|logit| !logit.is_finite()) {
+            return Err(Error::failed(format!("the model gives a logit of {bad}; {}", self.remedy)));
+        }
         let id = self.chooser.choose(&mut self.logits, &self.seen, new)?;
         if Some(id) == self.end_of_text {
             self.finish = Some(Finish::EndOfText);

@@ -8,6 +8,8 @@ use crate::error::Error;
 /// The requested repository, as errors name it.
 pub(super) struct Asked<'a> {
     pub(super) id: &'a str,
+    /// `model` or `data set`
+    pub(super) what: &'static str,
     pub(super) options: &'a HubOptions,
 }
 
@@ -48,8 +50,9 @@ impl Asked<'_> {
                 "{id}: the hub refuses the token; set HF_TOKEN to a valid token that may read it"
             )),
             (401, _) => Error::input(format!(
-                "{id}: the hub knows no public model of this name; check the id, \
-                 or set HF_TOKEN to a token that may read it"
+                "{id}: the hub knows no public {} of this name; check the id, \
+                 or set HF_TOKEN to a token that may read it",
+                self.what
             )),
             (403, _) => Error::input(format!(
                 "{id}: the token in use may not read it; set HF_TOKEN to a token that may"
@@ -65,7 +68,7 @@ impl Asked<'_> {
     pub(super) fn no_revision(&self, code: Option<&str>) -> Error {
         let id = self.id;
         if code == Some("RepoNotFound") {
-            return Error::input(format!("{id}: the hub knows no model of this name; check the id"));
+            return Error::input(format!("{id}: the hub knows no {} of this name; check the id", self.what));
         }
         Error::input(format!(
             "{id}: has no revision {}; give a branch, tag or commit that it has as --revision",
@@ -76,9 +79,10 @@ impl Asked<'_> {
     /// The repository is there and lacks the file.
     pub(super) fn no_file(&self, files: &str) -> Error {
         Error::input(format!(
-            "{}: holds no {files} at revision {}; choose another model",
+            "{}: holds no {files} at revision {}; {}",
             self.id,
-            self.revision()
+            self.revision(),
+            if self.what == "model" { "choose another model" } else { "name one of its files" }
         ))
     }
 

@@ -93,6 +93,33 @@ pub fn base(name: &str, options: &HubOptions, progress: &dyn Fn(Progress)) -> Re
     }
 }
 
+/// As [`base()`], but of a model of the hub only what sizes and tokens need: no weights.
+///
+/// # Errors
+/// As [`base()`].
+pub fn tokenizer(name: &str, options: &HubOptions, progress: &dyn Fn(Progress)) -> Result<PathBuf> {
+    match local(name, "--base")? {
+        Some(folder) => Ok(folder),
+        None => config_and_tokenizer(&Repo::open(name, options, progress)?),
+    }
+}
+
+/// The file `file` of the hub's data set `id` (`owner/name`) as a file of the cache.
+///
+/// # Errors
+/// [`Error::Input`] when `id` is none, or names what is not there or may not be read; [`Error::Failed`] when the network or
+/// the disk does.
+pub fn data_file(id: &str, file: &str, options: &HubOptions, progress: &dyn Fn(Progress)) -> Result<PathBuf> {
+    if !is_id(id) {
+        return Err(Error::input(format!("hub:{id}/{file}: {id:?} is no id; give hub:owner/name/file")));
+    }
+    if file.split('/').any(|part| part.is_empty() || part == "..") {
+        return Err(Error::input(format!("hub:{id}/{file}: {file:?} is no file; give hub:owner/name/file")));
+    }
+    let repo = Repo::data_set(id, options, progress)?;
+    repo.get(file)?.ok_or_else(|| repo.absent(file))
+}
+
 /// The folder `name`, or else the hub's adapter of that id as a folder of the cache.
 ///
 /// The folder holds PEFT's two files, or `lora/` and `prefix/` that do.
@@ -137,13 +164,18 @@ pub fn is_id(name: &str) -> bool {
     name.len() <= 96 && name.split('/').count() <= 2 && name.split('/').all(part)
 }
 
-/// `config.json`, the tokenizer if there is one, and the weights in the first form that is there.
-fn base_files(repo: &Repo) -> Result<PathBuf> {
+/// `config.json` and the tokenizer if there is one; their folder.
+fn config_and_tokenizer(repo: &Repo) -> Result<PathBuf> {
     let Some(config) = repo.get("config.json")? else { return Err(repo.absent("config.json")) };
-    let folder = config.parent().unwrap_or(Path::new("")).to_owned();
     if repo.get("tokenizer.json")?.is_none() && repo.get("vocab.json")?.is_some() {
         repo.get("merges.txt")?;
     }
+    Ok(config.parent().unwrap_or(Path::new("")).to_owned())
+}
+
+/// As [`config_and_tokenizer`], and the weights in the first form that is there.
+fn base_files(repo: &Repo) -> Result<PathBuf> {
+    let folder = config_and_tokenizer(repo)?;
     for (single, index) in [
         ("model.safetensors", "model.safetensors.index.json"),
         ("pytorch_model.bin", "pytorch_model.bin.index.json"),

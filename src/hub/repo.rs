@@ -18,13 +18,14 @@ use super::{
 };
 use crate::error::{Error, Result};
 
-/// A model repository, asked for one file after the other.
+/// A repository, asked for one file after the other.
 pub(super) struct Repo<'a> {
     id: &'a str,
+    kind: RepoType,
     options: &'a HubOptions,
     client: Client,
     progress: &'a dyn Fn(Progress),
-    /// `models--<owner>--<name>` in the cache.
+    /// `models--<owner>--<name>` or `datasets--<owner>--<name>` in the cache.
     folder: PathBuf,
     cache: CacheRepo,
     /// The commit that the first file came from; all others must come from it too.
@@ -32,10 +33,30 @@ pub(super) struct Repo<'a> {
 }
 
 impl<'a> Repo<'a> {
+    /// The repository of a model.
     pub(super) fn open(id: &'a str, options: &'a HubOptions, progress: &'a dyn Fn(Progress)) -> Result<Self> {
-        let names = Names::new(id.to_owned(), RepoType::Model);
+        Self::of_kind(RepoType::Model, id, options, progress)
+    }
+
+    /// The repository of a data set.
+    pub(super) fn data_set(
+        id: &'a str,
+        options: &'a HubOptions,
+        progress: &'a dyn Fn(Progress),
+    ) -> Result<Self> {
+        Self::of_kind(RepoType::Dataset, id, options, progress)
+    }
+
+    fn of_kind(
+        kind: RepoType,
+        id: &'a str,
+        options: &'a HubOptions,
+        progress: &'a dyn Fn(Progress),
+    ) -> Result<Self> {
+        let names = Names::new(id.to_owned(), kind);
         Ok(Self {
             id,
+            kind,
             options,
             client: Client::new(options)?,
             progress,
@@ -163,7 +184,8 @@ impl<'a> Repo<'a> {
     }
 
     fn asked(&self) -> Asked<'_> {
-        Asked { id: self.id, options: self.options }
+        let what = if matches!(self.kind, RepoType::Dataset) { "data set" } else { "model" };
+        Asked { id: self.id, what, options: self.options }
     }
 
     fn revision(&self) -> &str {
@@ -172,7 +194,7 @@ impl<'a> Repo<'a> {
 
     /// Name of this repository in addresses.
     fn names(&self, revision: &str) -> Names {
-        Names::with_revision(self.id.to_owned(), RepoType::Model, client::encode(revision))
+        Names::with_revision(self.id.to_owned(), self.kind, client::encode(revision))
     }
 
     fn address(&self, file: &str, revision: &str) -> String {

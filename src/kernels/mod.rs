@@ -17,4 +17,5 @@ pub mod gather;
 pub mod head_loss;
 pub mod layernorm;
 pub mod matmul;
+pub mod noise;
 pub mod q8;

@@ -26,7 +26,10 @@ impl From<engraft_adapters::Error> for Error {
         if !error.is_input() {
             return Self::failed(text);
         }
-        let other_base = error.problems().iter().any(|problem| matches!(problem, Problem::Base { .. }));
+        // What does not fit as well is not taken all the same.
+        let problems = error.problems();
+        let other_base =
+            !problems.is_empty() && problems.iter().all(|problem| matches!(problem, Problem::Base { .. }));
         let found = Self::input(text);
         if other_base { found.hint("--allow-base-mismatch takes it all the same") } else { found }
     }

@@ -177,6 +177,15 @@ impl Base {
         Arc::new(settled)
     }
 
+    /// The same base, whose blocks every pass brings when it needs them. On a device of its own memory a base is brought
+    /// there in one way or the other, and stays as it is.
+    pub fn streamed(self: &Arc<Self>) -> Arc<Self> {
+        if self.streamed || !self.device.kind().shares_host_memory() {
+            return Arc::clone(self);
+        }
+        Arc::new(Self { streamed: true, ..Self::clone(self) })
+    }
+
     /// Whether every pass brings blocks when it needs them.
     pub fn is_streamed(&self) -> bool {
         self.streamed

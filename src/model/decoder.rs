@@ -4,17 +4,19 @@
 //! own, so that requests of different lengths and adapters can be read together.
 
 mod pass;
+mod size;
 
 use std::{borrow::Cow, sync::Arc};
 
-use self::pass::{PassInputs, Shared, next_pieces};
-use super::scratch::{self, ScratchNeeds};
+pub use self::size::ScratchPlace;
+use self::{
+    pass::{Shared, next_pieces},
+    size::DecoderSize,
+};
 use crate::{
     device::{
-        Buffer,
-        DType::{F32, U32},
-        View,
-        arena::{Arenas, Placement},
+        Buffer, DType, View,
+        arena::{Arenas, TableRow},
         cpu::on_pool,
         graph::Graph,
     },
@@ -22,13 +24,10 @@ use crate::{
 };
 
 use super::{
-    Base, Limits, activations::ActivationBuffers, bindings::AdapterBindings, block::rows, buffers::Sizes,
-    cache::Cache, layers::Layers, output_scales::OutputScales, policy::Policy, prefix::PrefixState,
-    stack::check_length, weight_streamer::WeightStreamer,
+    Base, Config, activations::ActivationBuffers, bindings::AdapterBindings, block::rows, cache::Cache,
+    layers::Layers, output_scales::OutputScales, policy::Policy, prefix::PrefixState, stack::check_length,
+    weight_streamer::WeightStreamer,
 };
-
-/// Most tokens of prompts in a pass: workspace stays small, products stay efficient.
-const CHUNK: usize = 512;
 
 /// A base with adapters, reading one sequence of tokens, or several side by side.
 pub struct Decoder {
@@ -104,18 +103,11 @@ impl Decoder {
         let (device, activations) = (base.device, base.activations);
         let mut arenas = Arenas::real(None).on(device);
         let rows = rows.max(1);
-        let cached = capacity + bindings.prompt_len();
-        let cache = Cache::new(config, rows, cached, activations, &mut arenas)?;
-        // A chunk of a prompt, or one token of each row.
-        let most = cached.clamp(1, CHUNK).max(rows);
-        let (logits, inputs, starts) = arenas.build("decoding", Placement::Memory, |arena| {
-            let logits = arena.take("logits", F32, &[rows, config.vocab])?;
-            let inputs = arena.take("inputs", U32, &[PassInputs::most(rows, most)])?;
-            Ok((logits, inputs, arena.take("starts", U32, &[most])?))
-        })?;
+        let size = DecoderSize { rows, cached: capacity + bindings.prompt_len() };
+        let (cache, [logits, inputs, starts]) = size.cut(config, activations, &mut arenas)?;
         let mut streamer = WeightStreamer::new(Policy::default(), &base)?;
         let adapter = DecoderAdapter::new(&base, &mut streamer, bindings, values)?;
-        let buffers = workspace(&base, std::slice::from_ref(&adapter), rows, most, cached)?;
+        let buffers = workspace(&base, std::slice::from_ref(&adapter), size)?;
         let records = device.kind().records_graphs && !base.is_streamed();
         let recorded = if records { Recorded::Not(Vec::new()) } else { Recorded::Never };
         Ok(Self {
@@ -123,13 +115,36 @@ impl Decoder {
             adapters: vec![adapter],
             rows: vec![RowState::default(); rows],
             cache,
-            most,
+            most: size.most(),
             logits,
             on_host: Vec::new(),
             inputs,
             starts,
             recorded,
         })
+    }
+
+    /// Every buffer that a decoder of one row of `capacity` tokens with `bindings` would hold; needs no base.
+    ///
+    /// # Errors
+    /// None but those of arenas that plan.
+    pub fn plan(
+        config: &Config,
+        bindings: &AdapterBindings,
+        capacity: usize,
+        activations: DType,
+    ) -> Result<Vec<TableRow>> {
+        DecoderSize::of_one(bindings, capacity).plan(config, bindings, activations)
+    }
+
+    /// Bytes of the scratch that kernels take in a decoder as in [`Decoder::plan`].
+    pub fn scratch(
+        config: &Config,
+        bindings: &AdapterBindings,
+        capacity: usize,
+        place: ScratchPlace,
+    ) -> usize {
+        DecoderSize::of_one(bindings, capacity).scratch(config, &[bindings], place)
     }
 
     /// Adds adapters that rows can be given; returns their number. Those of [`Decoder::new`] have number 0.
@@ -146,8 +161,8 @@ impl Decoder {
             )));
         }
         self.adapters.push(DecoderAdapter::new(base, streamer, bindings, values)?);
-        let rows = self.rows.len();
-        let buffers = workspace(base, &self.adapters, rows, self.most, self.cache.capacity());
+        let size = DecoderSize { rows: self.rows.len(), cached: self.cache.capacity() };
+        let buffers = workspace(base, &self.adapters, size);
         match buffers {
             Ok(buffers) => self.layers.buffers = buffers,
             Err(error) => {
@@ -285,7 +300,7 @@ impl Decoder {
         let whole: Vec<Cow<[u32]>> = sequences.iter().map(|sequence| self.after_prompt(sequence)).collect();
         on_pool(|| {
             let single = whole.iter().all(|ids| ids.len() == 1);
-            let most = if single { self.most } else { self.most.min(CHUNK) };
+            let most = if single { self.most } else { self.most.min(size::CHUNK) };
             let rows = sequences.iter().map(|sequence| sequence.row);
             let mut left: Vec<RowTokens> =
                 rows.zip(&whole).map(|(row, ids)| RowTokens { row, ids }).collect();
@@ -397,35 +412,10 @@ impl DecoderAdapter {
     }
 }
 
-/// Memory for passes of up to `most` tokens with any of `adapters`; a device's scratch is reserved, too.
-fn workspace(
-    base: &Base,
-    adapters: &[DecoderAdapter],
-    rows: usize,
-    most: usize,
-    capacity: usize,
-) -> Result<ActivationBuffers> {
+/// Memory for passes with any of `adapters`; a device's scratch is reserved, too.
+fn workspace(base: &Base, adapters: &[DecoderAdapter], size: DecoderSize) -> Result<ActivationBuffers> {
     let bindings: Vec<&AdapterBindings> = adapters.iter().map(|adapter| &adapter.bindings).collect();
-    let prefix = bindings.iter().map(|bindings| bindings.prefix_len()).max().unwrap_or(0);
-    let config = &base.config;
-    let rank = bindings.iter().map(|bindings| bindings.most_rank()).max().unwrap_or(0);
-    let keys = prefix + capacity;
-    let embedding_rank = bindings.iter().map(|bindings| bindings.embedding.most_rank()).max().unwrap_or(0);
-    let needs = ScratchNeeds {
-        config,
-        rows: most,
-        batch: rows,
-        keys,
-        rank,
-        embedding_rank,
-        dropout: false,
-        scaled_deltas: bindings.iter().any(|bindings| bindings.scales_deltas()),
-        // Scales were derived before.
-        derived_ranks: None,
-        trained_norms: false,
-    };
-    base.device.reserve(scratch::decoding(needs, base.activations, rows))?;
-    let sizes = Sizes { config, limits: Limits { rows: 1, tokens: most }, activations: base.activations };
-    let policy = Policy { head_rows: 0, activations: base.activations, ..Policy::default() };
-    ActivationBuffers::cut(&mut Arenas::real(None).on(base.device), sizes, &bindings, policy, false)
+    let (config, activations) = (&base.config, base.activations);
+    base.device.reserve(size.scratch(config, &bindings, ScratchPlace::Device(activations)))?;
+    size.workspace(config, &bindings, activations, &mut Arenas::real(None).on(base.device))
 }

@@ -10,6 +10,7 @@ use crate::{
         adapted_linear::Dropout,
         embed::{self, DeltaGradients, Tables, Tokens},
         layernorm,
+        noise::{self, Noise},
     },
 };
 
@@ -78,6 +79,8 @@ pub struct MicroBatch<'a> {
     pub wanted: Option<View<'a>>,
     /// Dropout in front of every A; none after attention of the last block where not all tokens are `wanted`.
     pub dropout: Dropout,
+    /// Noise on the embeddings of a training pass.
+    pub noise: Noise,
 }
 
 impl MicroBatch<'_> {
@@ -260,6 +263,7 @@ fn embedding(base: &Base, batch: MicroBatch, x: ViewMut) {
             embed::add_delta(delta, Tokens { ids, vocab }, group.values, x.reborrow());
         }
     }
+    noise::add(batch.noise, batch.ids, x);
 }
 
 /// Which activations blocks keep of a forward.

@@ -18,6 +18,7 @@ use crate::{
         head_loss::{self, Supervised, Tally},
         layernorm,
         matmul::Matrix,
+        noise::Noise,
     },
     observe::phase::{self, Phase},
 };
@@ -61,6 +62,8 @@ pub struct Pass {
     pub smoothing: f32,
     /// Dropout in front of every A.
     pub dropout: Dropout,
+    /// Noise on the embeddings.
+    pub noise: Noise,
 }
 
 impl Pass {
@@ -69,6 +72,13 @@ impl Pass {
     pub fn dropout(p: f64, seed: u64, step: u64, first_row: usize, seq_len: usize, stride: usize) -> Dropout {
         let key = rng::key(&[seed, rng::name("dropout"), step]);
         Dropout { key, p: p as f32, first_row, seq_len: seq_len.max(1), stride }
+    }
+
+    /// Noise of up to `magnitude` on the embeddings of a micro-batch, whose rows are numbered as for its dropout.
+    pub fn noise(magnitude: f32, rows: Dropout, seed: u64, step: u64, vocab: usize) -> Noise {
+        let key = rng::key(&[seed, rng::name("neftune"), step]);
+        let Dropout { first_row, seq_len, stride, .. } = rows;
+        Noise { key, magnitude, first_row, seq_len, stride, vocab }
     }
 }
 
@@ -166,7 +176,7 @@ impl Stack {
             return Ok(0);
         }
         let groups = [group(&self.bindings, trained, batch)];
-        let micro = micro_batch(&self.bindings, &self.inputs, &groups, batch, Dropout::NONE);
+        let micro = micro_batch(&self.bindings, &self.inputs, &groups, batch, None);
         self.layers.forward_only(micro, Some(Stage::Head), None)?;
         let (base, layers) = (Arc::clone(&self.layers.base), self.bindings.layers.len());
         self.layers.streamer.enter(&base.weights, Stage::Head, None, self.layers.passed(layers));
@@ -211,7 +221,7 @@ impl Stack {
         }
         on_pool(|| {
             let groups = [group(&self.bindings, trained, batch)];
-            let micro = micro_batch(&self.bindings, &self.inputs, &groups, batch, pass.dropout);
+            let micro = micro_batch(&self.bindings, &self.inputs, &groups, batch, Some(pass));
             phase::enter(Phase::Forward);
             let kept = self.layers.forward_keeping(micro, Stage::Head)?;
             let (layers, lowest) = (self.bindings.layers.len(), self.bindings.lowest());
@@ -330,9 +340,10 @@ fn micro_batch<'a>(
     inputs: &'a Inputs,
     groups: &'a [RowGroup<'a>],
     batch: &Batch,
-    dropout: Dropout,
+    pass: Option<Pass>,
 ) -> MicroBatch<'a> {
     let n = batch.ids.len();
+    let (dropout, noise) = pass.map_or((Dropout::NONE, Noise::NONE), |pass| (pass.dropout, pass.noise));
     MicroBatch {
         ids: rows!(inputs.ids, n, 1),
         positions: rows!(inputs.positions, n, 1),
@@ -341,6 +352,7 @@ fn micro_batch<'a>(
         groups,
         wanted: wanted(bindings, inputs, batch, dropout),
         dropout,
+        noise,
     }
 }
 

@@ -6,7 +6,10 @@
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
-    sync::atomic::{AtomicUsize, Ordering::Relaxed},
+    sync::{
+        OnceLock,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
 };
 
 use crate::device::arena;
@@ -14,6 +17,22 @@ use crate::device::arena;
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 static MEASURED_PEAK: AtomicUsize = AtomicUsize::new(0);
+
+/// Called instead of the abort that follows an allocation that failed.
+static STOP: OnceLock<fn(usize) -> !> = OnceLock::new();
+
+/// Has `stop` called, with the bytes that were asked for, where an allocation through [`Counting`] fails. It must
+/// not allocate, and ends the process. The first one counts.
+pub fn on_exhaustion(stop: fn(usize) -> !) {
+    let _ = STOP.set(stop);
+}
+
+#[cold]
+fn failed(bytes: usize) {
+    if let Some(stop) = STOP.get() {
+        stop(bytes);
+    }
+}
 
 /// The system's allocator with its bytes counted: an addition and three loads a call.
 ///
@@ -43,13 +62,14 @@ fn shrunk(by: usize) {
 }
 
 // SAFETY: every call is passed on to the system's allocator unchanged; counting touches atomics only,
-// so it neither allocates nor unwinds.
+// so it neither allocates nor unwinds. What is called after a failure does not return.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller's promise is that of `System`.
         let memory = unsafe { System.alloc(layout) };
-        if !memory.is_null() {
-            grown(layout.size());
+        match memory.is_null() {
+            false => grown(layout.size()),
+            true => failed(layout.size()),
         }
         memory
     }
@@ -57,8 +77,9 @@ unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller's promise is that of `System`.
         let memory = unsafe { System.alloc_zeroed(layout) };
-        if !memory.is_null() {
-            grown(layout.size());
+        match memory.is_null() {
+            false => grown(layout.size()),
+            true => failed(layout.size()),
         }
         memory
     }
@@ -74,7 +95,9 @@ unsafe impl GlobalAlloc for Counting {
     unsafe fn realloc(&self, memory: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         // SAFETY: the caller's promise is that of `System`.
         let moved = unsafe { System.realloc(memory, layout, size) };
-        if !moved.is_null() {
+        if moved.is_null() {
+            failed(size);
+        } else {
             match size.checked_sub(layout.size()) {
                 Some(more) => grown(more),
                 None => shrunk(layout.size() - size),

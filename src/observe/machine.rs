@@ -6,6 +6,7 @@
 use std::{
     fs,
     path::{Path, PathBuf},
+    time::UNIX_EPOCH,
 };
 
 use serde::{Deserialize, Serialize};
@@ -219,6 +220,16 @@ fn parse_resident(status: &str) -> Option<Resident> {
         file: bytes("RssFile")? + bytes("RssShmem").unwrap_or(0),
         peak: bytes("VmHWM")?,
     })
+}
+
+/// The program as it was built: its version, and on Linux the length and the time of its file.
+pub fn program() -> String {
+    let file = fs::metadata("/proc/self/exe");
+    let stamp = file.ok().and_then(|file| {
+        let changed = file.modified().ok()?.duration_since(UNIX_EPOCH).ok()?;
+        Some(format!(", {} bytes of {}", file.len(), changed.as_secs()))
+    });
+    format!("{}{}", env!("CARGO_PKG_VERSION"), stamp.unwrap_or_default())
 }
 
 #[cfg(test)]

@@ -24,19 +24,22 @@ pub enum Phase {
     Update,
     /// Forward passes over held-out data.
     Evaluation,
+    /// Generating samples.
+    Sampling,
     /// Writing adapters and resume files.
     Saving,
 }
 
 impl Phase {
     /// All phases, in the order in which a run first enters them.
-    pub const ALL: [Phase; 7] = [
+    pub const ALL: [Phase; 8] = [
         Self::Loading,
         Self::Forward,
         Self::Head,
         Self::Backward,
         Self::Update,
         Self::Evaluation,
+        Self::Sampling,
         Self::Saving,
     ];
 
@@ -49,6 +52,7 @@ impl Phase {
             Self::Backward => "backward",
             Self::Update => "update",
             Self::Evaluation => "evaluation",
+            Self::Sampling => "sampling",
             Self::Saving => "saving",
         }
     }

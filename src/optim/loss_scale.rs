@@ -59,14 +59,15 @@ impl LossScale {
         }
     }
 
-    /// Halves the scale after a gradient of step `step` whose `norm` is not finite.
+    /// Halves the scale after a gradient of step `step` whose `norm` is not finite; `remedy` ends the sentence
+    /// where it cannot be halved.
     ///
     /// # Errors
     /// When there is no scale to lower.
-    pub fn overflowed(&mut self, step: u64, norm: f64) -> Result<()> {
+    pub fn overflowed(&mut self, step: u64, norm: f64, remedy: &str) -> Result<()> {
         if !self.dynamic {
             return Err(Error::failed(format!(
-                "the gradient of step {step} is not finite ({norm}); lower --lr or set --clip 1"
+                "the gradient of step {step} is not finite ({norm}); {remedy}"
             )));
         }
         self.skipped += 1;
@@ -74,7 +75,7 @@ impl LossScale {
         self.scale /= 2.0;
         if self.scale < 1.0 {
             return Err(Error::failed(format!(
-                "the gradient of step {step} overflows FP16 even with a loss scale of 1; give --precision bf16 or f32, or lower --lr"
+                "the gradient of step {step} overflows FP16 even with a loss scale of 1; give --precision bf16 or f32, or {remedy}"
             )));
         }
         Ok(())
@@ -92,11 +93,11 @@ mod tests {
         assert_eq!(scale.factor(), 65536.0);
         scale.succeeded();
         assert_eq!(scale.factor(), 131072.0);
-        scale.overflowed(7, f64::INFINITY).unwrap();
+        scale.overflowed(7, f64::INFINITY, "lower --lr").unwrap();
         assert_eq!((scale.factor(), scale.skipped()), (65536.0, 1));
         // The count of good steps starts again at 0.
         (0..GOOD_STEPS - 1).for_each(|_| scale.succeeded());
-        scale.overflowed(8, f64::NAN).unwrap();
+        scale.overflowed(8, f64::NAN, "lower --lr").unwrap();
         assert_eq!(scale.factor(), 32768.0);
     }
 
@@ -104,15 +105,15 @@ mod tests {
     fn below_one_it_stops_with_a_remedy() {
         let mut scale = LossScale::dynamic();
         for _ in 0..16 {
-            scale.overflowed(3, f64::NAN).unwrap();
+            scale.overflowed(3, f64::NAN, "lower --lr").unwrap();
         }
         assert_eq!(scale.factor(), 1.0);
-        let error = scale.overflowed(3, f64::NAN).unwrap_err();
+        let error = scale.overflowed(3, f64::NAN, "lower --lr").unwrap_err();
         assert!(
             error.to_string().contains("step 3") && error.to_string().contains("--precision bf16"),
             "{error}"
         );
-        assert!(LossScale::NONE.clone().overflowed(1, f64::NAN).is_err());
+        assert!(LossScale::NONE.clone().overflowed(1, f64::NAN, "lower --lr").is_err());
     }
 
     #[test]

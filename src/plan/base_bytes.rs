@@ -86,7 +86,7 @@ impl BaseBytes {
         let (embeddings, head) = (pages(self.embeddings, 2 + self.scales), pages(self.head, 1 + self.scales));
         by_phase(|phase| match phase {
             Phase::Loading | Phase::Update | Phase::Saving => self.last_norm,
-            Phase::Forward | Phase::Evaluation => block + block.max(embeddings).max(head),
+            Phase::Forward | Phase::Evaluation | Phase::Sampling => block + block.max(embeddings).max(head),
             Phase::Head => block + head,
             Phase::Backward => 2 * block,
         })

@@ -206,12 +206,17 @@ fn nothing_fits<J: Candidates>(
         Found::Fits(plan) => same_everywhere(job, candidates, plan, Some(enough))?.config,
         Found::Smallest(plan) => plan.config,
     };
+    let released = released(job, least)?;
+    let fixed = released.as_ref().map_or(String::new(), |(pins, _)| format!("with {pins} fixed "));
     let mut report = Report::new(format!(
-        "--memory {}: is too small for {}; the smallest plan takes {}",
+        "--memory {}: is too small for {}; {fixed}the smallest plan takes {}",
         size(budget.unwrap_or(u64::MAX)),
         job.title(),
         size_up(enough)
     ));
+    if let Some((pins, peak)) = released {
+        report = report.with_hint(format!("without {pins} the smallest plan takes {}", size_up(peak)));
+    }
     report = report.with_hint(format!("--memory {} would fit: {would}", size_up(enough)));
     for LastResort { option, candidates } in job.last_resorts() {
         let (Found::Smallest(plan) | Found::Fits(plan)) = first_that_fits(job, &candidates, Some(0))?;
@@ -226,4 +231,29 @@ fn nothing_fits<J: Candidates>(
         }
     }
     Ok(job.advice().into_iter().fold(report, Report::with_hint))
+}
+
+/// The options that the user fixed and that the smallest plan of all has otherwise than `least`, the smallest
+/// with them, and that plan's peak; `None` if it is as large.
+fn released<J: Candidates>(job: &J, least: &Plan<J::Config>) -> Result<Option<(String, u64)>> {
+    let candidates = job.released();
+    if candidates.is_empty() {
+        return Ok(None);
+    }
+    let (Found::Smallest(plan) | Found::Fits(plan)) = first_that_fits(job, &candidates, Some(0))?;
+    let peak = plan.peak().1;
+    let fixed = job.fixed();
+    let is_fixed = |option: &String| option.split(' ').next().is_some_and(|name| fixed.contains(&name));
+    let pins = job.differences(plan.config, least.config).into_iter().filter(is_fixed);
+    let pins: Vec<String> = pins.map(|option| format!("--{option}")).collect();
+    let saved = least.peak().1.saturating_sub(peak);
+    Ok((saved >= WORTH && !pins.is_empty()).then(|| (listed(&pins), peak)))
+}
+
+/// `a`, `a and b`, `a, b and c`.
+fn listed(items: &[String]) -> String {
+    match items {
+        [first @ .., last] if !first.is_empty() => format!("{} and {last}", first.join(", ")),
+        few => few.concat(),
+    }
 }

@@ -62,6 +62,16 @@ pub trait Candidates: Job {
     /// Options that change results more than rounding does, so that only a user may choose them.
     fn last_resorts(&self) -> Vec<LastResort<Self::Config>>;
 
+    /// Names of the options, without dashes, that the user fixed and could release.
+    fn fixed(&self) -> Vec<&'static str> {
+        Vec::new()
+    }
+
+    /// The ways to choose from with these options released.
+    fn released(&self) -> Vec<Self::Config> {
+        Vec::new()
+    }
+
     /// The work, for a sentence: `8 rows of up to 256 tokens`.
     fn title(&self) -> String;
 

@@ -20,7 +20,11 @@ use super::{
     prepare::Prepared,
     record::{Line, metrics},
 };
-use crate::{data::DataReport, error::Result, optim::schedule::Schedule};
+use crate::{
+    data::DataReport,
+    error::Result,
+    optim::schedule::{Decay, Schedule},
+};
 
 /// Name of the file.
 pub const CARD: &str = "README.md";
@@ -91,7 +95,13 @@ impl Reporter for CardWriter<'_> {
                 self.card.step = step.step;
                 self.card.losses.trained = Some(step.loss);
             }
-            Event::Eval(eval) => self.card.losses.evaluation(eval.step, eval.loss),
+            Event::Eval(eval) => {
+                self.card.losses.evaluation(eval.step, eval.loss);
+                let best = self.folder.join(BEST);
+                if eval.best == Some(true) && self.card.options.save_best && best.is_dir() {
+                    write(&best, &self.card)?;
+                }
+            }
             Event::Saved(_) | Event::Done(_) => self.write()?,
             _ => {}
         }
@@ -101,6 +111,9 @@ impl Reporter for CardWriter<'_> {
 
 /// The adapter's folder in a run folder.
 const ADAPTER: &str = "adapter";
+
+/// The folder of the best adapter in a run folder.
+const BEST: &str = "best";
 
 /// What a card tells.
 #[derive(Debug)]
@@ -217,7 +230,7 @@ impl<'a> Card<'a> {
         rows.push(("trained values", self.trainables.to_string()));
         rows.push(("data", format!("{}: {}", self.data_names(), self.data)));
         let length = match options.length {
-            Length::Steps(_) => String::new(),
+            Length::Steps(_) | Length::FromData => String::new(),
             Length::Epochs(epochs) => format!(" ({epochs} epochs)"),
         };
         rows.push((
@@ -245,15 +258,19 @@ impl<'a> Card<'a> {
 
     fn learning_rate(&self) -> String {
         let options = self.options;
-        let schedule = match options.schedule {
-            Schedule::Constant => "constant".to_owned(),
+        let Schedule { lr, min_lr, decay } = options.schedule;
+        let schedule = match decay {
+            Decay::Constant => "constant".to_owned(),
+            Decay::CosineWithRestarts(cycles) => format!("{cycles} cosines"),
+            Decay::InverseSqrt => "inverse square root".to_owned(),
             other => format!("{other:?} decay").to_lowercase(),
         };
+        let least = if min_lr > 0.0 { format!(" to {min_lr}") } else { String::new() };
         let warmup = match options.warmup {
             Warmup::Steps(0) => String::new(),
             warmup => format!(", warm-up {}", count(warmup.steps(self.steps), "step")),
         };
-        format!("{}, {schedule}{warmup}, weight decay {}", options.lr, options.adamw.weight_decay)
+        format!("{lr}, {schedule}{least}{warmup}, weight decay {}", options.adamw.weight_decay)
     }
 
     /// File names of the data without their folders.

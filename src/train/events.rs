@@ -157,6 +157,8 @@ pub struct Eval {
     pub loss: f64,
     /// Number of supervised tokens.
     pub tokens: usize,
+    /// Whether the loss is the lowest so far; `None` in a run that does not ask for it.
+    pub best: Option<bool>,
     /// Duration of the evaluation in seconds.
     pub seconds: f64,
     /// Passes over the training rows so far.

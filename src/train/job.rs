@@ -5,6 +5,7 @@ use std::fmt;
 use engraft_adapters::AdapterSet;
 use engraft_util::{atomic::BUFFER, words::count_of};
 
+use super::sample::PlannedSamples;
 use crate::{
     data::RowStatistics,
     device::{
@@ -131,9 +132,25 @@ pub struct TrainingJob<'a> {
     pub streamable: bool,
     /// The parts of a way that are fixed.
     pub constraints: Constraints,
+    /// Tokens of the longest sample with its prompt; 0 for no samples.
+    pub sample_tokens: usize,
 }
 
-impl TrainingJob<'_> {
+impl<'a> TrainingJob<'a> {
+    /// The samples that a run with `config` makes.
+    fn samples(&self, config: PlanConfig) -> PlannedSamples<'a> {
+        let Policy { activations, stream, .. } = config.policy;
+        let tokens = self.sample_tokens;
+        PlannedSamples {
+            config: self.config,
+            set: self.set,
+            device: self.device,
+            tokens,
+            activations,
+            stream,
+        }
+    }
+
     /// Options that sizes depend on; the others have any value.
     fn trainer_options(&self, config: PlanConfig) -> TrainerOptions {
         TrainerOptions {
@@ -144,6 +161,7 @@ impl TrainingJob<'_> {
             adamw: AdamWOptions::default(),
             clip: 0.0,
             label_smoothing: 0.0,
+            neftune: 0.0,
             seed: 0,
         }
     }
@@ -247,14 +265,16 @@ impl Job for TrainingJob<'_> {
         let small = (256 << 10) + 512 * self.set.layout.tensors.len() as u64;
         let file = BUFFER as u64;
         let row = |role, name, bytes, lifetime| Row::new(role, name, bytes, Placement::Host, lifetime);
-        vec![
+        let mut rows = vec![
             row("program", "code, runtime, tokenizer", self.program, "run").always(),
             row("data", "tokenised rows", self.rows_on_heap, "run").always(),
             row("data", "rows of a step", step, "step").once_used(),
             row("data", "lists, names, events", small, "run").once_used(),
             row("data", "buffer of a file being written", file, "save")
                 .with_resident(by_phase(|phase| if phase == Phase::Saving { file } else { 0 })),
-        ]
+        ];
+        rows.extend(self.samples(config).rows());
+        rows
     }
 
     fn scratch(&self, config: PlanConfig) -> u64 {
@@ -265,7 +285,7 @@ impl Job for TrainingJob<'_> {
             }
             None => options.device_scratch(self.config, self.set),
         };
-        bytes as u64
+        self.samples(config).scratch().max(bytes as u64)
     }
 }
 
@@ -328,6 +348,39 @@ impl Candidates for TrainingJob<'_> {
         }
         let eight_bit = Constraints { optimizer: Some(OptimizerKind::AdamW8bit), ..fixed };
         vec![LastResort { option: "optimizer adamw8bit", candidates: candidates(self, eight_bit) }]
+    }
+
+    fn fixed(&self) -> Vec<&'static str> {
+        let Constraints { micro_batch, recompute, head_rows, stream, inputs, moments, resumed, .. } =
+            self.constraints;
+        let options = [
+            ("micro-batch", micro_batch.is_some() && !resumed),
+            ("recompute", recompute.is_some()),
+            ("head-rows", head_rows.is_some() && !resumed),
+            ("stream-base", stream.is_some() && !self.is_resident()),
+            ("offload-inputs", inputs.is_some()),
+            ("offload-optimizer", moments.is_some()),
+        ];
+        options.into_iter().filter(|(_, fixed)| *fixed).map(|(name, _)| name).collect()
+    }
+
+    fn released(&self) -> Vec<PlanConfig> {
+        if self.fixed().is_empty() {
+            return Vec::new();
+        }
+        let Constraints { micro_batch, head_rows, stream, optimizer, activations, resumed, .. } =
+            self.constraints;
+        let kept = |rows: Option<usize>| rows.filter(|_| resumed);
+        let free = Constraints {
+            micro_batch: kept(micro_batch),
+            head_rows: kept(head_rows),
+            stream: stream.filter(|_| self.is_resident()),
+            optimizer,
+            activations,
+            resumed,
+            ..Constraints::NONE
+        };
+        candidates(self, free)
     }
 
     fn title(&self) -> String {

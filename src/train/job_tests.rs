@@ -59,6 +59,7 @@ fn job<'a>(config: &'a Config, set: &'a AdapterSet, batch: usize) -> TrainingJob
         rows: None,
         streamable: true,
         constraints: Constraints::default(),
+        sample_tokens: 0,
     }
 }
 

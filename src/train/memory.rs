@@ -9,6 +9,7 @@ use super::{
     job::{Constraints, PlanConfig, TrainingJob},
     options::RunOptions,
     prepare::Prepared,
+    sample,
     save::SaveInfo,
 };
 use crate::{
@@ -53,6 +54,7 @@ pub(super) fn job<'a>(
         rows: Some(&prepared.statistics),
         streamable: base.source != BaseSource::Embedded,
         constraints: constraints(options, base, past),
+        sample_tokens: sample::longest(&prepared.samples),
     }
 }
 
@@ -82,6 +84,8 @@ pub struct PlanRequest<'a> {
     pub device: PlannedDevice,
     /// Whether the base is in a file.
     pub streamable: bool,
+    /// Tokens of the longest sample with its prompt; 0 for no samples.
+    pub sample_tokens: usize,
 }
 
 /// The plan of a run that is only planned. Free memory is that of this machine.
@@ -89,7 +93,7 @@ pub struct PlanRequest<'a> {
 /// # Errors
 /// When nothing fits, with the smallest plan that there is.
 pub fn plan_request(options: &RunOptions, request: PlanRequest) -> Result<Selection<PlanConfig>> {
-    let PlanRequest { config, base_dtype, set, seq_len, device, streamable } = request;
+    let PlanRequest { config, base_dtype, set, seq_len, device, streamable, sample_tokens } = request;
     check_planned_activations(options.constraints, device)?;
     check_weights(device.kind, base_dtype)?;
     let stored = |asked| device.kind.stored_activations(asked);
@@ -106,6 +110,7 @@ pub fn plan_request(options: &RunOptions, request: PlanRequest) -> Result<Select
         rows: None,
         streamable,
         constraints: Constraints { activations, ..options.constraints },
+        sample_tokens,
     };
     // The memory of an absent device is unknown.
     let budget = bytes(options.memory, &job, None, 0);
@@ -273,6 +278,7 @@ pub(super) fn trainer(
         adamw: options.adamw,
         clip: options.clip,
         label_smoothing: options.label_smoothing,
+        neftune: options.neftune,
         seed: options.seed,
     };
     let arenas = Arenas::real(Some(spool.to_owned())).on(base.device);

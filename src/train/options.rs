@@ -2,8 +2,9 @@
 
 use std::{collections::BTreeMap, path::PathBuf};
 
-use super::{AdapterOptions, Constraints, PrefixStart};
+use super::{AdapterOptions, Constraints, PrefixStart, Sampling};
 use crate::{
+    data::ReadOptions,
     observe::machine::Machine,
     optim::{AdamWOptions, schedule::Schedule},
     plan::budget::Limit,
@@ -24,12 +25,14 @@ pub struct RunOptions {
     pub data: DataSource,
     /// Held-out files.
     pub eval_data: Vec<PathBuf>,
-    /// Part of the training rows that is held out instead, in (0, 1).
+    /// Part of the training rows that is held out instead, in [0, 1); 0: nothing is held out at all.
     pub eval_fraction: Option<f64>,
+    /// How data files are read.
+    pub read: ReadOptions,
     /// Longest row in tokens; `None`: 256, or what the base's positions leave.
     pub seq_len: Option<usize>,
-    /// Whether a row holds several documents.
-    pub pack: bool,
+    /// Whether a row holds several documents; `None`: where that leaves many rows.
+    pub pack: Option<bool>,
     /// Whether each line of a text file is a document.
     pub line_by_line: bool,
     /// Whether prompts have a loss.
@@ -40,9 +43,7 @@ pub struct RunOptions {
     pub batch: usize,
     /// Number of steps or epochs.
     pub length: Length,
-    /// Learning rate after the warm-up.
-    pub lr: f64,
-    /// Learning-rate decay after the warm-up.
+    /// Learning rate after the warm-up, and how it falls.
     pub schedule: Schedule,
     /// Length of the learning rate's warm-up.
     pub warmup: Warmup,
@@ -52,6 +53,8 @@ pub struct RunOptions {
     pub clip: f64,
     /// Part of the target probability spread over the vocabulary.
     pub label_smoothing: f64,
+    /// Alpha of NEFTune's noise on the embeddings; 0 for none.
+    pub neftune: f64,
     /// The fixed parts of the memory plan; a fixed micro-batch divides `batch`.
     pub constraints: Constraints,
     /// Most memory that the plan may take.
@@ -70,8 +73,18 @@ pub struct RunOptions {
     pub keep: usize,
     /// Steps between evaluations; 0: only before and after.
     pub eval_every: u64,
+    /// Most held-out rows that an evaluation reads; `None` for all.
+    pub eval_max_rows: Option<usize>,
+    /// Whether the adapter with the lowest evaluation loss is kept beside the last one.
+    pub save_best: bool,
+    /// Evaluations in a row without a lower loss after which the run stops; `None`: it goes on.
+    pub patience: Option<u64>,
+    /// Texts that are generated during training; `None`: no text.
+    pub sampling: Option<Sampling>,
     /// Go on where the folder's newest save stops.
     pub resume: bool,
+    /// Go on from the save of this step instead of the newest one.
+    pub resume_from: Option<u64>,
     /// Options that change results, name -> value as written; a resumed run must have the same.
     pub identity: BTreeMap<String, String>,
     /// Text of the folder's `config.toml`.
@@ -96,6 +109,8 @@ pub enum Length {
     Steps(u64),
     /// After that many passes over the training rows, rounded up to a step.
     Epochs(f64),
+    /// After one pass, or as many as it takes for a number of steps that trains something.
+    FromData,
 }
 
 /// Length of the learning rate's warm-up.

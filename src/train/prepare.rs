@@ -7,6 +7,7 @@ use engraft_util::words::count;
 
 use super::{
     AdapterOptions, DataSource, Length, PlanConfig, PrefixStart, RunOptions, adapter, memory,
+    sample::{PromptSource, SamplePrompt},
     save::{FORMAT, Save, SaveInfo},
 };
 use crate::{
@@ -33,6 +34,8 @@ pub(super) struct Prepared {
     pub warmup: u64,
     pub seq_len: usize,
     pub hints: Vec<String>,
+    /// Prompts of the samples that are made during training.
+    pub samples: Vec<SamplePrompt>,
 }
 
 impl Prepared {
@@ -75,14 +78,22 @@ pub(super) fn prepare(
     let mut chosen = choose(options, base, past)?;
     let seq_len = row_limit(options.seq_len, Some(&chosen.set), base.config.positions)?;
     let rows = RowOptions { seq_len, prompt: chosen.set.prompt_len(), spool };
-    let (train, eval) = load_rows(options, base, tokenizer, rows)?;
-    let sampler = Sampler::new(train.rows.len(), options.seed, options.shuffle);
-    let steps = match options.length {
-        Length::Steps(steps) => steps,
-        Length::Epochs(epochs) => sampler.steps(epochs, options.batch),
+    let (mut train, eval) = load_rows(options, base, tokenizer, rows)?;
+    let mut eval = match options.eval_max_rows {
+        Some(most) => eval.map(|eval| eval.at_most(most)),
+        None => eval,
     };
+    refuse_without_evaluation(options, eval.is_some())?;
+    let sampler = Sampler::new(train.rows.len(), options.seed, options.shuffle);
+    let (steps, few) = steps(options, &sampler);
     let warmup = options.warmup.steps(steps);
+    let rows = eval.as_ref().unwrap_or(&train);
+    let samples =
+        PromptSource { config: &base.config, set: &chosen.set, tokenizer, rows }.prompts(options)?;
     let mut hints = std::mem::take(&mut chosen.hints);
+    hints.append(&mut train.hints);
+    hints.extend(eval.iter_mut().flat_map(|eval| std::mem::take(&mut eval.hints)));
+    hints.extend(few);
     if warmup >= steps {
         hints.push(format!(
             "--warmup {warmup}: the rate rises through all of {} and never falls; lower it",
@@ -91,7 +102,7 @@ pub(super) fn prepare(
     }
     let Chosen { set, values: loaded, .. } = chosen;
     let statistics = RowStatistics::of(&train);
-    Ok(Prepared { set, loaded, train, statistics, eval, sampler, steps, warmup, seq_len, hints })
+    Ok(Prepared { set, loaded, train, statistics, eval, sampler, steps, warmup, seq_len, hints, samples })
 }
 
 /// The adapter, and its values unless they are to be made.
@@ -137,26 +148,102 @@ fn load_rows(
 ) -> Result<(Dataset, Option<Dataset>)> {
     let data_options = DataOptions {
         seq_len: rows.seq_len,
-        pack: options.pack,
+        pack: true,
         line_by_line: options.line_by_line,
         train_on_prompt: options.train_on_prompt,
         end_of_text: end_of_text(&base.config, tokenizer)?,
         vocab: base.config.vocab,
         prompt: rows.prompt,
         spool: Some(rows.spool.to_owned()),
+        read: options.read.clone(),
     };
+    let (train, data_options) = load_train(options, tokenizer, data_options)?;
     let load = |source: &DataSource, split| load_split(source, split, tokenizer, &data_options);
-    let train = load(&options.data, Split::Train)?;
     if !options.eval_data.is_empty() {
         let source = DataSource::Files(options.eval_data.clone());
         return Ok((train, Some(load(&source, Split::Valid)?)));
     }
     if let Some(fraction) = options.eval_fraction {
+        if fraction == 0.0 {
+            return Ok((train, None));
+        }
         let (train, held_out) = train.split(fraction, options.seed)?;
         return Ok((train, Some(held_out)));
     }
     let eval = brings_valid(&options.data)?.then(|| load(&options.data, Split::Valid)).transpose()?;
     Ok((train, eval))
+}
+
+/// Refuses options that compare evaluations where there is nothing to evaluate.
+fn refuse_without_evaluation(options: &RunOptions, has_rows: bool) -> Result<()> {
+    let asked = [("save-best", options.save_best), ("patience", options.patience.is_some())];
+    match asked.into_iter().find(|(_, asked)| *asked && !has_rows) {
+        None => Ok(()),
+        Some((option, _)) => Err(Error::input(format!(
+            "--{option}: there is no held-out data to evaluate on; give --eval-data, or --eval-fraction such as 0.1"
+        ))),
+    }
+}
+
+/// Steps of a run whose length follows from its data, at least: fewer change an adapter too little.
+const STEPS: u64 = 200;
+/// Steps of an epoch below which documents are not packed: with few documents in few rows a run would have few, or see
+/// the same rows many times in a step.
+const PACKED_STEPS: usize = 100;
+/// A run of fewer steps hardly learns.
+const FEW: u64 = 20;
+
+/// The training rows, with the options that they were made by: packed as asked for, or else if many rows are left.
+///
+/// # Errors
+/// As [`load_split`].
+pub fn load_train(
+    options: &RunOptions,
+    tokenizer: Option<&Tokenizer>,
+    data_options: DataOptions,
+) -> Result<(Dataset, DataOptions)> {
+    let load = |pack| {
+        let data_options = DataOptions { pack, ..data_options.clone() };
+        Ok((load_split(&options.data, Split::Train, tokenizer, &data_options)?, data_options))
+    };
+    let packed = load(options.pack.unwrap_or(true))?;
+    // The standard input can be read once.
+    let is_given = options.pack.is_some()
+        || matches!(&options.data, DataSource::Files(paths) if data::reads_standard_input(paths));
+    if is_given || packed.0.rows.len() >= PACKED_STEPS * options.batch {
+        return Ok(packed);
+    }
+    load(false)
+}
+
+/// The number of steps, and a hint where it is less than a user may expect, or more.
+fn steps(options: &RunOptions, sampler: &Sampler) -> (u64, Option<String>) {
+    let of = |epochs| sampler.steps(epochs, options.batch);
+    match options.length {
+        Length::Steps(steps) => (steps, None),
+        Length::Epochs(epochs) => {
+            let steps = of(epochs);
+            let plural = if steps == 1 { "" } else { "s" };
+            let more = (epochs * FEW as f64 / steps as f64 * 10.0).ceil();
+            let few = (steps < FEW).then(|| {
+                format!("--epochs {epochs} makes {steps} step{plural}, which hardly train; --epochs {more} or --steps {STEPS} trains more")
+            });
+            (steps, few)
+        }
+        Length::FromData => {
+            let one = of(1.0);
+            if one >= STEPS {
+                return (one, None);
+            }
+            let epochs = (STEPS as f64 * options.batch as f64 / sampler.len() as f64).ceil();
+            let plural = if one == 1 { "" } else { "s" };
+            let hint = format!(
+                "one pass over the data makes {one} step{plural}, too few to learn much, so the run has {epochs} passes; \
+                 --epochs or --steps sets its length"
+            );
+            (of(epochs), Some(hint))
+        }
+    }
 }
 
 /// Whether the data folders contain held-out rows.
@@ -183,15 +270,20 @@ pub fn load_split(
     match source {
         DataSource::Files(paths) => data::load(paths, split, tokenizer, options),
         DataSource::Embedded => {
-            let name = format!("the embedded {}.jsonl", split.stem());
-            let text = match split {
-                Split::Train => embedded::TRAIN_DATA,
-                Split::Valid => embedded::VALID_DATA,
-                Split::Test => embedded::TEST_DATA,
-            };
+            let (name, text) = embedded_text(split);
             data::load_text(&name, text, Kind::Jsonl, tokenizer, options)
         }
     }
+}
+
+/// A split of the embedded data, with a name for messages.
+pub fn embedded_text(split: Split) -> (String, &'static [u8]) {
+    let text = match split {
+        Split::Train => embedded::TRAIN_DATA,
+        Split::Valid => embedded::VALID_DATA,
+        Split::Test => embedded::TEST_DATA,
+    };
+    (format!("the embedded {}.jsonl", split.stem()), text)
 }
 
 /// The token that ends documents on this base.
@@ -286,6 +378,7 @@ pub(super) fn describe(
         tensors: set.layout.tensors.iter().map(|slot| format!("{} {:?}", slot.name, slot.shape)).collect(),
         optimizer: config.optimizer.name().to_owned(),
         loss_scale: None,
+        progress: Default::default(),
     }
 }
 

@@ -6,7 +6,7 @@ use super::save::{Save, SaveInfo};
 use crate::{
     device::DType,
     error::{Error, Result},
-    optim::schedule::{Schedule, rate},
+    optim::schedule::Schedule,
 };
 
 /// Refuses to go on from `past` when `now` differs in anything results depend on.
@@ -75,7 +75,6 @@ pub(super) fn changed_length(
     past: &SaveInfo,
     now: &SaveInfo,
     schedule: Schedule,
-    lr: f64,
     warmup: impl Fn(u64) -> u64,
 ) -> Result<Option<String>> {
     let (done, before, after) = (past.step, past.steps, now.steps);
@@ -87,16 +86,17 @@ pub(super) fn changed_length(
     if after == before {
         return Ok(None);
     }
-    let rate = |steps| rate(schedule, lr, warmup(steps), steps, done);
+    let rate = |steps| schedule.rate(warmup(steps), steps, done);
     let rates = format!(
         "the learning rate of step {} is {:.3e} instead of {:.3e}",
         done + 1,
         rate(after),
         rate(before)
     );
-    let effect = match schedule {
-        Schedule::Constant => "the constant schedule stays as it was".to_owned(),
-        Schedule::Linear | Schedule::Cosine => format!("the schedule now ends at step {after}, {rates}"),
+    let effect = if schedule.depends_on_length() {
+        format!("the schedule now ends at step {after}, {rates}")
+    } else {
+        "the schedule stays as it was".to_owned()
     };
     Ok(Some(format!("--steps changes from {before} to {after}: {effect}")))
 }
@@ -123,6 +123,7 @@ mod tests {
     use crate::{
         engine::VALUES,
         observe::machine::Machine,
+        optim::schedule::Decay,
         train::save::{self, FORMAT},
     };
 
@@ -139,6 +140,7 @@ mod tests {
             tensors: vec!["a [2]".to_owned()],
             optimizer: "adamw".to_owned(),
             loss_scale: None,
+            progress: Default::default(),
         }
     }
 
@@ -187,13 +189,15 @@ mod tests {
     #[test]
     fn a_longer_run_says_what_happens_to_the_schedule() {
         let longer = SaveInfo { steps: 20, ..info() };
-        let change = |now: &SaveInfo, schedule| changed_length(&info(), now, schedule, 1.0, |_| 0);
-        assert_eq!(change(&info(), Schedule::Linear).unwrap(), None);
-        let said = change(&longer, Schedule::Linear).unwrap().unwrap();
+        let change = |now: &SaveInfo, decay| {
+            changed_length(&info(), now, Schedule { lr: 1.0, min_lr: 0.0, decay }, |_| 0)
+        };
+        assert_eq!(change(&info(), Decay::Linear).unwrap(), None);
+        let said = change(&longer, Decay::Linear).unwrap().unwrap();
         assert!(said.contains("from 10 to 20") && said.contains("7.500e-1 instead of 5.000e-1"), "{said}");
-        assert!(change(&longer, Schedule::Constant).unwrap().unwrap().contains("stays"));
+        assert!(change(&longer, Decay::Constant).unwrap().unwrap().contains("stays"));
         let fewer = SaveInfo { steps: 4, ..info() };
-        assert_eq!(change(&fewer, Schedule::Linear).unwrap_err().exit_code(), 2);
+        assert_eq!(change(&fewer, Decay::Linear).unwrap_err().exit_code(), 2);
     }
 
     #[test]

@@ -45,31 +45,15 @@ pub fn run(
     options: &RunOptions,
     base: &Arc<Base>,
     tokenizer: Option<&Tokenizer>,
-    folder: RunFolder,
-    reporter: &mut dyn Reporter,
-    interrupt: &AtomicBool,
-) -> Result<Finished> {
-    let is_new = !folder.path().exists();
-    let path = folder.path().to_owned();
-    let finished = go(options, base, tokenizer, folder, reporter, interrupt);
-    if finished.is_err() && is_new {
-        // Tokenised rows lay there, without a name, before the run was known to be possible. A folder with
-        // anything in it stays.
-        let _ = std::fs::remove_dir(path);
-    }
-    finished
-}
-
-/// As [`run`], but may leave an empty folder.
-fn go(
-    options: &RunOptions,
-    base: &Arc<Base>,
-    tokenizer: Option<&Tokenizer>,
     mut folder: RunFolder,
     reporter: &mut dyn Reporter,
     interrupt: &AtomicBool,
 ) -> Result<Finished> {
-    let past = if options.resume { save::newest(&folder.saves())? } else { None };
+    let past = match options.resume_from {
+        Some(step) => Some((save::of_step(&folder.saves(), step)?, Vec::new())),
+        None if options.resume => save::newest(&folder.saves())?,
+        None => None,
+    };
     let (past, damaged) = past.map_or((None, Vec::new()), |(past, damaged)| (Some(past), damaged));
     let trace = options.memory_trace.as_ref().map(|_| Trace::start()).transpose()?;
     let mut recorder = Recorder::new(reporter);
@@ -84,7 +68,7 @@ fn go(
         Some(past) => {
             resume::check(past, &info, prepared.set.layout.len, folder.path())?;
             let warmup = |steps| options.warmup.steps(steps);
-            resume::changed_length(&past.info, &info, options.schedule, options.lr, warmup)?
+            resume::changed_length(&past.info, &info, options.schedule, warmup)?
         }
     };
     let setup = Setup { options, base, tokenizer, past: past_info, spool: folder.path() };
@@ -92,6 +76,7 @@ fn go(
     counting::reset_peak();
     // A smaller plan may change the micro-batch.
     let info = describe(options, base, &prepared, selection.chosen.plan.config);
+    let progress = past.as_ref().map(|past| past.info.progress.clone()).unwrap_or_default();
     let done_before = past.as_ref().map(|past| past.info.step);
     if let Some(past) = past {
         resume::check_finite(&past)?;
@@ -100,12 +85,18 @@ fn go(
     }
     folder.claim()?;
     folder.write_config(&options.config_text)?;
+    if let Some(step) = options.resume_from {
+        // Or a later --resume would go on from one of the saves that this run leaves behind.
+        save::prune(&folder.saves(), step, usize::MAX)?;
+    }
     let history = recorder.open(&folder, done_before)?;
     let mut run = Run {
         options,
         base,
+        tokenizer,
         prepared: &prepared,
         info,
+        progress,
         selection: &selection,
         before,
         folder: &folder,

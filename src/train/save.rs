@@ -24,20 +24,17 @@ use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 use serde::{Deserialize, Serialize};
 
+use super::progress::Progress;
 use crate::{
     device::{Bytes, DType, page_cache::Region},
     engine::VALUES,
     error::{Error, Result},
     observe::machine::Machine,
     optim::{LossScale, SavedTensor, StateTensor},
+    saved::{self, CHECKSUM, INFO, file_name, list, step_of},
 };
 
-/// Version of the file format; another one is refused.
-pub const FORMAT: u32 = 2;
-
-const INFO: &str = "engraft_save";
-const CHECKSUM: &str = "blake3";
-const EXTENSION: &str = "safetensors";
+pub use crate::saved::FORMAT;
 
 /// The description of a save and of the run it belongs to.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -65,6 +62,9 @@ pub struct SaveInfo {
     /// The loss scale of a run in FP16.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<LossScale>,
+    /// Losses so far, and the best evaluation.
+    #[serde(default)]
+    pub progress: Progress,
 }
 
 /// A verified save: its description, and where its tensors are in the file.
@@ -144,7 +144,7 @@ fn checksum<'a>(info: &str, tensors: impl Iterator<Item = SavedTensor<'a>>) -> S
     hasher.update(info.as_bytes());
     for tensor in tensors {
         let SavedTensor { name, dtype, bytes, .. } = &tensor;
-        hasher.update(format!("\n{name} {dtype:?} {}\n", bytes.len()).as_bytes());
+        hasher.update(saved::line(name, &format!("{dtype:?}"), bytes.len()).as_bytes());
         let Ok(()) = tensor.each_piece(|_, piece| -> Result<(), Infallible> {
             hasher.update(piece);
             Ok(())
@@ -261,6 +261,14 @@ pub fn newest(folder: &Path) -> Result<Option<(Save, Vec<String>)>> {
     }
 }
 
+/// The save of `step` in `folder`.
+///
+/// # Errors
+/// [`Error::Input`] that names the steps of the saves that there are; and as [`read`].
+pub fn of_step(folder: &Path, step: u64) -> Result<Save> {
+    read(&saved::find(folder, step, &format!("--resume-from {step}"))?)
+}
+
 /// Removes saves after `step`, which this run did not write (damaged ones, or those after the step that
 /// it went back to), and all but the newest `keep` others.
 ///
@@ -273,31 +281,6 @@ pub fn prune(folder: &Path, step: u64, keep: usize) -> Result<()> {
         .iter()
         .chain(later)
         .try_for_each(|path| fs::remove_file(path).map_err(|cause| Error::writing(path, &cause)))
-}
-
-/// The saves in `folder`, oldest first.
-fn list(folder: &Path) -> Result<Vec<PathBuf>> {
-    let entries = match fs::read_dir(folder) {
-        Err(cause) if cause.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        entries => entries.map_err(|cause| Error::reading(folder, &cause))?,
-    };
-    let mut saves = Vec::new();
-    for entry in entries {
-        let path = entry.map_err(|cause| Error::reading(folder, &cause))?.path();
-        if let Some(step) = step_of(&path) {
-            saves.push((step, path));
-        }
-    }
-    saves.sort();
-    Ok(saves.into_iter().map(|(_, path)| path).collect())
-}
-
-fn file_name(step: u64) -> String {
-    format!("step-{step:08}.{EXTENSION}")
-}
-
-fn step_of(path: &Path) -> Option<u64> {
-    path.file_name()?.to_str()?.strip_prefix("step-")?.strip_suffix(".safetensors")?.parse().ok()
 }
 
 #[cfg(test)]

@@ -1,8 +1,11 @@
 //! The loop over optimizer steps: evaluations, saves, and the ways it ends.
 
 use std::{
-    path::PathBuf,
-    sync::atomic::{AtomicBool, Ordering},
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Instant,
 };
 
@@ -14,10 +17,12 @@ use super::{
     events::{self, Stage},
     pace::{Pace, per_second},
     prepare::Prepared,
+    progress::Progress,
+    sample::{self, Continuation, SamplePrompt},
     save::{self, SaveInfo},
 };
 use crate::{
-    data::{Batch, NO_LOSS, RowRef},
+    data::{Batch, Tokenizer},
     engine::Trainer,
     error::{Error, Report, Result},
     model::Base,
@@ -25,17 +30,20 @@ use crate::{
         counting, machine,
         phase::{self, Phase},
     },
-    optim::schedule::rate,
     plan::{Selection, budget, calibrate::Rates, size, size_up},
+    saved,
 };
 
-/// The parts of a run that stay the same.
+/// A run from its first step on.
 pub(super) struct Run<'a> {
     pub options: &'a RunOptions,
     pub base: &'a Base,
+    pub tokenizer: Option<&'a Tokenizer>,
     pub prepared: &'a Prepared,
     /// The description in saves, at step 0.
     pub info: SaveInfo,
+    /// Its course so far.
+    pub progress: Progress,
     pub selection: &'a Selection<PlanConfig>,
     /// Bytes on heap and in arenas before any of the plan was there.
     pub before: usize,
@@ -53,22 +61,22 @@ impl Run<'_> {
     pub fn train(&mut self, trainer: &mut Trainer, reporter: &mut dyn Reporter) -> Result<Finished> {
         let steps = self.prepared.steps;
         let begun_at = trainer.steps_done();
-        if begun_at >= steps {
-            reporter.event(&Event::Note(&format!(
-                "the run is finished after {}; a larger --steps goes on",
-                count(steps, "step")
-            )))?;
-            // The process that made the last step may have been killed before it wrote the adapter, or
-            // removed older saves.
-            save::prune(&self.folder.saves(), begun_at, self.options.keep)?;
-            self.write_adapter(trainer)?;
-            return self.finish(trainer, 0.0, reporter);
+        if self.missed_evaluation(begun_at) {
+            self.evaluate(trainer, reporter)?;
+        }
+        if begun_at >= steps || self.is_out_of_patience() {
+            return self.finish_again(trainer, reporter);
         }
         if begun_at == 0 {
             self.evaluate(trainer, reporter)?;
+            self.sample(trainer, reporter)?;
         }
-        while trainer.steps_done() < steps {
-            self.stop_if_interrupted(trainer)?;
+        if self.options.resume_from.is_some() {
+            // The adapter beside the saves is that of a later step.
+            self.write_adapter(trainer, &self.folder.adapter())?;
+        }
+        while trainer.steps_done() < steps && !self.is_out_of_patience() {
+            self.stop_if_interrupted(trainer, reporter)?;
             self.stop_if_memory_is_short(trainer)?;
             self.step(trainer, reporter)?;
             let done = trainer.steps_done();
@@ -78,13 +86,83 @@ impl Run<'_> {
             if done < steps && is_due(done, self.options.eval_every) {
                 self.evaluate(trainer, reporter)?;
             }
+            let samples = self.options.sampling.as_ref().is_some_and(|it| is_due(done, it.every));
+            if samples && done < steps && !self.is_out_of_patience() {
+                self.sample(trainer, reporter)?;
+            }
         }
-        self.write_adapter(trainer)?;
-        self.evaluate(trainer, reporter)?;
+        self.write_adapter(trainer, &self.folder.adapter())?;
+        if trainer.steps_done() == steps {
+            self.evaluate(trainer, reporter)?;
+        }
+        self.sample(trainer, reporter)?;
+        if self.compares_evaluations() {
+            // Once more, with what the last evaluation found.
+            self.write_save(trainer)?;
+            self.tell_best(trainer, reporter)?;
+        }
         if self.is_faster_than_planned(self.pace.fastest()) {
             Rates::forget(self.options.cache.as_deref(), self.base.weights.wte.arithmetic);
         }
         self.finish(trainer, self.pace.tokens_per_s(), reporter)
+    }
+
+    /// The end of a run that has no step left. The process that made the last one may have been killed before it
+    /// wrote the adapter, or removed older saves.
+    fn finish_again(&mut self, trainer: &Trainer, reporter: &mut dyn Reporter) -> Result<Finished> {
+        let (done, steps) = (trainer.steps_done(), self.prepared.steps);
+        let goes_on = if done < steps { "--patience" } else { "--steps" };
+        let stopped = if done < steps { format!(" of {steps}, without patience") } else { String::new() };
+        reporter.event(&Event::Note(&format!(
+            "the run is finished after {}{stopped}; a larger {goes_on} goes on",
+            count(done, "step")
+        )))?;
+        save::prune(&self.folder.saves(), done, self.options.keep)?;
+        if self.compares_evaluations() {
+            self.write_save(trainer)?;
+        }
+        self.write_adapter(trainer, &self.folder.adapter())?;
+        self.finish(trainer, 0.0, reporter)
+    }
+
+    /// Whether evaluations decide something, so that saves must know all of them.
+    fn compares_evaluations(&self) -> bool {
+        self.options.save_best || self.options.patience.is_some()
+    }
+
+    /// Whether the run was saved after `done` steps, and stopped before the evaluation that was due.
+    fn missed_evaluation(&self, done: u64) -> bool {
+        let is_due = done == self.prepared.steps || is_due(done, self.options.eval_every);
+        done > 0 && is_due && self.compares_evaluations() && self.progress.evaluated != Some(done)
+    }
+
+    /// Whether the last evaluations were too many without a lower loss.
+    fn is_out_of_patience(&self) -> bool {
+        self.options.patience.is_some_and(|patience| self.progress.waited >= patience)
+    }
+
+    /// Says which evaluation was the best, and that the run stopped early if it did.
+    fn tell_best(&self, trainer: &Trainer, reporter: &mut dyn Reporter) -> Result<()> {
+        let Some(best) = self.progress.best else { return Ok(()) };
+        let (done, steps) = (trainer.steps_done(), self.prepared.steps);
+        let found = format!("{:.4} after step {}", best.loss, best.step);
+        if done < steps {
+            let waited = self.progress.waited;
+            let evaluations = if waited == 1 { "evaluation was" } else { "evaluations were" };
+            reporter.event(&Event::Note(&format!(
+                "stopped after step {done} of {steps}: {waited} {evaluations} not below {found}"
+            )))?;
+        }
+        let kept = match self.options.save_best {
+            true => format!("its adapter is {}", self.folder.best().display()),
+            false => "--save-best would have kept its adapter".to_owned(),
+        };
+        let is_last = best.step == done && !self.options.save_best;
+        if is_last {
+            Ok(())
+        } else {
+            reporter.event(&Event::Note(&format!("the best evaluation loss was {found}; {kept}")))
+        }
     }
 
     /// Whether steps of `tokens_per_s` show that the plan's rates are too low. A machine may be slower than
@@ -100,9 +178,9 @@ impl Run<'_> {
         let options = self.options;
         let done = trainer.steps_done();
         let batches = self.micro_batches(done);
-        let lr = rate(options.schedule, options.lr, self.prepared.warmup, self.prepared.steps, done);
+        let lr = options.schedule.rate(self.prepared.warmup, self.prepared.steps, done);
         let started = Instant::now();
-        let report = trainer.step(&batches, lr).map_err(|error| self.out_of_memory(trainer, error))?;
+        let report = trainer.step(&batches, lr).map_err(|error| self.failed(trainer, error))?;
         let (seconds, smoothed_loss) = self.pace.step(report.loss, report.input_tokens, started);
         let step = done + 1;
         let event = events::Step {
@@ -121,7 +199,48 @@ impl Run<'_> {
             memory: resident(),
             scale: report.scale,
         };
-        reporter.event(&Event::Step(&event))
+        reporter.event(&Event::Step(&event))?;
+        match self.progress.step(report.loss) {
+            Some(mean) => Err(self.diverged(step, mean)),
+            None => Ok(()),
+        }
+    }
+
+    /// The error of a run whose mean loss over the last steps is `mean`, far above its start. Nothing of it is saved:
+    /// earlier saves and their adapter stay.
+    fn diverged(&self, step: u64, mean: f64) -> Error {
+        let start = self.progress.start.unwrap_or_default();
+        let error = Error::failed(format!(
+            "the run diverges: the loss is {mean:.2} over the last steps to step {step}, and was {start:.2} at the start; \
+             start again with an --lr below {}, or with a longer --warmup",
+            self.options.schedule.lr
+        ));
+        self.with_last_save(error)
+    }
+
+    /// A step that failed: after [`Error::Memory`] as [`Run::out_of_memory`]; else the values are those of the step
+    /// before, and what is saved stays.
+    fn failed(&self, trainer: &Trainer, error: Error) -> Error {
+        match error {
+            Error::Memory(_) => self.out_of_memory(trainer, error),
+            Error::Failed(_) => self.with_last_save(error),
+            other => other,
+        }
+    }
+
+    /// `error` with a hint that says what is kept of the run.
+    fn with_last_save(&self, error: Error) -> Error {
+        let newest = saved::list(&self.folder.saves()).ok().and_then(|saves| saved::step_of(saves.last()?));
+        let Some(step) = newest else { return error.hint("nothing was saved before") };
+        let adapter = self.folder.adapter();
+        let best = self.progress.best.filter(|_| self.options.save_best);
+        let best =
+            best.map(|best| format!(", and {} as of step {}", self.folder.best().display(), best.step));
+        error.hint(format!(
+            "the save of step {step} and its adapter {} are kept{}",
+            adapter.display(),
+            best.unwrap_or_default()
+        ))
     }
 
     /// Passes over the training rows that `steps` steps make.
@@ -156,15 +275,20 @@ impl Run<'_> {
         let batches = eval.batches(self.micro_batch()).take_while(|_| !interrupt.load(Ordering::Relaxed));
         let found = trainer.evaluate(&mut batches.inspect(show));
         // A part of the rows says nothing about all of them.
-        self.stop_if_interrupted(trainer)?;
+        self.stop_if_interrupted(trainer, reporter)?;
         let found = found?;
         let seconds = started.elapsed().as_secs_f64();
         self.pace.evaluated(seconds);
         let step = trainer.steps_done();
+        let is_best = self.progress.evaluated(step, found.loss);
+        if is_best && self.options.save_best {
+            self.write_adapter(trainer, &self.folder.best())?;
+        }
         let event = events::Eval {
             step,
             loss: found.loss,
             tokens: found.tokens,
+            best: self.compares_evaluations().then_some(is_best),
             seconds,
             epoch: self.epoch(step),
             elapsed: self.pace.elapsed(),
@@ -173,16 +297,50 @@ impl Run<'_> {
         reporter.event(&Event::Eval(&event))
     }
 
-    /// After a signal: saves, so that `--resume` loses nothing, and stops.
-    fn stop_if_interrupted(&self, trainer: &Trainer) -> Result<()> {
+    /// Continues the prompts of the samples with the adapter as it is.
+    fn sample(&self, trainer: &Trainer, reporter: &mut dyn Reporter) -> Result<()> {
+        let (Some(sampling), Some(tokenizer)) = (&self.options.sampling, self.tokenizer) else {
+            return Ok(());
+        };
+        phase::enter(Phase::Sampling);
+        let streams = self.selection.chosen.plan.config.policy.stream;
+        let base = if streams { trainer.base().streamed() } else { Arc::clone(trainer.base()) };
+        let values = trainer.values();
+        for SamplePrompt { text, ids, most } in &self.prepared.samples {
+            self.stop_if_interrupted(trainer, reporter)?;
+            let asked = Continuation {
+                base: &base,
+                set: trainer.set(),
+                values: &values,
+                tokenizer,
+                prompt: ids,
+                most: *most,
+            };
+            let text = events::Sample {
+                step: trainer.steps_done(),
+                prompt: text.clone(),
+                text: (sampling.continue_text)(&asked)?,
+            };
+            reporter.event(&Event::Sample(&text))?;
+        }
+        Ok(())
+    }
+
+    /// After a signal: saves, so that `--resume` loses nothing, writes the adapter, and stops.
+    fn stop_if_interrupted(&self, trainer: &Trainer, reporter: &mut dyn Reporter) -> Result<()> {
         if !self.interrupt.load(Ordering::Relaxed) {
             return Ok(());
         }
-        self.write_save(trainer)?;
-        let output = self.folder.path().display();
-        let message = format!("interrupted after step {}; everything is saved", trainer.steps_done());
-        Err(Error::Interrupted(Report::new(message))
-            .hint(format!("engraft train --resume --output {output}")))
+        let save = self.write_save(trainer)?;
+        self.write_adapter(trainer, &self.folder.adapter())?;
+        let (step, steps) = (trainer.steps_done(), self.prepared.steps);
+        let adapter = self.folder.adapter();
+        let message = format!(
+            "interrupted after step {step} of {steps}; saved, and the adapter of this step is in {}",
+            adapter.display()
+        );
+        reporter.event(&Event::Interrupted(&events::Interrupted { step, steps, adapter, save }))?;
+        Err(Error::Interrupted(Report::new(message)).hint(self.folder.resume_command()))
     }
 
     /// Stops while there is still memory to save with.
@@ -202,12 +360,12 @@ impl Run<'_> {
         if let Err(unsaved) = self.write_save(trainer) {
             return Error::Memory(report.with_hint(unsaved.to_string()));
         }
-        let output = self.folder.path().display();
+        let resume = self.folder.resume_command();
         let less = size_up(self.selection.chosen.peak() / 4 * 3);
         Error::Memory(
             report
                 .with_hint(format!("everything is saved after step {}", trainer.steps_done()))
-                .with_hint(format!("engraft train --resume --output {output} --memory {less}"))
+                .with_hint(format!("{resume} --memory {less}"))
                 .with_hint("or free memory, and resume without --memory"),
         )
     }
@@ -216,7 +374,7 @@ impl Run<'_> {
         let started = Instant::now();
         reporter.event(&Event::begun(Stage::Saving))?;
         let path = self.write_save(trainer)?;
-        self.write_adapter(trainer)?;
+        self.write_adapter(trainer, &self.folder.adapter())?;
         let (step, seconds) = (trainer.steps_done(), started.elapsed().as_secs_f64());
         reporter.event(&Event::Saved(&events::Saved { step, path, seconds }))
     }
@@ -224,16 +382,18 @@ impl Run<'_> {
     fn write_save(&self, trainer: &Trainer) -> Result<PathBuf> {
         phase::enter(Phase::Saving);
         let loss_scale = trainer.loss_scale();
-        let info = save::SaveInfo { step: trainer.steps_done(), loss_scale, ..self.info.clone() };
+        let (step, progress) = (trainer.steps_done(), self.progress.clone());
+        let info = save::SaveInfo { step, loss_scale, progress, ..self.info.clone() };
         let path = save::write(&self.folder.saves(), &info, &trainer.tensors())?;
         save::prune(&self.folder.saves(), info.step, self.options.keep)?;
         Ok(path)
     }
 
-    fn write_adapter(&self, trainer: &Trainer) -> Result<()> {
+    /// Writes the adapter as it is now to `folder`.
+    fn write_adapter(&self, trainer: &Trainer, folder: &Path) -> Result<()> {
         let projected = trainer.projected();
         let (values, description) = (trainer.values(), self.base.description());
-        Ok(peft::save(&self.folder.adapter(), trainer.set(), &values, projected.as_deref(), &description)?)
+        Ok(peft::save(folder, trainer.set(), &values, projected.as_deref(), &description)?)
     }
 
     fn finish(&self, trainer: &Trainer, tokens_per_s: f64, reporter: &mut dyn Reporter) -> Result<Finished> {
@@ -248,8 +408,7 @@ impl Run<'_> {
         };
         reporter.event(&Event::Done(&done))?;
         let rows = self.prepared.eval.as_ref().unwrap_or(&self.prepared.train);
-        let vocab = self.base.config.vocab;
-        let prompt = rows.rows.iter().next().map(|row| beginning(row, vocab)).unwrap_or_default();
+        let prompt = sample::first_prompt(rows, self.base.config.vocab);
         Ok(Finished { step: done.step, adapter, prompt })
     }
 
@@ -293,15 +452,4 @@ const FASTER: f64 = 1.5;
 /// Resident bytes of the process.
 fn resident() -> Option<u64> {
     machine::resident().map(|resident| resident.total)
-}
-
-/// Tokens of a text that make a prompt.
-const PROMPT: usize = 16;
-
-/// The tokens up to the first supervised one; of a text, its first tokens. Ids from `vocab` on are no text.
-fn beginning(row: RowRef, vocab: usize) -> Vec<u32> {
-    let text = row.ids.iter().zip(row.targets).filter(|(id, _)| (**id as usize) < vocab);
-    let unsupervised = text.clone().take_while(|(_, target)| **target == NO_LOSS).count();
-    let len = if unsupervised == 0 { PROMPT } else { unsupervised + 1 };
-    text.map(|(id, _)| *id).take(len).collect()
 }

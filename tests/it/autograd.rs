@@ -305,6 +305,7 @@ pub fn check(base: &Arc<Base>, case: &Case, smoothing: f64, recompute: Recompute
         adamw: AdamWOptions::default(),
         clip: 0.0,
         label_smoothing: smoothing,
+        neftune: 0.0,
         seed: 3,
     };
     let mut trainer =

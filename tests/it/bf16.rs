@@ -86,6 +86,7 @@ fn train(activations: DType) -> Vec<f64> {
         adamw: AdamWOptions::default(),
         clip: 1.0,
         label_smoothing: 0.0,
+        neftune: 0.0,
         seed: 0,
     };
     let mut trainer = Trainer::new(base, set, &values, options, Arenas::real(None)).unwrap();

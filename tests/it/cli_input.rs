@@ -25,6 +25,8 @@ fn values_without_sense() {
         ("--lora-dropout 1", ["--lora-dropout", "1"]),
         ("--warmup 1.5", ["--warmup", "1.5"]),
         ("--epochs nan", ["--epochs", "NaN"]),
+        ("--epochs 1e30", ["--epochs 1000000000000000000000000000000", "1000000"]),
+        ("--eval-fraction -0.1", ["--eval-fraction", "-0.1"]),
         ("--rank 0", ["--rank", "0"]),
         ("--rank -3", ["--rank", "-3"]),
         ("--batch 0", ["--batch", "0"]),
@@ -46,11 +48,12 @@ fn options_that_exclude_each_other() {
     refused("--prefix-len 3", &["--prefix-len", "--method lora"]);
     refused("--method lora+prefix --prefix-init zero --prefix-text x", &["--prefix-text", "--prefix-init"]);
     refused("--revision main", &["--revision", "--base"]);
+    refused("--revision main --base .", &["--revision main", "--base", "is a folder"]);
 }
 
 #[test]
-fn unknown_options_and_those_that_do_not_exist_yet() {
-    for option in ["--rnak 3", "--sample-every 3", "--sample-prompt x"] {
+fn unknown_options_and_values() {
+    for option in ["--rnak 3", "--sample-evry 3"] {
         refused(option, &["there is no such option", option.split(' ').next().unwrap()]);
     }
     for option in [
@@ -82,7 +85,7 @@ fn files_that_are_missing_empty_or_something_else() {
     sandbox.write("empty.txt", "");
     sandbox.write("empty.jsonl", "");
     sandbox.write("binary.txt", [b'a', 0xff, 0xfe]);
-    sandbox.write("data.csv", "a,b\n");
+    sandbox.write("data.xlsx", "a,b\n");
     sandbox.write("broken.jsonl", "{\"text\": \"a\"}\n{\"text\": \n");
     sandbox.write("wrong.jsonl", "{\"txet\": \"a\"}\n");
     fs::create_dir(sandbox.path("folder")).unwrap();
@@ -91,7 +94,7 @@ fn files_that_are_missing_empty_or_something_else() {
     train("empty.txt").refused(&["empty.txt"]);
     train("empty.jsonl").refused(&["empty.jsonl"]);
     train("binary.txt").refused(&["binary.txt", "UTF-8"]);
-    train("data.csv").refused(&["data.csv", ".csv"]);
+    train("data.xlsx").refused(&["data.xlsx", ".xlsx files are not read"]);
     train("broken.jsonl").refused(&["broken.jsonl", "2"]);
     train("wrong.jsonl").refused(&["wrong.jsonl", "1"]);
     train("folder").refused(&["folder", "train.txt"]);
@@ -112,8 +115,8 @@ fn what_does_not_fit_the_base() {
 fn bases_and_adapters_that_are_none() {
     let sandbox = Sandbox::new();
     fs::create_dir(sandbox.path("folder")).unwrap();
-    sandbox.engraft("train --base folder --output run").refused(&["folder", "config.json"]);
-    sandbox.engraft("train --base no/such-base --output run").refused(&["no/such-base"]);
+    sandbox.engraft("train --base folder --data data.jsonl --output run").refused(&["folder", "config.json"]);
+    sandbox.engraft("train --base no/such-base --data data.jsonl --output run").refused(&["no/such-base"]);
     sandbox.engraft("train --init-adapter folder --output run").refused(&["folder", "adapter_config.json"]);
     sandbox.engraft("eval --adapter folder").refused(&["folder", "adapter_config.json"]);
     sandbox.engraft("inspect folder").refused(&["folder", "no adapter, base or run"]);
@@ -139,7 +142,7 @@ fn output_folders_that_are_taken() {
     let sandbox = Sandbox::new();
     fs::create_dir(sandbox.path("run")).unwrap();
     sandbox.write("run/notes.md", "mine");
-    sandbox.train("--steps 1").refused(&["--output run", "not empty", "notes.md", "--resume"]);
+    sandbox.train("--steps 1").refused(&["--output run", "not empty", "notes.md", "choose another folder"]);
     assert_eq!(names(&sandbox.path("run")), ["notes.md"]);
     sandbox.engraft(&format!("{SMALL} --steps 1 --output data.jsonl")).refused(&["data.jsonl", "is a file"]);
     sandbox.engraft(&format!("{SMALL} --steps 1 --resume")).refused(&["--resume", "--output"]);

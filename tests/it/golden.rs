@@ -148,6 +148,7 @@ fn options(policy: Policy, expected: &Expected) -> TrainerOptions {
         adamw,
         clip: 1.0,
         label_smoothing: 0.0,
+        neftune: 0.0,
         seed: 1,
     }
 }

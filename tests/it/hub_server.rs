@@ -137,7 +137,9 @@ fn reply(hub: &mut Hub, request: &Request, endpoint: &str) -> Reply {
     if let Some(file) = request.path.strip_prefix("/cdn/") {
         return large(hub, request, file);
     }
-    let path = request.path.trim_start_matches("/api/models").trim_start_matches('/');
+    // A data set has an id that begins with `datasets/`.
+    let path =
+        request.path.trim_start_matches("/api/models").trim_start_matches("/api").trim_start_matches('/');
     let Some(rest) = path.strip_prefix(hub.id) else { return Reply::refusal(404, Some("RepoNotFound")) };
     if let Some(refused) = access(hub, request) {
         return refused;

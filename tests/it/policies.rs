@@ -41,6 +41,7 @@ pub fn options(policy: Policy) -> TrainerOptions {
         adamw,
         clip: 1.0,
         label_smoothing: 0.1,
+        neftune: 0.0,
         seed: 7,
     }
 }

@@ -104,7 +104,7 @@ fn a_base_is_coded_once_from_whatever_it_was() {
         let first = load(&source, cache.path());
         (codes(&first), first.weights.fingerprint.clone())
     };
-    assert_eq!(files(cache.path()), [".lock", "fingerprint-q8", "model-q8.safetensors"]);
+    assert_eq!(files(cache.path()), [".lock", "fingerprint-q8", "model-q8.safetensors", "source"]);
     let entry = fs::read_dir(cache.path()).unwrap().next().unwrap().unwrap().path();
     let model = entry.join("model-q8.safetensors");
     let written = || fs::metadata(&model).unwrap().modified().unwrap();
@@ -198,6 +198,7 @@ fn trained(base: &Arc<Base>, case: &Case, policy: Policy) -> (f64, Vec<f32>, Tra
         adamw: AdamWOptions::default(),
         clip: 1.0,
         label_smoothing: 0.1,
+        neftune: 0.0,
         seed: 7,
     };
     let arenas = Arenas::real(Some(std::env::temp_dir()));

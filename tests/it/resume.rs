@@ -39,15 +39,20 @@ fn killed_at_any_moment_it_ends_in_the_same_bytes() {
     // Moments spread over start, loop and end, from a small generator of their own.
     let mut moment: u64 = 12345;
     let mut kills = 0;
+    // A run that was killed before it began is no run: then it starts as the first one did.
+    let line = |sandbox: &Sandbox| match sandbox.path("run/config.toml").exists() {
+        true => format!("{RUN} --resume"),
+        false => RUN.to_owned(),
+    };
     for _ in 0..8 {
-        let mut child = sandbox.start(&format!("{RUN} --resume"));
+        let mut child = sandbox.start(&line(&sandbox));
         moment = moment.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         thread::sleep(Duration::from_millis(20 + (moment >> 33) % 300));
         child.kill().unwrap();
         kills += usize::from(child.wait().unwrap().code().is_none());
     }
     assert!(kills > 0, "no run was ever killed");
-    sandbox.train(&format!("{RUN} --resume")).succeeds();
+    sandbox.train(&line(&sandbox)).succeeds();
     let found = files_below(&sandbox.path("run/adapter"));
     let paths = |files: &[(std::path::PathBuf, Vec<u8>)]| {
         files.iter().map(|(path, _)| path.clone()).collect::<Vec<_>>()
@@ -86,6 +91,13 @@ fn interrupted_it_saves_and_goes_on() {
 fn without_a_save_it_starts_and_finished_it_ends() {
     let expected = expected();
     let sandbox = Sandbox::new();
+    // Killed before its first save.
+    let mut child = sandbox.start("--steps 30 --save-every 0");
+    let rest = wait_for_lines(&mut child, 1);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    rest.join().unwrap();
+    assert!(names(&sandbox.path("run/saves")).is_empty());
     let first = sandbox.train(&format!("{RUN} --resume")).succeeds();
     assert_eq!(first.events_of("step").len(), 30);
     fs::remove_dir_all(sandbox.path("run/adapter")).unwrap();

@@ -13,6 +13,8 @@ use std::{
 
 use tempfile::{Builder, TempDir};
 
+use crate::unfinished;
+
 /// A file or folder that cannot be written. The message is a sentence for the user.
 #[derive(Debug, thiserror::Error)]
 #[error("{}: cannot be written: {cause}; {}", .path.display(), remedy(.cause))]
@@ -33,6 +35,7 @@ impl WriteError {
 /// What to do about a file that cannot be written.
 pub fn remedy(cause: &io::Error) -> &'static str {
     match cause.kind() {
+        _ if is_limit(cause) => "raise the limit of open files (`ulimit -n`)",
         io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
             "choose a folder that you may write to"
         }
@@ -44,6 +47,16 @@ pub fn remedy(cause: &io::Error) -> &'static str {
         }
         _ => "choose another folder",
     }
+}
+
+/// Whether the process or the system has no more file descriptors: `EMFILE` and `ENFILE`, which have the same
+/// numbers on every Unix.
+pub fn is_limit(cause: &io::Error) -> bool {
+    let is_number = |number: i32| matches!(number, 23 | 24);
+    // The number of an error that tempfile passes on with a path is in its text alone.
+    let in_text =
+        || [23, 24].iter().any(|number| cause.to_string().contains(&format!("(os error {number})")));
+    cfg!(unix) && cause.raw_os_error().map_or_else(in_text, is_number)
 }
 
 /// `Result` with [`WriteError`].
@@ -70,10 +83,24 @@ pub fn write_with(path: &Path, fill: impl FnOnce(&mut dyn Write) -> io::Result<(
 
 fn replace_file(path: &Path, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
     let folder = parent(path);
-    let temporary = builder(0o666).tempfile_in(&folder)?;
+    let (temporary, _unfinished) =
+        unfinished::file(|| builder(0o666).tempfile_in(&folder), |made| made.path().to_owned())?;
     write_and_sync(temporary.as_file(), fill)?;
     temporary.persist(path).map_err(|error| error.error)?;
     sync_folder(&folder)
+}
+
+/// Whether [`write()`] could put a file at `path` now.
+///
+/// # Errors
+/// [`WriteError`] when `path` is a folder, its own folder is missing, or one may not write there.
+pub fn check(path: &Path) -> Result<()> {
+    let failed = |cause| WriteError::new(path, cause);
+    if path.is_dir() {
+        return Err(failed(io::Error::from(io::ErrorKind::IsADirectory)));
+    }
+    let make = || builder(0o666).tempfile_in(parent(path));
+    unfinished::file(make, |made| made.path().to_owned()).map(drop).map_err(failed)
 }
 
 /// Creates a new file, lets `fill` write it, and syncs it. Not atomic: for folders not yet in place.
@@ -228,6 +255,19 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let error = write(&folder.path().join("none/file"), b"x").unwrap_err();
         assert!(error.path.ends_with("none/file"));
+    }
+
+    #[test]
+    fn a_place_is_checked_and_left_as_it_was() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        write(&at("old"), b"old").unwrap();
+        fs::create_dir(at("folder")).unwrap();
+        assert!(check(&at("new")).is_ok() && check(&at("old")).is_ok());
+        assert!(check(&at("none/new")).unwrap_err().path.ends_with("none/new"));
+        assert_eq!(check(&at("folder")).unwrap_err().cause.kind(), io::ErrorKind::IsADirectory);
+        assert_eq!(names(folder.path()), ["folder", "old"]);
+        assert_eq!(fs::read(at("old")).unwrap(), b"old");
     }
 
     #[cfg(unix)]

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::{TENSOR_FILE, describe, load, save, tensors::TensorFile};
-use crate::{BaseDescription, testing};
+use crate::{BaseDescription, Error, testing};
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
@@ -79,13 +79,17 @@ fn an_adapter_of_peft_on_another_base_is_refused_for_every_reason() {
     let mut other = base();
     other.layers = 2;
     other.heads = 4;
-    let text = load(&fixture("lora_and_prefix"), &other, false).unwrap_err().to_string();
+    let error = load(&fixture("lora_and_prefix"), &other, false).unwrap_err();
+    let text = error.to_string();
     for reason in ["for a base of 3 layers, this one has 2", "h.2.attn.c_attn.lora_A.weight is not expected"]
     {
         assert!(text.contains(reason), "{text}");
     }
     assert!(text.contains("num_attention_heads is 3 where the base has 4"), "{text}");
-    assert!(text.contains("shape [5, 144] where [5, 96]"), "{text}");
+    assert!(text.contains("; and 2 more; give the base that it was trained on"), "{text}");
+    // Those that the sentence leaves out are known.
+    let Error::Mismatch { problems, .. } = error else { panic!("{error:?}") };
+    assert!(problems.iter().any(|problem| problem.to_string().contains("shape [5, 144] where [5, 96]")));
 }
 
 #[test]

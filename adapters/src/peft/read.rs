@@ -164,12 +164,14 @@ fn check_base(source: &Source, base: &BaseDescription, findings: &mut Findings) 
     match (source.tensors.metadata(META_FINGERPRINT), base.fingerprint.as_deref()) {
         (Some(found), Some(expected)) if found != expected => {
             if findings.allow_base_mismatch {
-                findings.hints.push(format!(
-                    "the adapter was made for a base with fingerprint {} ({named}), not {} ({})",
-                    short_hash(found),
-                    short_hash(expected),
-                    base.name
-                ));
+                let (found, expected) = (short_hash(found), short_hash(expected));
+                findings.hints.push(if named == base.name {
+                    format!(
+                        "the adapter was made for other weights of {named}, {found}, not these, {expected}"
+                    )
+                } else {
+                    format!("the adapter was made for {named} ({found}), not for {} ({expected})", base.name)
+                });
             } else {
                 let (found, expected) = (found.to_owned(), expected.to_owned());
                 findings.problems.push(Problem::Base { found, expected });
@@ -178,10 +180,13 @@ fn check_base(source: &Source, base: &BaseDescription, findings: &mut Findings) 
         (Some(_), Some(_)) => {}
         (found, _) => {
             let who = if found.is_none() { "adapter" } else { "base" };
+            let names = if named == base.name {
+                format!("both name {named}")
+            } else {
+                format!("the adapter names base {named}, this is {}", base.name)
+            };
             findings.hints.push(format!(
-                "the {who} carries no base fingerprint, so that nothing but shapes was compared \
-                 (the adapter names base {named}, this is {})",
-                base.name
+                "the {who} carries no base fingerprint, so that nothing but shapes was compared ({names})"
             ));
         }
     }

@@ -1,7 +1,10 @@
 //! Casts between element types, flat sums, and activations, against their twins.
 
 use cuda_shim::{Launcher, kernels};
-use engraft::kernels::activation::{Activation as Kind, reference};
+use engraft::kernels::{
+    activation::{Activation as Kind, reference},
+    noise::{self, Noise},
+};
 use half::{bf16, f16};
 
 use crate::{args, harness::*};
@@ -20,6 +23,9 @@ kernels!(
     activation_backward_f32_launch,
     activation_backward_f16_launch,
     activation_backward_bf16_launch,
+    noise_f32_launch,
+    noise_f16_launch,
+    noise_bf16_launch,
 );
 
 /// Numbers of elements that are no multiple of a vector, and more than a block takes.
@@ -92,4 +98,27 @@ fn activations_match_their_twin() {
     activations::<f32>(activation_forward_f32_launch, activation_backward_f32_launch);
     activations::<f16>(activation_forward_f16_launch, activation_backward_f16_launch);
     activations::<bf16>(activation_forward_bf16_launch, activation_backward_bf16_launch);
+}
+
+fn check_noise<T: Activation>(kernel: Launcher, n: usize, c: usize) {
+    let noise =
+        Noise { key: 0x1234_5678_9abc_def1, magnitude: 0.7, first_row: 3, seq_len: 5, stride: 9, vocab: 20 };
+    let ids: Vec<u32> = (0..n as u32).map(|at| at * 7 % 23).collect();
+    let x = rounded::<T>(1, n * c);
+    let (ids_in, x_out) = (Device::<u32>::new(&ids), Device::<T>::of(&x));
+    let [first_row, seq_len, stride, vocab, c_] =
+        [noise.first_row, noise.seq_len, noise.stride, noise.vocab, c].map(|size| size as i32);
+    let (key, magnitude) = (noise.key, noise.magnitude);
+    let args = args![ids_in.head(), x_out.head(), key, magnitude, first_row, seq_len, stride, vocab, c_];
+    run(kernel, [n, 1, 1], 128, 0, 1, args);
+    assert_close(&x_out.wide(), &noise::reference::add(noise, &ids, &x), T::ROUNDING + 1e-7, "x");
+}
+
+#[test]
+fn noise_is_that_of_the_host() {
+    for (n, c) in [(1, 5), (7, 131), (33, 1043)] {
+        check_noise::<f32>(noise_f32_launch, n, c);
+        check_noise::<f16>(noise_f16_launch, n, c);
+        check_noise::<bf16>(noise_bf16_launch, n, c);
+    }
 }

@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     error::{Error, Result},
-    hub,
+    hub, saved,
 };
 
 /// The subfolder of a run folder with its adapter.
@@ -29,6 +29,8 @@ pub struct FoundAdapter {
     pub name: PathBuf,
     /// The folder with PEFT's files.
     pub folder: PathBuf,
+    /// Run folder and step of `RUN@STEP`: the save that holds the values. `folder` then only tells the base.
+    pub save: Option<(PathBuf, u64)>,
 }
 
 /// A base as the config of an adapter names it.
@@ -71,11 +73,15 @@ impl FoundAdapter {
     /// # Errors
     /// When it cannot be found or downloaded.
     pub fn find(name: &Path, args: &BaseArgs, environment: &Environment) -> Result<Self> {
+        if let Some((run, step)) = saved::named(name) {
+            let folder = inside_run(&run)?;
+            return Ok(Self { name: name.to_owned(), folder, save: Some((run, step)) });
+        }
         let download = Download::new();
         let options = hub_options(name, None, args, environment)?;
         let folder =
             hub::adapter(&name.display().to_string(), &options, &|progress| download.show(&progress))?;
-        Ok(Self { name: name.to_owned(), folder: inside_run(&folder)? })
+        Ok(Self { name: name.to_owned(), folder: inside_run(&folder)?, save: None })
     }
 
     /// The adapter, checked against its base.
@@ -83,7 +89,11 @@ impl FoundAdapter {
     /// # Errors
     /// When it cannot be read, or does not fit.
     pub fn load(&self, args: &BaseArgs, base: &BaseDescription) -> Result<Loaded> {
-        let loaded = peft::load(&self.folder, base, args.allow_base_mismatch == Some(true))?;
+        let mismatch = args.allow_base_mismatch == Some(true);
+        let loaded = match &self.save {
+            Some((run, step)) => saved::adapter(run, *step, base, mismatch)?,
+            None => peft::load(&self.folder, base, mismatch)?,
+        };
         loaded.hints.iter().for_each(|hint| write_note(&format!("hint: {hint}")));
         Ok(loaded)
     }

@@ -1,11 +1,14 @@
 //! Options that both programs have: the base and the device.
 
+use std::path::Path;
+
 use serde::{Deserialize, Serialize};
 
 use super::{
     options::{Check, OnResume, options, switch, unless, value},
     values::{BaseDtypeName, DeviceName, Precision, Switch},
 };
+use crate::error::{Error, Result};
 
 options! {
     /// Which base, and how to find it.
@@ -25,6 +28,25 @@ options! {
         base_dtype: BaseDtypeName = BaseDtypeName::F16 => value("TYPE");
         /// Accept an adapter that was trained on another base
         allow_base_mismatch: bool => switch().on_resume(OnResume::Free);
+    }
+}
+
+impl BaseArgs {
+    /// Refuses a revision of a base that has none.
+    ///
+    /// # Errors
+    /// [`Error::Input`] that names `--revision`.
+    pub fn refuse_revision(&self) -> Result<()> {
+        let Some(revision) = &self.revision else { return Ok(()) };
+        match &self.base {
+            None => Err(Error::input(
+                "--revision: the embedded base has none; give --base with the name of a base on the hub",
+            )),
+            Some(base) if Path::new(base).is_dir() => Err(Error::input(format!(
+                "--revision {revision}: --base {base} is a folder, which has no revisions; leave it out"
+            ))),
+            Some(_) => Ok(()),
+        }
     }
 }
 

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 
-use super::{output::write_note, progress::has_bars};
+use super::{bar, output::write_note, progress::has_bars};
 use crate::hub::Progress;
 
 /// Downloads in progress, on stderr: a bar on a terminal, else a line for each file.
@@ -38,6 +38,6 @@ impl Download {
         }
         let style = "{msg}  {bar:32} {bytes}/{total_bytes}  {eta} left";
         let style = ProgressStyle::with_template(style).unwrap_or_else(|_| ProgressStyle::default_bar());
-        Some(ProgressBar::new(progress.total).with_style(style).with_message(progress.file.clone()))
+        Some(bar::new().with_style(style).with_message(progress.file.clone()))
     }
 }

@@ -2,9 +2,11 @@
 
 pub mod adapters;
 pub mod args;
+pub mod bar;
 pub mod download;
 pub mod elsewhere;
 pub mod environment;
+mod failure;
 pub mod open;
 pub mod options;
 pub mod output;

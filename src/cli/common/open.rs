@@ -1,6 +1,9 @@
 //! From a name to a base in memory, with its tokenizer.
 
-use std::{path::Path, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use super::{
     args::BaseArgs,
@@ -18,6 +21,7 @@ use crate::{
     model::{
         Base, BaseDType, BaseSource,
         base::{TokenizerFiles, check_weights},
+        weights,
     },
 };
 
@@ -89,6 +93,10 @@ pub fn faster_in_bf16(
 /// # Errors
 /// When it cannot be found, downloaded or read, or the device has no room for it.
 pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute, stream: bool) -> Result<Opened> {
+    args.refuse_revision()?;
+    if let Ok(cache) = environment.cache() {
+        weights::remove_leftovers(cache);
+    }
     let dtype = args.base_dtype().kept();
     // Before anything is downloaded or converted.
     check_weights(compute.device.kind(), dtype)?;
@@ -105,7 +113,7 @@ pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute, stream
     };
     let name = args.base.as_deref().unwrap_or(EMBEDDED);
     let cache = if source == BaseSource::Embedded { Path::new("") } else { environment.cache()? };
-    let work = Work::new("reading the base, once");
+    let work = Work::new("reading the base for the first time");
     let loaded = Base::load_with(&source, name, cache, dtype, &|done, total| work.at(done, total))?;
     drop(work);
     let Compute { device, activations } = compute;
@@ -119,6 +127,50 @@ pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute, stream
         tokenizer.check_vocabulary(base.config.vocab)?;
     }
     Ok(Opened { base: Arc::new(base), tokenizer })
+}
+
+/// A folder with the config and the tokenizer of the base that `args` name; of a model of the hub without weights.
+///
+/// # Errors
+/// When it cannot be found or downloaded.
+pub fn tokenizer_folder(name: &str, args: &BaseArgs, environment: &Environment) -> Result<PathBuf> {
+    let options = hub_options(Path::new(name), args.revision.as_deref(), args, environment)?;
+    let download = Download::new();
+    hub::tokenizer(name, &options, &|progress| download.show(&progress))
+}
+
+/// What begins the name of a data file on the hub.
+pub const HUB: &str = "hub:";
+
+/// Whether `path` is the name of a file on the hub: `hub:owner/name/file`, perhaps with a weight.
+pub fn is_on_hub(path: &Path) -> bool {
+    path.to_str().is_some_and(|text| text.starts_with(HUB)) && !path.exists()
+}
+
+/// `path`, or where the file of the hub that it names is in the cache; a weight after the name stays.
+///
+/// # Errors
+/// When it cannot be found or downloaded.
+pub fn data_file(path: &Path, offline: bool, environment: &Environment) -> Result<PathBuf> {
+    let Some(name) = path.to_str().and_then(|text| text.strip_prefix(HUB)).filter(|_| is_on_hub(path)) else {
+        return Ok(path.to_owned());
+    };
+    let (name, weight) = match name.rsplit_once(':') {
+        Some((name, weight)) if weight.parse::<f64>().is_ok() => (name, format!(":{weight}")),
+        _ => (name, String::new()),
+    };
+    let mut parts = name.splitn(3, '/');
+    let (Some(owner), Some(set), Some(file)) = (parts.next(), parts.next(), parts.next()) else {
+        return Err(Error::input(format!("{}: names no file; give hub:owner/name/file", path.display())));
+    };
+    let (set, revision) = set.split_once('@').map_or((set, None), |(set, revision)| (set, Some(revision)));
+    let options = environment.hub(revision, offline)?;
+    let download = Download::new();
+    let found =
+        hub::data_file(&format!("{owner}/{set}"), file, &options, &|progress| download.show(&progress))?;
+    let mut found = found.into_os_string();
+    found.push(weight);
+    Ok(found.into())
 }
 
 /// How to reach the hub; a folder that exists needs no cache for downloads.
@@ -137,13 +189,16 @@ pub fn hub_options(
     }
 }
 
-/// Makes the pool that kernels run on, of `threads` threads.
+/// Makes the pool that kernels run on, of `threads` threads or as many as there are cores.
 ///
 /// # Errors
 /// When the system refuses the threads.
 pub fn threads(threads: Option<usize>) -> Result<()> {
-    let Some(threads) = threads else { return Ok(()) };
-    rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().map_err(|cause| {
-        Error::failed(format!("--threads {threads}: cannot be started: {cause}; give fewer"))
+    rayon::ThreadPoolBuilder::new().num_threads(threads.unwrap_or(0)).build_global().map_err(|cause| {
+        let asked = threads.map_or(String::new(), |threads| format!(" {threads}"));
+        Error::failed(format!(
+            "--threads{asked}: cannot be started: {cause}; give fewer, or raise the limits of threads and memory \
+             (`ulimit -u`, `ulimit -v`)"
+        ))
     })
 }

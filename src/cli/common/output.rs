@@ -74,12 +74,7 @@ pub fn write_error(text: &str) {
 
 /// `text` as one word of a shell command.
 pub fn quoted(text: &str) -> String {
-    let plain = |c: char| c.is_alphanumeric() || "/._-+=:@".contains(c);
-    if !text.is_empty() && text.chars().all(plain) {
-        text.to_owned()
-    } else {
-        format!("'{}'", text.replace('\'', r"'\''"))
-    }
+    engraft_util::shell::word(text)
 }
 
 /// Items of a list that people are shown.

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use clap::Parser;
 
 use super::{
+    failure,
     options::Facts,
     output::{Loudness, set_loudness, write_error, write_out},
     usage,
@@ -40,6 +41,7 @@ impl CommonArgs {
 /// # Errors
 /// When it cannot be understood, or the help cannot be written.
 pub fn parse<P: Parser>(options: fn(&str) -> Vec<Facts>) -> Result<Option<P>> {
+    failure::install();
     let words = usage::plain_words(std::env::args_os());
     match P::try_parse_from(&words) {
         Ok(program) => Ok(Some(program)),

@@ -1,14 +1,17 @@
 //! Shows how far something long is: on a terminal a line that moves, else a line now and then.
 
 use std::{
-    cell::RefCell,
-    io::{self, IsTerminal},
+    sync::{Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::output::{Loudness, is_at_least, write_note};
+use super::{
+    bar,
+    output::{Loudness, is_at_least, write_note},
+};
+use crate::data::{Progress, Watch};
 
 /// Where there is no bar, the first line comes after that time: what is done sooner needs none.
 const FIRST: Duration = Duration::from_secs(3);
@@ -21,7 +24,7 @@ const SURE: f64 = 0.3;
 
 /// Whether standard error shows bars.
 pub fn has_bars() -> bool {
-    io::stderr().is_terminal() && is_at_least(Loudness::Normal)
+    bar::is_possible() && is_at_least(Loudness::Normal)
 }
 
 /// Decides when something long is worth a line.
@@ -82,7 +85,7 @@ pub fn clock(seconds: f64) -> String {
 /// A bar that shows a message beside something that turns.
 pub fn spinner() -> ProgressBar {
     let style = ProgressStyle::with_template("{spinner} {wide_msg}");
-    let bar = ProgressBar::no_length();
+    let bar = bar::new();
     bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_spinner()));
     bar.enable_steady_tick(TICK);
     bar
@@ -92,18 +95,23 @@ pub fn spinner() -> ProgressBar {
 #[derive(Debug)]
 pub struct Work {
     what: &'static str,
-    shown: RefCell<Option<(Option<ProgressBar>, Patience)>>,
+    shown: Mutex<Option<(Option<ProgressBar>, Patience)>>,
+}
+
+/// The content of a lock, also after a thread that held it has panicked.
+fn open<T>(lock: &Mutex<T>) -> MutexGuard<'_, T> {
+    lock.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Work {
     /// Work that people know as `what`.
     pub fn new(what: &'static str) -> Self {
-        Self { what, shown: RefCell::new(None) }
+        Self { what, shown: Mutex::new(None) }
     }
 
     /// `done` of `total` units are done; a total of 0 is unknown.
     pub fn at(&self, done: u64, total: u64) {
-        let mut shown = self.shown.borrow_mut();
+        let mut shown = open(&self.shown);
         let (bar, patience) = shown.get_or_insert_with(|| (has_bars().then(spinner), Patience::new()));
         let text = || sentence(self.what, done, total, patience.seconds());
         match bar {
@@ -118,12 +126,28 @@ impl Work {
     }
 }
 
-impl Drop for Work {
-    fn drop(&mut self) {
-        if let Some((Some(bar), _)) = self.shown.get_mut() {
+impl Work {
+    /// The work is done, or rests: nothing of it is shown any more.
+    pub fn end(&self) {
+        if let Some((Some(bar), _)) = open(&self.shown).take() {
             bar.finish_and_clear();
         }
     }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Shows the reading of data until all is read. Of what has no known end, as the standard input, nothing is shown.
+pub fn reading() -> Watch {
+    let work = Work::new("reading data");
+    Watch::new(move |Progress { done, total }| match done < total {
+        true => work.at(done, total),
+        false => work.end(),
+    })
 }
 
 #[cfg(test)]

@@ -1,6 +1,9 @@
 //! The options of `engraft train`, one definition each.
 
-use std::path::PathBuf;
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
 
 use engraft_adapters::{Kinds, LoraSpec, PrefixSpec, Targets};
 use serde::{Deserialize, Serialize};
@@ -11,11 +14,13 @@ use crate::{
         options::{
             BELOW_ONE, Check, FROM_ONE, OnResume, above_zero, from_zero, options, switch, unless, value,
         },
+        progress::reading,
         values::{
-            LayerList, MemoryName, Optimizer, Pattern, PrefixInit, RecomputeName, RowsName, ScheduleName,
-            Switch, Warmup,
+            FormatName, LayerList, MemoryName, Optimizer, Pattern, PrefixInit, RecomputeName, RowsName,
+            ScheduleName, Switch, Warmup,
         },
     },
+    data::{Keys, ReadOptions},
     optim::AdamWOptions,
     plan::budget::Limit,
     train::AdapterOptions,
@@ -28,9 +33,21 @@ options! {
     DataArgs {}
 
     "Data" {
-        /// .txt or .jsonl file, or folder with train.*, perhaps valid.* and test.*; repeatable
+        /// Files (.txt, .jsonl, .json, .csv or .tsv, also with .gz or .zst), folders with train.*, perhaps valid.* and
+        /// test.*, patterns, or - for the standard input; FILE:2 takes its rows twice; repeatable
+        #[arg(num_args = 1..)]
         data: Vec<PathBuf> =>
             value("PATH").otherwise("the embedded data").on_resume(OnResume::OwnRule).basic();
+        /// Format of all data files: txt, jsonl, json, csv or tsv
+        data_format: FormatName => value("NAME").otherwise("told by each file's extension");
+        /// Key or column of the prompts, where it is not prompt
+        prompt_key: String => value("KEY").excludes("text-key");
+        /// Key or column of the completions, where it is not completion
+        completion_key: String => value("KEY").excludes("text-key");
+        /// Key or column of the texts, where it is not text
+        text_key: String => value("KEY");
+        /// Tokenize anew, and keep no tokenised rows in the cache
+        no_token_cache: bool => switch().on_resume(OnResume::Free);
         /// A .txt file is one document per line instead of one document
         line_by_line: bool => switch();
         /// Count the loss on prompts too, not only on completions
@@ -40,17 +57,36 @@ options! {
             value("N").otherwise("256, or what the base has left").check(FROM_ONE).basic();
         /// Put several documents in a row; they do not see each other
         #[arg(overrides_with = "no_pack")]
-        pack: bool => switch().default(|args: &DataArgs| Some(args.no_pack != Some(true)));
+        pack: bool => switch().default(|args: &DataArgs| args.no_pack.map(|alone| !alone))
+            .otherwise("where there are many rows");
         /// One window of a record in a row
         #[arg(overrides_with = "pack")]
         no_pack: bool => switch().excludes("pack");
     }
 }
 
+/// Folder of tokenised rows in the cache.
+const TOKENS: &str = "tokens";
+
 impl DataArgs {
-    /// Whether a row holds several documents.
-    pub fn packs(&self) -> bool {
-        self.pack.unwrap_or(self.no_pack != Some(true))
+    /// Whether a row holds several documents; `None` where no option says so.
+    pub fn packs(&self) -> Option<bool> {
+        self.pack.or(self.no_pack.map(|alone| !alone))
+    }
+
+    /// How files are read, with tokens kept in the folder `cache`.
+    pub fn read_options(&self, cache: Option<&Path>) -> ReadOptions {
+        ReadOptions {
+            keys: Keys {
+                prompt: self.prompt_key.clone(),
+                completion: self.completion_key.clone(),
+                text: self.text_key.clone(),
+            },
+            format: self.data_format.map(|name| name.0),
+            standard_input: Some(|| Box::new(io::stdin())),
+            token_cache: cache.filter(|_| self.no_token_cache != Some(true)).map(|cache| cache.join(TOKENS)),
+            watch: reading(),
+        }
     }
 }
 
@@ -58,6 +94,9 @@ impl DataArgs {
 const LARGEST_BATCH: usize = 1_000_000;
 /// A larger rank is taken for a typing error: no base is that wide.
 const LARGEST_RANK: f64 = 1e6;
+
+/// A larger number of passes is taken for a typing error.
+const MOST_EPOCHS: f64 = 1e6;
 
 /// At least one row, or `auto`.
 const ROWS: Check<RowsName> = Check {
@@ -91,12 +130,15 @@ options! {
 
     "Data" {
         /// Held-out data; repeatable
+        #[arg(num_args = 1..)]
         eval_data: Vec<PathBuf> => value("PATH").on_resume(OnResume::Free).basic();
-        /// Hold out this part of the training rows
+        /// Evaluate on at most N of the held-out rows, evenly spread
+        eval_max_rows: usize => value("N").otherwise("all").on_resume(OnResume::Free).check(FROM_ONE);
+        /// Hold out this part of the training rows; 0 holds out none
         eval_fraction: f64 => value("F").excludes("eval-data").basic().check(Check {
-            refused: |&part| unless(part > 0.0 && part < 1.0, part),
-            fault: "is not between 0 and 1",
-            remedy: "give a number between 0 and 1, such as 0.1",
+            refused: |&part| unless((0.0..1.0).contains(&part), part),
+            fault: "is no part from 0 to below 1",
+            remedy: "give a number such as 0.1, or 0 for no held-out data",
         });
         /// Keep the rows in the order of the files
         no_shuffle: bool => switch();
@@ -168,12 +210,24 @@ options! {
         });
         /// Passes over the training rows, instead of --steps
         epochs: f64 => value("F").excludes("steps").on_resume(OnResume::OwnRule).basic()
-            .default(|args: &TrainArgs| args.steps.is_none().then_some(1.0))
-            .check(above_zero("give a number such as 1"));
+            .otherwise("1, or as many as make 200 steps")
+            .check(Check {
+                refused: |&passes| unless(passes > 0.0 && passes <= MOST_EPOCHS, passes),
+                fault: "is out of range",
+                remedy: "give a number above 0 and up to 1000000, such as 1",
+            });
         /// Highest learning rate
         lr: f64 = 5e-4 => value("LR").check(above_zero("give a number such as 0.0005")).basic();
         /// Learning-rate decay after warm-up
         schedule: ScheduleName = ScheduleName::Linear => value("NAME");
+        /// Lowest learning rate after warm-up
+        min_lr: f64 => value("LR").otherwise("0").check(from_zero("give a number such as 0.00005"));
+        /// Cosines of --schedule cosine-with-restarts
+        num_cycles: u32 => value("N").check(Check {
+            refused: |&cycles| unless(cycles > 0, cycles),
+            fault: "is too small",
+            remedy: "give a whole number from 1",
+        });
         /// Warm-up steps, or with a dot a part of all steps
         warmup: Warmup = Warmup::Steps(0) => value("N|F").check(Check {
             refused: |warmup| match warmup {
@@ -190,9 +244,11 @@ options! {
         clip: f64 = 1.0 => value("C").check(from_zero("give a number such as 1, or 0 for no clipping"));
         /// Part of the target probability that is spread over the vocabulary
         label_smoothing: f64 = 0.0 => value("E").check(BELOW_ONE);
+        /// Noise on the embeddings in training (NEFTune), uniform up to A / sqrt(t c) for rows of t tokens of width c
+        neftune_alpha: f64 => value("A").otherwise("0").check(from_zero("give a number such as 5"));
         /// adamw, adamw8bit (moments in a quarter of the memory), or auto (8 bits only if nothing else fits)
         optimizer: Optimizer = Optimizer::Adamw => value("NAME").on_resume(OnResume::OwnRule);
-        /// Seed of initial values, order of the data and dropout
+        /// Seed of initial values, order of the data, dropout and noise
         seed: u64 = 0 => value("N").basic();
     }
 
@@ -225,8 +281,23 @@ options! {
         keep: usize = 2 => value("N").on_resume(OnResume::Free).check(FROM_ONE);
         /// Evaluate every N steps too, not only before and after; 0 turns this off
         eval_every: u64 = 0 => value("N").on_resume(OnResume::Free);
+        /// Keep the adapter with the lowest evaluation loss in the subfolder best; needs --eval-every
+        save_best: bool => switch().on_resume(OnResume::Free);
+        /// Stop after N evaluations in a row without a lower loss; needs --eval-every
+        patience: u64 => value("N").on_resume(OnResume::Free).check(Check {
+            refused: |&evaluations| unless(evaluations > 0, evaluations),
+            fault: "would stop at once",
+            remedy: "give a whole number from 1",
+        });
+        /// Continue the sample prompts every N steps, and before and after training; 0 turns this off
+        sample_every: u64 => value("N").otherwise("0").on_resume(OnResume::Free);
+        /// Text that samples continue; repeatable
+        sample_prompt: Vec<String> =>
+            value("TEXT").otherwise("the beginning of a held-out row").on_resume(OnResume::Free);
         /// Continue the run in --output; options not given come from its config.toml
         resume: bool => switch().on_resume(OnResume::OfTheCall).basic();
+        /// Continue the run from its save of this step instead of the newest one; later saves are removed
+        resume_from: u64 => value("STEP").on_resume(OnResume::OfTheCall);
     }
 }
 

@@ -13,6 +13,7 @@ use crate::{
         options::{Facts, Fault, Options},
     },
     error::{Error, Result},
+    train::folder::MARKER,
 };
 
 /// The options in the file at `path`.
@@ -80,7 +81,8 @@ impl<'a> Document<'a> {
         for (key, value) in spans {
             let plain = key.get_ref().replace('_', "-");
             let span = key.span();
-            if !known.contains(&plain.as_str()) {
+            // The marker of a run folder's config says who wrote it.
+            if !known.contains(&plain.as_str()) && plain != MARKER {
                 return Err(document.unknown(key.get_ref(), span.start, value.get_ref().is_table(), &known));
             }
             // As long as before, so that all places stay the same.
@@ -273,7 +275,8 @@ mod tests {
             ("data = \"a.txt\"", "x.toml, line 1: `data = \"a.txt\"`: give a list, as in data = [\"..\"]"),
             (
                 "schedule = \"steep\"",
-                "x.toml, line 1: `schedule = \"steep\"`: give constant, linear or cosine",
+                "x.toml, line 1: `schedule = \"steep\"`: give constant, linear, cosine, \
+                 cosine-with-restarts or inverse-sqrt",
             ),
             ("base = 3", "x.toml, line 1: `base = 3`: give text in quotes"),
             ("device = \"tpu\"", "x.toml, line 1: `device = \"tpu\"`: give auto, cpu, cuda or cuda:N"),

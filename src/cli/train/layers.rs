@@ -7,8 +7,13 @@ use toml::Table;
 
 use super::{args::TrainArgs, config_file};
 use crate::{
-    cli::common::options::{Facts, OnResume, Options, Part},
+    cli::common::{
+        open,
+        options::{Facts, OnResume, Options, Part},
+    },
+    data,
     error::{Error, Result},
+    train::folder::MARKER,
 };
 
 /// Joins layers of options, the first one winning.
@@ -87,6 +92,7 @@ pub fn written(args: &TrainArgs) -> Result<String> {
         .iter()
         .filter(|facts| of_the_call(facts))
         .for_each(|facts| drop(table.remove(&facts.name)));
+    table.insert(MARKER.to_owned(), env!("CARGO_PKG_VERSION").into());
     let text = toml::to_string(&table).map_err(|cause| {
         Error::input(format!("an option cannot be written to config.toml: {cause}; change it"))
     })?;
@@ -101,7 +107,11 @@ pub fn written(args: &TrainArgs) -> Result<String> {
 /// When there is no current folder.
 pub fn with_absolute_paths(mut args: TrainArgs) -> Result<TrainArgs> {
     for path in args.data.data.iter_mut().flatten().chain(args.eval_data.iter_mut().flatten()) {
-        *path = absolute(path)?;
+        // The standard input and files of the hub are no paths, with or without a weight.
+        let is_input = path.to_str().is_some_and(|text| text.split(':').next() == Some(data::STANDARD_INPUT));
+        if !is_input && !open::is_on_hub(path) {
+            *path = absolute(path)?;
+        }
     }
     if let Some(path) = &mut args.init_adapter {
         *path = absolute(path)?;

@@ -9,10 +9,12 @@ mod cached;
 mod closing;
 mod commands;
 mod config_file;
+mod data_source;
 mod layers;
 mod report;
 mod report_page;
 mod resolve;
+mod sampling;
 mod table;
 
 use std::process::ExitCode;
@@ -21,7 +23,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 
 use self::{
     args::TrainArgs,
-    commands::{cache, doctor, eval, inspect, plan, push, report as report_command, train},
+    commands::{cache, data, doctor, eval, inspect, plan, push, report as report_command, train},
 };
 use super::common::{
     options::{Facts, Options},
@@ -51,6 +53,9 @@ enum Command {
     /// Loss and perplexity of a base with an adapter, or alone
     #[command(args_override_self = true, allow_negative_numbers = true)]
     Eval(eval::EvalArgs),
+    /// Look at data before training: counts, lengths, the first records with what is learned, what looks wrong
+    #[command(args_override_self = true, allow_negative_numbers = true)]
+    Data(data::DataCommand),
     /// Describe an adapter, a base or a run folder
     #[command(args_override_self = true, allow_negative_numbers = true)]
     Inspect(inspect::InspectArgs),
@@ -80,6 +85,7 @@ fn run(typed: Engraft) -> Result<()> {
         Command::Train(args) => train::run(*args),
         Command::Plan(args) => plan::run(*args),
         Command::Eval(args) => eval::run(&args),
+        Command::Data(args) => data::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Report(args) => report_command::run(&args),
         Command::Doctor(args) => doctor::run(&args),
@@ -95,6 +101,7 @@ pub(super) fn options(command: &str) -> Vec<Facts> {
     match command {
         "train" | "plan" => TrainArgs::facts(),
         "eval" => eval::EvalArgs::facts(),
+        "data" => data::SurveyArgs::facts(),
         _ => Vec::new(),
     }
 }
@@ -139,7 +146,8 @@ mod tests {
             ("train --device tpu", "--device tpu: is an invalid value; give auto, cpu, cuda or cuda:N"),
             (
                 "train --schedule steep",
-                "--schedule steep: is an invalid value; give constant, linear or cosine",
+                "--schedule steep: is an invalid value; give constant, linear, cosine, \
+                 cosine-with-restarts or inverse-sqrt",
             ),
             (
                 "train --layers 5-2",

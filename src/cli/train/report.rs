@@ -2,7 +2,7 @@
 
 use std::{
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering::Relaxed},
     },
     time::{Duration, Instant},
@@ -13,9 +13,10 @@ use indicatif::{HumanCount, ProgressBar, ProgressState, ProgressStyle};
 use crate::{
     cli::common::{
         output::{count, one_line, shortened_list, write_json, write_note, write_out},
-        progress::{Patience, clock, has_bars, sentence, spinner},
+        progress::{Patience, clock, has_bars, reading, sentence, spinner},
     },
     cli::train::table,
+    data::{self, Watch},
     error::Result,
     plan::{Selection, size},
     train::{
@@ -34,6 +35,18 @@ impl JsonReporter {
     /// A reporter that has said nothing yet.
     pub fn new() -> Self {
         Self { stage: None }
+    }
+
+    /// Tells of the reading of data, if it takes long.
+    pub fn reading() -> Watch {
+        let patience = Mutex::new(Patience::new());
+        Watch::new(move |data::Progress { done, total }| {
+            let mut patience = patience.lock().unwrap_or_else(PoisonError::into_inner);
+            if patience.is_over() {
+                // A closed pipe is noticed by the next event.
+                let _ = write_line(Line::progress(Stage::Reading, done, total));
+            }
+        })
     }
 
     /// A line for a stage only if it takes long.
@@ -116,6 +129,15 @@ impl HumanReporter {
         }
     }
 
+    /// Shows the reading of data, in the bar of the run if there is one.
+    pub fn reading(&self) -> Watch {
+        let Some(bar) = self.bar.clone() else { return reading() };
+        let began = Instant::now();
+        Watch::new(move |data::Progress { done, total }| {
+            bar.set_message(sentence(Stage::Reading.name(), done, total, began.elapsed().as_secs_f64()));
+        })
+    }
+
     /// Prints a result without tearing the bar.
     fn result(&self, text: &str) -> Result<()> {
         match &self.bar {
@@ -189,7 +211,7 @@ impl HumanReporter {
             let end = self.began.elapsed().as_secs_f64() + step.remaining;
             self.end.store((end * 1e3) as u64, Relaxed);
             self.latest = format!(
-                "loss {:.4}  lr {:.2e}  {:.0} tokens/s  epoch {:.2}",
+                "loss {:.4}  lr {:.2e}  {:.0} tok/s  epoch {:.2}",
                 step.smoothed_loss, step.lr, step.tokens_per_s, step.epoch
             );
             bar.set_position(step.step);
@@ -214,11 +236,12 @@ impl HumanReporter {
 
     fn eval(&self, eval: &Eval) -> Result<()> {
         self.result(&format!(
-            "step {}: evaluation loss {:.4}, perplexity {:.2} over {}\n",
+            "step {}: evaluation loss {:.4}, perplexity {:.2} over {}{}\n",
             eval.step,
             eval.loss,
             eval.perplexity(),
-            count(eval.tokens as u64, "token")
+            count(eval.tokens as u64, "token"),
+            if eval.best == Some(true) { ", the best so far" } else { "" }
         ))
     }
 

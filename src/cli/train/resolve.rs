@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeMap, path::PathBuf};
 
-use super::{args::TrainArgs, config_file, layers};
+use super::{args::TrainArgs, config_file, layers, sampling};
 use crate::{
     cli::common::{
         open::{Compute, EMBEDDED},
@@ -11,10 +11,14 @@ use crate::{
         values::{Optimizer, Pattern, Precision, PrefixInit, ScheduleName, Warmup},
     },
     cli::train::table,
+    data::{self, Split},
     error::{Error, Result},
     observe::machine::{self, Machine},
-    optim::{AdamWOptions, OptimizerKind, schedule::Schedule},
-    train::{self, AdapterOptions, Constraints, DataSource, Length, PrefixStart, RunOptions},
+    optim::{
+        AdamWOptions, OptimizerKind,
+        schedule::{Decay, Schedule},
+    },
+    train::{self, AdapterOptions, Constraints, DataSource, Length, PrefixStart, RunOptions, Sampling},
 };
 
 /// The run that `args`, joined and with defaults, describe; `cache` is the folder for measured speeds.
@@ -38,22 +42,19 @@ pub fn run_options(args: &TrainArgs, machine: Machine, cache: Option<PathBuf>) -
         data: data.data.clone().map_or(DataSource::Embedded, DataSource::Files),
         eval_data: args.eval_data.clone().unwrap_or_default(),
         eval_fraction: args.eval_fraction,
+        read: data.read_options(cache.as_deref()),
         seq_len: data.seq_len,
         pack: data.packs(),
         line_by_line: data.line_by_line == Some(true),
         train_on_prompt: data.train_on_prompt == Some(true),
         shuffle: args.no_shuffle != Some(true),
         batch: args.batch(),
-        length: match args.steps {
-            Some(steps) => Length::Steps(steps),
-            None => Length::Epochs(args.epochs.unwrap_or(1.0)),
+        length: match (args.steps, args.epochs) {
+            (Some(steps), _) => Length::Steps(steps),
+            (None, Some(epochs)) => Length::Epochs(epochs),
+            (None, None) => Length::FromData,
         },
-        lr: args.lr(),
-        schedule: match args.schedule() {
-            ScheduleName::Constant => Schedule::Constant,
-            ScheduleName::Cosine => Schedule::Cosine,
-            ScheduleName::Linear => Schedule::Linear,
-        },
+        schedule: schedule(args)?,
         warmup: match args.warmup() {
             Warmup::Steps(steps) => train::Warmup::Steps(steps),
             Warmup::Fraction(part) => train::Warmup::Fraction(part),
@@ -61,6 +62,7 @@ pub fn run_options(args: &TrainArgs, machine: Machine, cache: Option<PathBuf>) -
         adamw: AdamWOptions { weight_decay: args.weight_decay(), ..AdamWOptions::default() },
         clip: args.clip(),
         label_smoothing: args.label_smoothing(),
+        neftune: args.neftune_alpha.unwrap_or(0.0),
         constraints: constraints(args),
         memory: args.memory().0,
         memory_trace: args.memory_trace.clone(),
@@ -70,11 +72,59 @@ pub fn run_options(args: &TrainArgs, machine: Machine, cache: Option<PathBuf>) -
         save_every: args.save_every(),
         keep: args.keep(),
         eval_every: args.eval_every(),
+        eval_max_rows: args.eval_max_rows,
+        save_best: args.save_best == Some(true),
+        patience: args.patience,
+        sampling: sampling(args),
         resume: args.resume == Some(true),
+        resume_from: args.resume_from,
         identity: identity(&absolute)?,
         config_text: layers::written(&absolute)?,
         machine,
     })
+}
+
+/// The learning rate over the steps.
+///
+/// # Errors
+/// When options contradict the schedule.
+fn schedule(args: &TrainArgs) -> Result<Schedule> {
+    let (name, lr) = (args.schedule(), args.lr());
+    if let Some(min_lr) = args.min_lr {
+        if name == ScheduleName::Constant {
+            return Err(Error::input(format!(
+                "--min-lr {min_lr}: the rate of --schedule constant does not fall; leave it out, or give another schedule"
+            )));
+        }
+        if min_lr > lr {
+            return Err(Error::input(format!("--min-lr {min_lr}: is above --lr {lr}; give a smaller one")));
+        }
+    }
+    let decay = match (name, args.num_cycles) {
+        (ScheduleName::CosineWithRestarts, Some(cycles)) => Decay::CosineWithRestarts(cycles),
+        (ScheduleName::CosineWithRestarts, None) => {
+            return Err(Error::input(
+                "--schedule cosine-with-restarts: says nothing about how often; give --num-cycles with a number such as 4",
+            ));
+        }
+        (_, Some(cycles)) => {
+            return Err(Error::input(format!(
+                "--num-cycles {cycles}: belongs to --schedule cosine-with-restarts; leave it out or give that schedule"
+            )));
+        }
+        (ScheduleName::Constant, None) => Decay::Constant,
+        (ScheduleName::Linear, None) => Decay::Linear,
+        (ScheduleName::Cosine, None) => Decay::Cosine,
+        (ScheduleName::InverseSqrt, None) => Decay::InverseSqrt,
+    };
+    Ok(Schedule { lr, min_lr: args.min_lr.unwrap_or(0.0), decay })
+}
+
+/// The samples that `args` ask for.
+fn sampling(args: &TrainArgs) -> Option<Sampling> {
+    let every = args.sample_every.filter(|&every| every > 0)?;
+    let prompts = args.sample_prompt.clone().unwrap_or_default();
+    Some(Sampling { every, prompts, continue_text: sampling::continue_text })
 }
 
 /// The properties of device and CPU that change the bits of a result.
@@ -114,6 +164,18 @@ fn refuse_combinations(args: &TrainArgs) -> Result<()> {
             "--micro-batch {rows}: does not divide --batch {batch}; give a divisor such as {divisor}"
         )));
     }
+    if args.sample_prompt.is_some() && args.sample_every.is_none() {
+        return Err(Error::input(
+            "--sample-prompt: nothing says when to continue it; give --sample-every with a number of steps such as 100",
+        ));
+    }
+    let compares = [("save-best", args.save_best == Some(true)), ("patience", args.patience.is_some())];
+    if let Some((option, _)) = compares.into_iter().find(|(_, asked)| *asked && args.eval_every() == 0) {
+        return Err(Error::input(format!(
+            "--{option}: compares evaluations during training, and there are none; give --eval-every with a number of \
+             steps such as 100"
+        )));
+    }
     refuse_options_of_other_methods(args)?;
     let init = args.prefix_init;
     if args.prefix_text.is_some() && init.is_some_and(|init| init != PrefixInit::Text) {
@@ -131,12 +193,7 @@ fn refuse_combinations(args: &TrainArgs) -> Result<()> {
             "--prefix-init, --prefix-text: the prefix starts from --init-adapter; leave these options out",
         ));
     }
-    if args.base.revision.is_some() && args.base.base.is_none() {
-        return Err(Error::input(
-            "--revision: the embedded base has none; give --base with the name of a base on the hub",
-        ));
-    }
-    Ok(())
+    args.base.refuse_revision()
 }
 
 fn refuse_options_of_other_methods(args: &TrainArgs) -> Result<()> {
@@ -190,15 +247,42 @@ fn divisor_up_to(number: usize, limit: usize) -> usize {
     (1..=limit.min(number)).rev().find(|divisor| number.is_multiple_of(*divisor)).unwrap_or(1)
 }
 
-/// `runs/BASE-METHOD`, with a number after it when that name is taken.
-pub fn default_output(args: &TrainArgs) -> PathBuf {
+/// The name of a run folder where none is given: `BASE-METHOD`.
+pub fn default_name(args: &TrainArgs) -> String {
     let base = args.base.base.as_deref().unwrap_or(EMBEDDED);
     let last = base.trim_end_matches('/').rsplit('/').next().unwrap_or(base);
     let plain: String =
         last.chars().map(|c| if c.is_alphanumeric() || "._-".contains(c) { c } else { '_' }).collect();
     let plain = if plain.trim_matches('.').is_empty() { "base".to_owned() } else { plain };
     let method = args.method.as_ref().map_or_else(|| "adapter".to_owned(), |kinds| kinds.names().join("-"));
-    train::folder::free_name("runs".as_ref(), &format!("{plain}-{method}"))
+    format!("{plain}-{method}")
+}
+
+/// Refuses data that are not there, before a base is downloaded or converted for them.
+///
+/// # Errors
+/// As [`data::files`].
+pub fn check_data(options: &RunOptions) -> Result<()> {
+    if let DataSource::Files(paths) = &options.data {
+        data::files(paths, Split::Train, options.read.format)?;
+    }
+    if !options.eval_data.is_empty() {
+        data::files(&options.eval_data, Split::Valid, options.read.format)?;
+    }
+    Ok(())
+}
+
+/// Refuses to train a base of the user's on the embedded data, which nobody means.
+///
+/// # Errors
+/// [`Error::Input`] that names `--data`. A run that goes on has what it began with.
+pub fn refuse_missing_data(args: &TrainArgs) -> Result<()> {
+    match &args.base.base {
+        Some(base) if args.data.data.is_none() && args.resume != Some(true) => Err(Error::input(format!(
+            "--base {base}: there is no --data to train it on; name a file or a folder"
+        ))),
+        _ => Ok(()),
+    }
 }
 
 #[cfg(test)]

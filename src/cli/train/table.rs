@@ -14,7 +14,7 @@ pub fn whole(selection: &Selection<PlanConfig>) -> String {
     let plan = &selection.chosen.plan;
     let mut lines =
         vec![["role", "what", "shape", "type", "count", "bytes", "place", "needed for"].map(str::to_owned)];
-    lines.extend(plan.rows.iter().map(|row| {
+    lines.extend(roles(plan).into_iter().flat_map(|role| of_role(plan, role)).map(|row| {
         [
             row.role.to_owned(),
             row.name.clone(),
@@ -28,6 +28,21 @@ pub fn whole(selection: &Selection<PlanConfig>) -> String {
     }));
     let phases = plan.by_phase().map(|(phase, bytes)| format!("{phase} {}", size(bytes))).join(", ");
     format!("{}\n\nphases: {phases}\n{}\n", aligned(&lines, &[4, 5]), summary(selection))
+}
+
+/// The roles of the rows in the order of the plan, each once: rows of a role need not be neighbours.
+fn roles(plan: &Plan<PlanConfig>) -> Vec<&'static str> {
+    let mut roles = Vec::new();
+    for row in &plan.rows {
+        if !roles.contains(&row.role) {
+            roles.push(row.role);
+        }
+    }
+    roles
+}
+
+fn of_role<'a>(plan: &'a Plan<PlanConfig>, role: &'a str) -> impl Iterator<Item = &'a Row> {
+    plan.rows.iter().filter(move |row| row.role == role)
 }
 
 /// The choice, its memory and time, and its alternatives.

@@ -4,6 +4,7 @@
 // Long sums are cut into shares, one a block in z: over the n rows of a batch (dA, dB) and, where few blocks would run,
 // over the terms of xa and d_xa. `sum_parts` and `lora_join` add them in order: no atomics, the same bits in every run.
 #include "matmul/small_batch.cuh"
+#include "rng.cuh"
 
 /// Which elements of a delta's input are dropped; the fields of `adapted_linear::Dropout`, the delta's place
 /// already mixed into the key.
@@ -12,14 +13,7 @@ struct Dropout {
   float p;
   int first_row, seq_len, stride;
 
-  static __device__ __forceinline__ unsigned long long mix(unsigned long long x) {
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-    return x ^ (x >> 31);
-  }
-
-  /// x (8) of row `row` from `column` on, each element dropped or divided by 1 - p: the generator is that of
-  /// `engraft_util::rng`, bit for bit.
+  /// x (8) of row `row` from `column` on, each element dropped or divided by 1 - p.
   __device__ __forceinline__ void apply(i64 row, int column, int inputs, float (&x)[WIDE]) const {
     if (p == 0.f) return;
     i64 token = (first_row + row / seq_len) * stride + row % seq_len;
@@ -27,9 +21,7 @@ struct Dropout {
     float kept = 1.f / (1.f - p);
 #pragma unroll
     for (int i = 0; i < WIDE; i++) {
-      unsigned long long bits = mix(mix((index + i) * 0x9e3779b97f4a7c15ull + key) ^ key);
-      float uniform = float(unsigned(bits >> 40)) * (1.f / (1 << 24));
-      x[i] = uniform >= p ? x[i] * kept : 0.f;
+      x[i] = uniform(key, index + i) >= p ? x[i] * kept : 0.f;
     }
   }
 };

@@ -8,6 +8,7 @@ use crate::{
         adapted_linear::Dropout,
         attention::CacheRows,
         matmul::{self, InitialValue},
+        noise::Noise,
     },
     model::{
         base::MANY,
@@ -155,6 +156,7 @@ impl Decoder {
             groups: &batches,
             wanted: (ends < n).then(|| numbers.slice(2 * count, ends)),
             dropout: Dropout::NONE,
+            noise: Noise::NONE,
         };
         self.layers.forward_only(micro, None, Some(&mut self.cache.layers))?;
         self.layers.streamer.leave(&self.layers.base.weights, None);

@@ -5,12 +5,13 @@
 //! with 8-bit codes. All appear by rename, so whoever reads them sees a whole file or none.
 
 use std::{
-    fs::{self, File, Metadata},
+    fs::{self, File, Metadata, TryLockError},
     io::{BufWriter, Write},
     path::{Path, PathBuf},
     time::UNIX_EPOCH,
 };
 
+use engraft_util::unfinished::{self, Unfinished};
 use tempfile::NamedTempFile;
 
 use super::{
@@ -23,6 +24,11 @@ use crate::error::{Error, Result};
 
 /// Changes whenever the files under a key would change for the same source.
 const FORM: &[u8] = b"engraft cache 2";
+
+/// The beginning of the names of unfinished files.
+const PARTIAL: &str = ".partial-";
+/// The file that a converting process locks.
+const LOCK: &str = ".lock";
 
 /// The place of one source in the cache.
 pub(super) struct Entry {
@@ -85,7 +91,7 @@ impl Entry {
     pub(super) fn keep(&self, fingerprint: &str) -> Result<()> {
         self.note_origin();
         let path = self.record();
-        let mut file = self.temporary(&path)?;
+        let (mut file, _unfinished) = self.temporary(&path)?;
         let written = file.write_all(format!("{fingerprint}\n{}\n", self.copy()).as_bytes());
         written.map_err(|cause| Error::writing(&path, &cause))?;
         finish(file, &path)
@@ -96,7 +102,7 @@ impl Entry {
         let path = self.folder.join("source");
         if let Some(origin) = &self.origin
             && !path.exists()
-            && let Ok(mut file) = self.temporary(&path)
+            && let Ok((mut file, _unfinished)) = self.temporary(&path)
             && writeln!(file, "{}", origin.display()).is_ok()
         {
             let _ = finish(file, &path);
@@ -106,7 +112,7 @@ impl Entry {
     /// Writes the copy through `write`, which returns its fingerprint.
     pub(super) fn write_model(&self, write: impl FnOnce(&mut Sink) -> Result<String>) -> Result<String> {
         let path = self.model();
-        let mut file = self.temporary(&path)?;
+        let (mut file, _unfinished) = self.temporary(&path)?;
         let mut buffered = BufWriter::with_capacity(1 << 20, file.as_file_mut());
         let fingerprint = write(&mut Sink { file: &mut buffered, path: &path, at: 0 })?;
         buffered.flush().map_err(|cause| Error::writing(&path, &cause))?;
@@ -116,14 +122,35 @@ impl Entry {
     }
 
     /// A file beside `path` that vanishes unless it is finished; its mode comes from the umask.
-    fn temporary(&self, path: &Path) -> Result<NamedTempFile> {
+    fn temporary(&self, path: &Path) -> Result<(NamedTempFile, Unfinished)> {
         let failed = |cause| Error::writing(path, &cause);
         fs::create_dir_all(&self.folder).map_err(failed)?;
         let mut builder = tempfile::Builder::new();
-        builder.prefix(".partial-");
+        builder.prefix(PARTIAL);
         #[cfg(unix)]
         builder.permissions(<fs::Permissions as std::os::unix::fs::PermissionsExt>::from_mode(0o666));
-        builder.tempfile_in(&self.folder).map_err(failed)
+        let make = || builder.tempfile_in(&self.folder);
+        unfinished::file(make, |file| file.path().to_owned()).map_err(failed)
+    }
+}
+
+/// Removes from the folder `cache` the unfinished files of processes that were killed while they wrote. Where
+/// that fails they stay for another time.
+pub(super) fn remove_leftovers(cache: &Path) {
+    let Ok(entries) = fs::read_dir(cache) else { return };
+    for folder in entries.filter_map(|entry| Some(entry.ok()?.path())).filter(|path| path.is_dir()) {
+        let partial =
+            |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(PARTIAL));
+        let files = fs::read_dir(&folder).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
+        let leftovers: Vec<PathBuf> = files.filter(partial).collect();
+        // A process that writes there holds the lock, wherever it runs; an id of a process would not be
+        // known outside its container.
+        if leftovers.is_empty() {
+            continue;
+        }
+        if let Some(Hold { _lock: Some(_) }) = Hold::try_on(&folder) {
+            leftovers.iter().for_each(|path| drop(fs::remove_file(path)));
+        }
     }
 }
 
@@ -148,11 +175,26 @@ pub(super) struct Hold {
 
 impl Hold {
     pub(super) fn on(entry: &Entry) -> Result<Self> {
-        let path = entry.folder.join(".lock");
+        let path = entry.folder.join(LOCK);
         fs::create_dir_all(&entry.folder).map_err(|cause| Error::writing(&path, &cause))?;
         let file = File::create(&path).map_err(|cause| Error::writing(&path, &cause))?;
         // Where the file system knows no locks, two processes convert twice: wasteful, not wrong.
         Ok(Self { _lock: file.lock().is_ok().then_some(file) })
+    }
+
+    /// The hold on an entry whose lock nobody has now.
+    pub(super) fn at_once(entry: &Entry) -> Option<Self> {
+        fs::create_dir_all(&entry.folder).ok()?;
+        Self::try_on(&entry.folder)
+    }
+
+    fn try_on(folder: &Path) -> Option<Self> {
+        let file = File::create(folder.join(LOCK)).ok()?;
+        match file.try_lock() {
+            Ok(()) => Some(Self { _lock: Some(file) }),
+            Err(TryLockError::WouldBlock) => None,
+            Err(TryLockError::Error(_)) => Some(Self { _lock: None }),
+        }
     }
 }
 

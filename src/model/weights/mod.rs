@@ -152,8 +152,10 @@ impl Weights {
                 Some(fingerprint) => fingerprint,
                 None => {
                     let fingerprint = convert::fingerprint(&source, &wanted, config.tied, on_bytes)?;
-                    // A cache that cannot be written costs the next load a pass, no more.
-                    let _ = entry.keep(&fingerprint);
+                    // A cache that cannot be written now costs the next load a pass, no more.
+                    if let Some(_hold) = Hold::at_once(&entry) {
+                        let _ = entry.keep(&fingerprint);
+                    }
                     fingerprint
                 }
             };
@@ -312,6 +314,11 @@ impl Weights {
         assemble(views, config, fingerprint)
             .ok_or_else(|| Error::input("the weights hold fewer tensors than their config.json asks for"))
     }
+}
+
+/// Removes from the folder `cache` what processes left that were killed while they converted a base.
+pub fn remove_leftovers(cache: &Path) {
+    cache::remove_leftovers(cache);
 }
 
 /// Reads `config.json` in `folder`.

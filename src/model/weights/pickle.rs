@@ -1,11 +1,9 @@
 //! PyTorch's `pytorch_model.bin`: listed from the pickle inside the zip, read one tensor at a time.
 
-use std::{
-    panic::{AssertUnwindSafe, catch_unwind},
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use candle_core::{CpuStorage, DType, Storage, Tensor, pickle::PthTensors};
+use engraft_util::panics;
 use safetensors::Dtype;
 
 use super::stored::StoredTensor;
@@ -108,10 +106,10 @@ fn bytes_of<T: Copy, const N: usize>(
 
 /// The reader of pickles indexes into what the file says and may panic on a hostile one.
 fn guarded<T>(path: &Path, read: impl FnOnce() -> candle_core::Result<T>) -> Result<T> {
-    match catch_unwind(AssertUnwindSafe(read)) {
-        Ok(Ok(value)) => Ok(value),
-        Ok(Err(cause)) => Err(unreadable(path, cause.to_string().lines().next().unwrap_or_default())),
-        Err(_) => Err(unreadable(path, "its pickle is malformed")),
+    match panics::catch(read) {
+        Some(Ok(value)) => Ok(value),
+        Some(Err(cause)) => Err(unreadable(path, cause.to_string().lines().next().unwrap_or_default())),
+        None => Err(unreadable(path, "its pickle is malformed")),
     }
 }
 

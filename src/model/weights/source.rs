@@ -28,7 +28,7 @@ const CHUNK: usize = 1 << 20;
 /// The format's own bound on a header.
 const LONGEST_HEADER: u64 = 100_000_000;
 /// How many faults of one file are listed before the rest is only counted.
-const LISTED: usize = 8;
+const LISTED: usize = 3;
 
 /// A file that holds tensors.
 pub(super) struct SourceFile {

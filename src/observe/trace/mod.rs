@@ -66,6 +66,34 @@ impl Sample {
     }
 }
 
+/// Refuses a path that no recording could be written to, before anything is recorded.
+///
+/// # Errors
+/// [`Error::Input`] that names `--memory-trace`.
+pub fn check(path: &Path) -> Result<()> {
+    refuse_svg(path)?;
+    let picture = path.with_extension("svg");
+    [path, &picture].into_iter().try_for_each(|path| {
+        atomic::check(path).map_err(|error| {
+            Error::input(format!(
+                "--memory-trace {}: cannot be written: {}; name a file in a folder that you may write to",
+                path.display(),
+                error.cause
+            ))
+        })
+    })
+}
+
+fn refuse_svg(path: &Path) -> Result<()> {
+    if path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("svg")) {
+        return Err(Error::input(format!(
+            "--memory-trace: {} ends as its picture would; name a file that ends in .json",
+            path.display()
+        )));
+    }
+    Ok(())
+}
+
 /// A running recording; ends when it is finished or dropped.
 pub struct Trace {
     /// Dropped to end the thread.
@@ -151,12 +179,7 @@ impl TraceRecorder {
     /// # Errors
     /// When `path` itself ends in `.svg`, or a file cannot be written.
     pub fn write(&self, path: &Path, planned: &[(Phase, u64)], total: u64) -> Result<()> {
-        if path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("svg")) {
-            return Err(Error::input(format!(
-                "--memory-trace: {} ends as its picture would; name a file that ends in .json",
-                path.display()
-            )));
-        }
+        refuse_svg(path)?;
         let svg = plot::svg(self, total)?;
         atomic::write(path, format!("{}\n", self.to_json(planned, total)).as_bytes())?;
         Ok(atomic::write(&path.with_extension("svg"), svg.as_bytes())?)

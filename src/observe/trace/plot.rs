@@ -70,6 +70,7 @@ fn colour(phase: Phase) -> RGBColor {
         Phase::Backward => RGBColor(228, 87, 86),
         Phase::Update => RGBColor(84, 162, 75),
         Phase::Evaluation => RGBColor(178, 121, 202),
+        Phase::Sampling => RGBColor(114, 183, 178),
         Phase::Saving => RGBColor(157, 117, 93),
     }
 }

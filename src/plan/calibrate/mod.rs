@@ -5,7 +5,7 @@
 //! measured anew for another CPU, number of threads, vector level or build of the program, and after a
 //! run that was much faster than they said.
 
-use std::{fs, path::Path, time::UNIX_EPOCH};
+use std::{fs, path::Path};
 
 use engraft_util::atomic;
 use serde::{Deserialize, Serialize};
@@ -14,6 +14,7 @@ use self::measure::Sizes;
 use crate::{
     device::cpu::{dispatch_level, on_pool, release_shared_scratch},
     kernels::matmul::Arithmetic,
+    observe::machine,
 };
 
 mod measure;
@@ -47,7 +48,7 @@ impl Key {
             cpu: cpu_name(),
             threads: rayon::current_num_threads(),
             level: dispatch_level().to_owned(),
-            program: program(),
+            program: machine::program(),
         }
     }
 }
@@ -55,16 +56,6 @@ impl Key {
 /// The CPU's name, as the system tells it.
 pub fn cpu_name() -> String {
     cpu_model(&fs::read_to_string("/proc/cpuinfo").unwrap_or_default())
-}
-
-/// The program as it was built: its version, and on Linux the length and the time of its file.
-fn program() -> String {
-    let file = fs::metadata("/proc/self/exe");
-    let stamp = file.ok().and_then(|file| {
-        let changed = file.modified().ok()?.duration_since(UNIX_EPOCH).ok()?;
-        Some(format!(", {} bytes of {}", file.len(), changed.as_secs()))
-    });
-    format!("{}{}", env!("CARGO_PKG_VERSION"), stamp.unwrap_or_default())
 }
 
 /// The CPU's name: `model name` on x86, implementer and part on Arm.

@@ -145,6 +145,9 @@ pub struct EvalLine {
     /// Null where e to the loss is beyond all numbers.
     pub perplexity: Option<f64>,
     pub tokens: usize,
+    /// Whether the loss is the lowest so far.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub best: Option<bool>,
     pub seconds: f64,
     pub epoch: f64,
     pub elapsed: f64,
@@ -313,6 +316,7 @@ impl Line {
             loss: eval.loss,
             perplexity: Some(eval.perplexity()),
             tokens: eval.tokens,
+            best: eval.best,
             seconds: rounded(eval.seconds),
             epoch: rounded(eval.epoch),
             elapsed: rounded(eval.elapsed),

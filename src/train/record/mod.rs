@@ -32,6 +32,8 @@ pub(super) struct Recorder<'a> {
     /// `None` before [`Recorder::open`], and where it cannot be opened.
     metrics: Option<Appender>,
     board: Board,
+    /// Prompts of samples: each has a tag of its own in TensorBoard.
+    prompts: Vec<String>,
     /// Whether a failure was reported.
     reported: bool,
 }
@@ -51,7 +53,14 @@ enum Board {
 impl<'a> Recorder<'a> {
     /// A recorder that passes events on to `reporter` and writes nothing yet.
     pub fn new(reporter: &'a mut dyn Reporter) -> Self {
-        Self { reporter, folder: PathBuf::new(), metrics: None, board: Board::Closed, reported: false }
+        Self {
+            reporter,
+            folder: PathBuf::new(),
+            metrics: None,
+            board: Board::Closed,
+            prompts: Vec::new(),
+            reported: false,
+        }
     }
 
     /// Opens the record of the run in `folder`, which is claimed, for a run that goes on after `step` steps: what it
@@ -126,8 +135,22 @@ impl<'a> Recorder<'a> {
                 }
             };
         }
+        let prompt = match event {
+            Event::Sample(sample) => self.number_of(&sample.prompt),
+            _ => 0,
+        };
         let Board::Open(file) = &mut self.board else { return Ok(()) };
-        draw(file, time, event).map_err(|cause| (file.path().to_owned(), cause))
+        draw(file, time, event, prompt).map_err(|cause| (file.path().to_owned(), cause))
+    }
+
+    /// The number of a prompt, from 1.
+    fn number_of(&mut self, prompt: &str) -> usize {
+        let known = self.prompts.iter().position(|known| known == prompt);
+        let index = known.unwrap_or_else(|| {
+            self.prompts.push(prompt.to_owned());
+            self.prompts.len() - 1
+        });
+        index + 1
     }
 
     /// Says once that the record has a gap.
@@ -169,8 +192,8 @@ fn has_event_files(folder: &Path) -> bool {
     entries.any(|entry| is_event_file(&entry.file_name().to_string_lossy()))
 }
 
-/// The event's scalars, named as Transformers' Trainer names them.
-fn draw(file: &mut EventFile, time: f64, event: &Event<'_>) -> io::Result<()> {
+/// The event's scalars, or the sample of that prompt, named as Transformers' Trainer names them.
+fn draw(file: &mut EventFile, time: f64, event: &Event<'_>, prompt: usize) -> io::Result<()> {
     let memory = |bytes: Option<u64>| bytes.map(|bytes| ("memory/resident_bytes", bytes as f64));
     match event {
         Event::Step(step) => {
@@ -191,7 +214,7 @@ fn draw(file: &mut EventFile, time: f64, event: &Event<'_>) -> io::Result<()> {
         Event::Sample(sample) => {
             // TensorBoard reads texts as Markdown; indented lines are shown as they are.
             let text = format!("{}{}", sample.prompt, sample.text).replace('\n', "\n    ");
-            file.text(time, sample.step, "sample", &format!("    {text}"))
+            file.text(time, sample.step, &format!("sample/{prompt}"), &format!("    {text}"))
         }
         _ => Ok(()),
     }

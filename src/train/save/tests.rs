@@ -15,6 +15,7 @@ fn info(step: u64) -> SaveInfo {
         tensors: vec!["a".to_owned()],
         optimizer: "adamw8bit".to_owned(),
         loss_scale: None,
+        progress: Default::default(),
     }
 }
 
@@ -120,4 +121,9 @@ fn another_format_is_named() {
     let mut first = serde_json::to_value(SaveInfo { format: 1, ..info(1) }).unwrap();
     first.as_object_mut().unwrap().remove("optimizer");
     assert!(describe(&first.to_string()).unwrap_err().contains("format is 1"));
+}
+
+#[test]
+fn programs_that_do_not_train_know_the_name_of_the_values() {
+    assert_eq!(crate::saved::VALUES, VALUES);
 }

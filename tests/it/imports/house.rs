@@ -20,6 +20,7 @@ pub const HOUSE: &[(&str, &str)] = &[
     ("kernels", "engraft_util error device"),
     ("embedded", "engraft_util engraft_adapters error"),
     ("hub", "engraft_util engraft_adapters error"),
+    ("saved", "engraft_util engraft_adapters error"),
     ("observe", "engraft_util engraft_adapters error device"),
     ("data", "engraft_util engraft_adapters error device kernels embedded observe"),
     ("optim", "engraft_util engraft_adapters error device kernels observe"),
@@ -31,21 +32,21 @@ pub const HOUSE: &[(&str, &str)] = &[
     ("engine", "engraft_util engraft_adapters error device kernels observe data optim model plan"),
     (
         "train",
-        "engraft_util engraft_adapters error device kernels embedded observe data optim model plan engine",
+        "engraft_util engraft_adapters error device kernels embedded saved observe data optim model plan engine",
     ),
     (
         "cli/common",
-        "engraft_util engraft_adapters error device kernels embedded hub observe data model plan generate \
+        "engraft_util engraft_adapters error device kernels embedded hub saved observe data model plan generate \
          serve convert",
     ),
     (
         "cli/infer",
-        "engraft_util engraft_adapters error device kernels embedded hub observe data model plan generate \
+        "engraft_util engraft_adapters error device kernels embedded hub saved observe data model plan generate \
          serve convert cli/common",
     ),
     (
         "cli/train",
-        "engraft_util engraft_adapters error device kernels embedded hub observe data optim model plan \
+        "engraft_util engraft_adapters error device kernels embedded hub saved observe data optim model plan \
          generate serve convert engine train cli/common",
     ),
     ("cli", "cli/common cli/infer cli/train"),

@@ -1,11 +1,13 @@
 //! Types of option values that have their own spelling, the same on the command line and in a config file.
 
 mod adapter;
+mod data;
 mod device;
 mod memory;
 mod run;
 
 pub use adapter::{LayerList, Pattern, PrefixInit, ScaledAdapter};
+pub use data::FormatName;
 pub use device::{BaseDtypeName, DeviceName, Precision};
 pub use memory::{MemoryName, RecomputeName, RowsName, Switch};
 pub use run::{Optimizer, ScheduleName, SplitName, TokenIds, Warmup};

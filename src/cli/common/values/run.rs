@@ -4,9 +4,11 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use crate::data::Split;
+
 /// The value of `--schedule`: the learning rate after warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub enum ScheduleName {
     /// Stays the same.
     Constant,
@@ -14,6 +16,12 @@ pub enum ScheduleName {
     Linear,
     /// Falls to zero along half a cosine.
     Cosine,
+    /// Falls along half a cosine several times, from the top again each time.
+    #[value(alias = "cosine_with_restarts")]
+    CosineWithRestarts,
+    /// Falls with one over the square root of the steps.
+    #[value(alias = "inverse_sqrt")]
+    InverseSqrt,
 }
 
 /// The value of `--optimizer`.
@@ -61,6 +69,17 @@ pub enum SplitName {
     Valid,
     /// The file `test.*`.
     Test,
+}
+
+impl SplitName {
+    /// The split of that name.
+    pub fn split(self) -> Split {
+        match self {
+            Self::Train => Split::Train,
+            Self::Valid => Split::Valid,
+            Self::Test => Split::Test,
+        }
+    }
 }
 
 /// The value of `--input-ids`: token ids between commas, `15496,995`.

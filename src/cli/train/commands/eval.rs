@@ -13,14 +13,14 @@ use crate::{
             environment::Environment,
             open::{self, Compute},
             options::{FROM_ONE, Options, options, switch, value},
-            output::{count, write_json, write_out},
+            output::{count, write_json, write_note, write_out},
             progress::Work,
             signals,
             values::SplitName,
         },
-        train::args::DataArgs,
+        train::{args::DataArgs, data_source},
     },
-    data::{DataOptions, Split},
+    data::DataOptions,
     engine::Evaluator,
     error::Result,
     model::{Limits, Policy},
@@ -64,16 +64,24 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     let config = &opened.base.config;
     let options = DataOptions {
         seq_len: train::row_limit(args.data.seq_len, set, config.positions)?,
-        pack: args.data.packs(),
+        pack: args.data.packs().unwrap_or(true),
         line_by_line: args.data.line_by_line == Some(true),
         train_on_prompt: args.data.train_on_prompt == Some(true),
         end_of_text: train::end_of_text(config, opened.tokenizer.as_ref())?,
         vocab: config.vocab,
         prompt: set.map_or(0, AdapterSet::prompt_len),
         spool: environment.cache().ok().map(Path::to_owned),
+        read: args.data.read_options(environment.cache().ok()),
     };
+    if args.data.data.is_none() && args.base.base.is_some() {
+        write_note(
+            "hint: without --data this is the loss on the embedded example data; name your own with --data",
+        );
+    }
     let source = args.data.data.clone().map_or(DataSource::Embedded, DataSource::Files);
-    let data = train::load_split(&source, split(args.split()), opened.tokenizer.as_ref(), &options)?;
+    let source = data_source::fetched(source, &args.base, &environment)?;
+    let data = train::load_split(&source, args.split().split(), opened.tokenizer.as_ref(), &options)?;
+    data.hints.iter().for_each(|hint| write_note(&format!("hint: {hint}")));
     let limits = Limits { rows: args.micro_batch().min(data.rows.len()), tokens: data.longest() };
     let adapter = adapter.as_ref().map(|loaded| (&loaded.set, loaded.values.as_slice()));
     let mut evaluator = Evaluator::new(opened.base.clone(), adapter, limits, args.head_rows())?;
@@ -87,22 +95,19 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     let perplexity = found.perplexity();
     if args.json == Some(true) {
         let (loss, tokens, rows) = (found.loss, found.tokens, found.rows);
-        return write_json(
-            &json!({ "loss": loss, "perplexity": perplexity, "tokens": tokens, "rows": rows }),
-        );
+        return write_json(&json!({
+            "loss": loss, "perplexity": perplexity, "tokens": tokens, "rows": rows,
+            "cut_share": data.report.cut_share(),
+        }));
     }
+    let cut = match data.report.cut_tokens {
+        0 => String::new(),
+        lost => format!("; {} not read where records were cut", count(lost as u64, "token")),
+    };
     write_out(&format!(
-        "loss {:.4}, perplexity {perplexity:.2} over {} in {}\n",
+        "loss {:.4}, perplexity {perplexity:.2} over {} in {}{cut}\n",
         found.loss,
         count(found.tokens as u64, "token"),
         count(found.rows as u64, "row")
     ))
-}
-
-fn split(name: SplitName) -> Split {
-    match name {
-        SplitName::Train => Split::Train,
-        SplitName::Valid => Split::Valid,
-        SplitName::Test => Split::Test,
-    }
 }

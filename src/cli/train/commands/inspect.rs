@@ -20,7 +20,10 @@ use crate::{
     error::{Error, Result},
     model::{Base, BaseSource},
     plan::BaseBytes,
-    train::{folder, save},
+    train::{
+        folder,
+        save::{self, SaveInfo},
+    },
 };
 
 /// Options of `inspect`.
@@ -40,7 +43,38 @@ pub struct InspectArgs {
 /// When the path cannot be read or is none of the three.
 pub fn run(args: &InspectArgs) -> Result<()> {
     let found = look(&args.path)?;
-    if args.json { write_json(&found) } else { write_out(&lines(&found, 0)) }
+    if args.json {
+        return write_json(&found);
+    }
+    let state = found.get("state").map(|state| sentence(state, &args.path));
+    let details = match &found {
+        // Said in words above.
+        Value::Object(fields) => Value::Object(
+            fields.iter().filter(|(name, _)| *name != "state").map(|(n, v)| (n.clone(), v.clone())).collect(),
+        ),
+        other => other.clone(),
+    };
+    write_out(&format!("{}{}", state.unwrap_or_default(), lines(&details, 0)))
+}
+
+/// The state of a run in words: `step 44 of 400, interrupted, loss 2.31`, and the command that goes on.
+fn sentence(state: &Value, path: &Path) -> String {
+    let name = state["name"].as_str().unwrap_or_default();
+    let mut parts = match (state["step"].as_u64(), state["steps"].as_u64()) {
+        (Some(step), Some(steps)) => vec![format!("step {step} of {steps}"), name.to_owned()],
+        _ => vec![name.to_owned()],
+    };
+    parts.extend(state["loss"].as_f64().map(|loss| format!("loss {loss:.4}")));
+    if let (Some(step), Some(loss)) = (state["best"]["step"].as_u64(), state["best"]["loss"].as_f64()) {
+        parts.push(format!("best evaluation loss {loss:.4} after step {step}"));
+    }
+    let go_on = match name {
+        "interrupted" | "not saved yet" => {
+            format!("go on with: engraft train --resume --output {}\n", path.display())
+        }
+        _ => String::new(),
+    };
+    format!("{}\n{go_on}\n", parts.join(", "))
 }
 
 fn look(path: &Path) -> Result<Value> {
@@ -116,6 +150,7 @@ fn run_folder(path: &Path) -> Result<Value> {
     let config = config_file::table(&config_file::parse(&text, &config_file.display().to_string())?)?;
     let newest = save::newest(&path.join("saves"))?;
     let mut found = json!({ "kind": "run", "config": config });
+    found["state"] = state(path, newest.as_ref().map(|(save, _)| &save.info), config.get("patience"));
     if let Some((save, damaged)) = newest {
         found["save"] = json!({
             "step": save.info.step, "steps": save.info.steps, "base_fingerprint": save.info.base,
@@ -129,6 +164,28 @@ fn run_folder(path: &Path) -> Result<Value> {
         found["adapter"] = adapter(&peft::describe(&adapter_folder)?);
     }
     Ok(found)
+}
+
+/// Where the run in `path` stands, whose newest save is `info`.
+fn state(path: &Path, info: Option<&SaveInfo>, patience: Option<&toml::Value>) -> Value {
+    let is_running = folder::is_in_use(path);
+    let Some(info) = info else {
+        return json!({ "name": if is_running { "running" } else { "not saved yet" } });
+    };
+    let progress = &info.progress;
+    let patience = patience.and_then(toml::Value::as_integer).and_then(|steps| u64::try_from(steps).ok());
+    let name = if is_running {
+        "running"
+    } else if info.step >= info.steps {
+        "finished"
+    } else if patience.is_some_and(|patience| progress.waited >= patience) {
+        "stopped early"
+    } else {
+        "interrupted"
+    };
+    json!({
+        "name": name, "step": info.step, "steps": info.steps, "loss": progress.loss, "best": progress.best,
+    })
 }
 
 /// `value` for people: a `name: value` line each, what is inside indented.

@@ -1,6 +1,7 @@
 //! The commands of `engraft`, a file each.
 
 pub mod cache;
+pub mod data;
 pub mod doctor;
 pub mod eval;
 pub mod inspect;

@@ -15,7 +15,7 @@ use crate::{
             output::{count_of, write_json, write_note, write_out},
             values::Precision,
         },
-        train::{args::TrainArgs, layers, resolve},
+        train::{args::TrainArgs, data_source, layers, resolve},
     },
     data::{DataOptions, Dataset, Split, Tokenizer},
     embedded,
@@ -24,7 +24,10 @@ use crate::{
     model::{Config, base::check_weights, builtin, weights},
     plan::PlannedDevice,
     train as run,
-    train::{AdapterOptions, DataSource, PlanRequest, RunOptions},
+    train::{
+        AdapterOptions, DataSource, PlanRequest, RunOptions,
+        sample::{self, PromptSource},
+    },
 };
 
 /// Runs `engraft plan`.
@@ -46,21 +49,25 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     let base_dtype = args.base.base_dtype().kept();
     // Before anything else is said.
     check_weights(kind, base_dtype)?;
-    let options = resolve::run_options(&args, resolve::machine(Compute::CPU), cache)?;
+    let mut options = resolve::run_options(&args, resolve::machine(Compute::CPU), cache)?;
+    options.data = data_source::fetched(options.data, &args.base, &environment)?;
+    options.eval_data = data_source::files(&options.eval_data, &args.base, &environment)?;
+    resolve::check_data(&options)?;
     if let Some(precision) = args.compute.precision {
         open::hint_at_f32(kind, precision.activations());
     }
     let base = open_sizes(&args, &environment)?;
     let set = adapter(&options, &base)?;
     let limit = run::row_limit(options.seq_len, Some(&set), base.config.positions)?;
-    let seq_len = match rows(&options, &base, (limit, set.prompt_len()), &environment)? {
-        Some(longest) => longest,
+    let (seq_len, sample_tokens) = match rows(&options, &base, (limit, &set), &environment)? {
+        Some(found) => found,
         None => {
             write_note(&format!(
                 "hint: planned for rows of {}; the data were not read",
                 count_of(limit, "token")
             ));
-            limit + set.prompt_len()
+            let positions = base.config.positions;
+            (limit + set.prompt_len(), sample::tokens_without_tokenizer(&options, limit, positions))
         }
     };
     let plan_request = PlanRequest {
@@ -70,6 +77,7 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         seq_len,
         device,
         streamable: args.base.base.is_some(),
+        sample_tokens,
     };
     let selection = run::plan_request(&options, plan_request)?;
     if args.json == Some(true) {
@@ -119,37 +127,42 @@ fn adapter(options: &RunOptions, base: &BaseSizes) -> Result<AdapterSet> {
     }
 }
 
-/// Tokens of the longest row of the data, of up to `limit` of text after those of a prompt; `None` where they cannot be read without a tokenizer.
+/// Tokens of the longest row of the data, of up to `limit` of text after those of a prompt of `set`, and those of the
+/// longest sample; `None` where they cannot be read without a tokenizer.
 fn rows(
     options: &RunOptions,
     base: &BaseSizes,
-    (limit, prompt): (usize, usize),
+    (limit, set): (usize, &AdapterSet),
     environment: &Environment,
-) -> Result<Option<usize>> {
+) -> Result<Option<(usize, usize)>> {
     if base.tokenizer.is_none() || (options.data == DataSource::Embedded && base.name != open::EMBEDDED) {
         return Ok(None);
     }
     let tokenizer = base.tokenizer.as_ref();
     let data_options = DataOptions {
         seq_len: limit,
-        pack: options.pack,
+        pack: true,
         line_by_line: options.line_by_line,
         train_on_prompt: options.train_on_prompt,
         end_of_text: run::end_of_text(&base.config, tokenizer)?,
         vocab: base.config.vocab,
-        prompt,
+        prompt: set.prompt_len(),
         spool: environment.cache().ok().filter(|cache| cache.is_dir()).map(Path::to_owned),
+        read: options.read.clone(),
     };
-    let longest = |source: &DataSource, split| {
-        run::load_split(source, split, tokenizer, &data_options).map(|data: Dataset| data.longest())
-    };
-    let mut most = longest(&options.data, Split::Train)?;
-    if !options.eval_data.is_empty() {
-        most = most.max(longest(&DataSource::Files(options.eval_data.clone()), Split::Valid)?);
+    let (train, data_options) = run::load_train(options, tokenizer, data_options)?;
+    let load = |source: &DataSource, split| run::load_split(source, split, tokenizer, &data_options);
+    let held_out = if !options.eval_data.is_empty() {
+        Some(load(&DataSource::Files(options.eval_data.clone()), Split::Valid)?)
     } else if options.eval_fraction.is_none() && run::brings_valid(&options.data)? {
-        most = most.max(longest(&options.data, Split::Valid)?);
-    }
-    Ok(Some(most))
+        Some(load(&options.data, Split::Valid)?)
+    } else {
+        None
+    };
+    let longest = train.longest().max(held_out.as_ref().map_or(0, Dataset::longest));
+    let prompts =
+        PromptSource { config: &base.config, set, tokenizer, rows: held_out.as_ref().unwrap_or(&train) };
+    Ok(Some((longest, prompts.tokens(options)?)))
 }
 
 #[cfg(test)]

@@ -10,22 +10,24 @@ use crate::{
             adapters::{FoundAdapter, base_of, inside_run},
             environment::Environment,
             open::{self, Compute},
-            options::{Facts, Options},
+            options::{Facts, OnResume, Options},
             output::write_note,
             signals,
         },
         train::{
             args::TrainArgs,
-            closing, config_file, layers,
+            closing, config_file, data_source, layers,
             report::{HumanReporter, JsonReporter, write_line},
             report_page, resolve,
         },
     },
     embedded,
     error::{Error, Result, TILDE},
+    observe::trace,
     train::{
         self, Event, Reporter, RunFolder, folder,
         record::{self, Line},
+        save::{self, SaveInfo},
     },
 };
 
@@ -49,23 +51,32 @@ pub fn run(typed: TrainArgs) -> Result<()> {
 /// As [`run`]; `is_json` becomes what a config file says of it.
 fn go(typed: TrainArgs, is_json: &mut bool) -> Result<()> {
     signals::install()?;
+    signals::end_at_once("interrupted before the first step; run the command again");
     let mut args = joined(typed)?;
     *is_json = args.json == Some(true);
     args.base.base = args.base.base.as_deref().map(layers::base_name).transpose()?;
-    let output = match &args.output {
-        Some(output) => output.clone(),
-        None => resolve::default_output(&args),
-    };
     let environment = Environment::read()?;
     let cache = environment.cache().ok().map(Path::to_owned);
     let compute = Compute::open(args.compute.device, args.compute.precision)?;
-    let options = resolve::run_options(&args, resolve::machine(compute), cache)?;
+    resolve::refuse_missing_data(&args)?;
+    let mut options = resolve::run_options(&args, resolve::machine(compute), cache)?;
+    options.data = data_source::fetched(options.data, &args.base, &environment)?;
+    options.eval_data = data_source::files(&options.eval_data, &args.base, &environment)?;
+    resolve::check_data(&options)?;
     open::threads(args.compute.threads)?;
-    // Locked before the base is loaded: a second process is told at once.
-    let folder = RunFolder::look(&output, options.resume)?;
+    // Made and locked before anything is read: what cannot be written is told at once, and two processes never
+    // get the same folder.
+    let folder = match &args.output {
+        Some(output) => RunFolder::look(output, options.resume)?,
+        None => RunFolder::first_free("runs".as_ref(), &resolve::default_name(&args))?,
+    };
+    if let Some(path) = &options.memory_trace {
+        trace::check(path)?;
+    }
     let opened = open::base(&args.base, &environment, compute, options.constraints.stream == Some(true))?;
     let json = *is_json;
     let reporter: Box<dyn Reporter> = if json {
+        options.read.watch = JsonReporter::reading();
         Box::new(JsonReporter::new())
     } else {
         // A run that goes on has its precision.
@@ -74,11 +85,15 @@ fn go(typed: TrainArgs, is_json: &mut bool) -> Result<()> {
             .then(|| open::faster_in_bf16(kind, args.compute.precision, args.base.base_dtype))
             .flatten();
         let hints = own_data_on_embedded_base(&args).into_iter().chain(faster).collect();
-        Box::new(HumanReporter::new(args.log_every(), hints))
+        let reporter = HumanReporter::new(args.log_every(), hints);
+        options.read.watch = reporter.reading();
+        Box::new(reporter)
     };
     let (base, tokenizer) = (&opened.base, opened.tokenizer.as_ref());
-    let mut reporter = Watch { reporter, has_begun: false };
-    let finished = train::run(&options, base, tokenizer, folder, &mut reporter, signals::watch());
+    let output = folder.path().to_owned();
+    let mut reporter = Begun { reporter, has_begun: false };
+    let finished = train::run(&options, base, tokenizer, folder, &mut reporter, signals::flag());
+    signals::end_at_once("interrupted; the adapter is written");
     let has_begun = reporter.has_begun;
     // Ends a bar before anything else is printed.
     drop(reporter);
@@ -100,15 +115,19 @@ fn go(typed: TrainArgs, is_json: &mut bool) -> Result<()> {
     closed
 }
 
-/// Passes events on, and knows whether the run began.
-struct Watch {
+/// Passes events on, knows whether the run began, and has signals ask the loop to stop from then on.
+struct Begun {
     reporter: Box<dyn Reporter>,
     has_begun: bool,
 }
 
-impl Reporter for Watch {
+impl Reporter for Begun {
     fn event(&mut self, event: &Event<'_>) -> Result<()> {
-        self.has_begun |= matches!(event, Event::Start(_));
+        if matches!(event, Event::Start(_)) {
+            self.has_begun = true;
+            // From here on a signal asks the loop to stop.
+            signals::watch();
+        }
         self.reporter.event(event)
     }
 }
@@ -121,7 +140,10 @@ fn own_data_on_embedded_base(args: &TrainArgs) -> Option<&'static str> {
 }
 
 /// Command line over `--config` over the run folder's config over the embedded defaults over the defaults.
-pub(super) fn joined(typed: TrainArgs) -> Result<TrainArgs> {
+pub(super) fn joined(mut typed: TrainArgs) -> Result<TrainArgs> {
+    if typed.resume_from.is_some() {
+        typed.resume = Some(true);
+    }
     let mut layers = vec![typed];
     if let Some(path) = layers[0].config.clone() {
         layers.push(config_file::read(&path)?);
@@ -132,7 +154,7 @@ pub(super) fn joined(typed: TrainArgs) -> Result<TrainArgs> {
             .output
             .as_deref()
             .ok_or_else(|| Error::input("--resume: needs to know the run; name its folder with --output"))?;
-        layers.extend(of_run_folder(output)?);
+        layers.push(of_run_folder(output)?);
     }
     let so_far = layers::join(&layers)?;
     if so_far.base.base.is_none() && so_far.data.data.is_none() {
@@ -167,7 +189,7 @@ fn refuse_tilde(args: &TrainArgs) -> Result<()> {
 /// Takes the adapter of a run folder in `--init-adapter`, and for a new run without `--base` the base that it names.
 fn look_into_init_adapter(args: &mut TrainArgs) -> Result<()> {
     let Some(folder) = &args.init_adapter else { return Ok(()) };
-    let found = FoundAdapter { name: folder.clone(), folder: inside_run(folder)? };
+    let found = FoundAdapter { name: folder.clone(), folder: inside_run(folder)?, save: None };
     if args.resume != Some(true) && found.folder.is_dir() {
         args.base = base_of(std::slice::from_ref(&found), "--init-adapter", &args.base)?;
     }
@@ -175,8 +197,33 @@ fn look_into_init_adapter(args: &mut TrainArgs) -> Result<()> {
     Ok(())
 }
 
-/// The options of the run in `output`, if one has begun there.
-fn of_run_folder(output: &Path) -> Result<Option<TrainArgs>> {
+/// The options of the run in `output`, from its config, or where that is gone from its newest save.
+fn of_run_folder(output: &Path) -> Result<TrainArgs> {
+    folder::check_run(output)?;
     let path = folder::config_path(output);
-    if path.exists() { config_file::read(&path).map(Some) } else { Ok(None) }
+    if path.exists() {
+        return config_file::read(&path);
+    }
+    write_note(&format!(
+        "hint: {} is missing; the options are those of the newest save, name --base and --data if the run had them",
+        path.display()
+    ));
+    match save::newest(&folder::saves(output))? {
+        None => Ok(TrainArgs::default()),
+        Some((save, _)) => config_file::parse(
+            &options_of_save(&save.info),
+            &format!("the newest save of {}", output.display()),
+        ),
+    }
+}
+
+/// The options that a save knows, as a config file. It leaves out switches that are off.
+fn options_of_save(save: &SaveInfo) -> String {
+    let given = save.options.iter().map(|(name, value)| format!("{name} = {value}\n"));
+    let is_off = |facts: &Facts| {
+        let is_on_by_default = facts.value == "BOOL" && facts.default.as_deref() == Some("true");
+        is_on_by_default && facts.on_resume == OnResume::Same && !save.options.contains_key(&facts.name)
+    };
+    let off = TrainArgs::facts().into_iter().filter(is_off).map(|facts| format!("{} = false\n", facts.name));
+    given.chain(off).chain([format!("steps = {}\n", save.steps)]).collect()
 }

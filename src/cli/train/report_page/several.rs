@@ -8,16 +8,26 @@ use super::{
 };
 use crate::{cli::train::table::aligned, error::Result, plan::size};
 
+/// Names that tell the runs apart: those of their folders, or their paths where two folders have one name.
+fn names(runs: &[History]) -> Vec<String> {
+    let short: Vec<String> = runs.iter().map(History::name).collect();
+    let is_twice = |name: &String| short.iter().filter(|other| *other == name).count() > 1;
+    let name = |(run, short): (&History, &String)| {
+        if is_twice(short) { run.folder.display().to_string() } else { short.clone() }
+    };
+    runs.iter().zip(&short).map(name).collect()
+}
+
 /// What a run is compared by, as text; a dash stands for what is not known.
 pub const TITLES: [&str; 9] =
     ["run", "state", "step", "loss", "eval loss", "perplexity", "tokens/s", "memory", "time"];
 
-/// The cells of a run under [`TITLES`].
-pub fn cells(history: &History) -> [String; 9] {
+/// The cells of a run called `name` under [`TITLES`].
+fn cells(name: String, history: &History) -> [String; 9] {
     let dash = || "-".to_owned();
     let eval = history.last_eval();
     [
-        history.name(),
+        name,
         history.state_text(),
         format!("{} of {}", history.done(), history.planned_steps()),
         history.steps.last().map_or_else(dash, |point| format!("{:.4}", point.smoothed)),
@@ -49,7 +59,7 @@ fn value<'a>(options: &[(&'a str, &'a str)], name: &str) -> &'a str {
 /// A table of the runs, and of the options by which they differ.
 pub fn lines(runs: &[History]) -> String {
     let mut rows = vec![TITLES.map(str::to_owned)];
-    rows.extend(runs.iter().map(cells));
+    rows.extend(names(runs).into_iter().zip(runs).map(|(name, run)| cells(name, run)));
     let mut text = aligned(&rows, &NUMBERS) + "\n";
     for (name, values) in differences(runs) {
         text += &format!("{name}: {}\n", values.join(" | "));
@@ -66,7 +76,8 @@ pub fn page(runs: &[History]) -> Result<String> {
     let columns: Vec<Column> = (0..TITLES.len())
         .map(|at| Column { title: TITLES[at], class: if NUMBERS.contains(&at) { "number" } else { "" } })
         .collect();
-    let rows: Vec<Vec<String>> = runs.iter().map(|run| cells(run).to_vec()).collect();
+    let rows: Vec<Vec<String>> =
+        names(runs).into_iter().zip(runs).map(|(name, run)| cells(name, run).to_vec()).collect();
     let mut body = format!("<h1>{}</h1>\n{}", escaped(&title), html::table(&columns, &rows));
     body += &charts(runs)?;
     body += &options(runs);
@@ -75,7 +86,7 @@ pub fn page(runs: &[History]) -> Result<String> {
 }
 
 fn charts(runs: &[History]) -> Result<String> {
-    let names: Vec<String> = runs.iter().map(History::name).collect();
+    let names = names(runs);
     let keys: Vec<(usize, &str)> = names.iter().enumerate().map(|(at, name)| (at, name.as_str())).collect();
     let mut out = String::from("<h2>Course of the runs</h2>\n<div class=\"charts\">\n");
     let chart = |curves, from_zero, label, size| Chart { curves, from_zero, label, size };
@@ -105,7 +116,7 @@ fn options(runs: &[History]) -> String {
     if differences.is_empty() {
         return String::from("<h2>Options</h2>\n<p>All options are the same.</p>\n");
     }
-    let names: Vec<String> = runs.iter().map(History::name).collect();
+    let names = names(runs);
     let first = Column { title: "option", class: "" };
     let rest = names.iter().map(|name| Column { title: name, class: "value" });
     let columns: Vec<Column> = [first].into_iter().chain(rest).collect();
@@ -118,11 +129,11 @@ fn options(runs: &[History]) -> String {
 
 /// The last sample of each run.
 fn samples(runs: &[History]) -> String {
-    let row = |run: &History| {
+    let row = |(name, run): (String, &History)| {
         let sample = run.samples.last()?;
-        Some(vec![run.name(), sample.prompt.trim().to_owned(), sample.text.trim().to_owned()])
+        Some(vec![name, sample.prompt.trim().to_owned(), sample.text.trim().to_owned()])
     };
-    let rows: Vec<_> = runs.iter().filter_map(row).collect();
+    let rows: Vec<_> = names(runs).into_iter().zip(runs).filter_map(row).collect();
     if rows.is_empty() {
         return String::new();
     }

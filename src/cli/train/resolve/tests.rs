@@ -18,7 +18,7 @@ fn defaults_make_a_run() {
     let options = resolve("").unwrap();
     assert_eq!(options.data, DataSource::Embedded);
     assert_eq!((options.batch, options.constraints, options.shuffle), (8, Constraints::default(), true));
-    assert_eq!(options.length, Length::Epochs(1.0));
+    assert_eq!(options.length, Length::FromData);
     assert_eq!(options.adapter.kinds, Some(AdapterOptions::default_kinds()));
     assert_eq!(options.adapter.spec(), AdapterOptions::default().spec());
 }
@@ -38,6 +38,7 @@ fn values_without_sense_are_refused_with_a_remedy() {
         ("warmup = 1.5", "--warmup 1.5:"),
         ("warmup = nan", "--warmup NaN:"),
         ("epochs = 0.0", "--epochs 0:"),
+        ("epochs = 1e30", "--epochs 1000000000000000000000000000000: is out of range"),
         ("steps = 0", "--steps 0:"),
         ("batch = 0", "--batch 0:"),
         ("batch = 10000000", "--batch 10000000:"),
@@ -97,7 +98,7 @@ fn only_what_changes_results_is_part_of_the_identity() {
                 memory-trace = 'x.json'\n\
                 json = true\nsteps = 9\nmicro-batch = 8\noffline = true\nline-by-line = false\ndevice = 'cpu'";
     assert_eq!(resolve(free).unwrap().identity, plain);
-    for changed in ["lr = 0.1", "seed = 1", "rank = 2", "no-shuffle = true", "no-pack = true", "clip = 0.0"] {
+    for changed in ["lr = 0.1", "seed = 1", "rank = 2", "no-shuffle = true", "pack = true", "clip = 0.0"] {
         assert_ne!(resolve(changed).unwrap().identity, plain, "{changed}");
     }
 }
@@ -118,11 +119,11 @@ fn the_output_is_named_after_base_and_method() {
             method: Some("lora+prefix".parse().unwrap()),
             ..TrainArgs::default()
         };
-        default_output(&args).display().to_string()
+        default_name(&args)
     };
-    assert_eq!(name("openai-community/gpt2-xl"), "runs/gpt2-xl-lora-prefix");
-    assert_eq!(name("/some/my base/"), "runs/my_base-lora-prefix");
-    assert_eq!(name(".."), "runs/base-lora-prefix");
+    assert_eq!(name("openai-community/gpt2-xl"), "gpt2-xl-lora-prefix");
+    assert_eq!(name("/some/my base/"), "my_base-lora-prefix");
+    assert_eq!(name(".."), "base-lora-prefix");
 }
 
 #[test]
