@@ -94,6 +94,8 @@ fn training(base: &Arc<Base>, before: usize, recipe: Recipe) -> Result<Vec<Line>
         device: PlannedDevice::of(device, base.weights.wte.arithmetic),
         program: 0,
         rows_on_heap: 0,
+        rows: None,
+        sample_tokens: 0,
         streamable: true,
         constraints: Constraints::default(),
     };

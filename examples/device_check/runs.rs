@@ -243,6 +243,7 @@ fn info(base: &Base, prepared: &Prepared, optimizer: OptimizerKind) -> SaveInfo 
         tensors: set.layout.tensors.iter().map(|slot| slot.name.clone()).collect(),
         optimizer: optimizer.name().to_owned(),
         loss_scale: prepared.trainer.loss_scale(),
+        progress: Default::default(),
     }
 }
 

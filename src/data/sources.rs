@@ -135,8 +135,8 @@ pub fn files(sources: &[PathBuf], split: Split, format: Option<Kind>) -> Result<
             files.extend(inside.into_iter().map(|path| DataFile { path, weight }));
         }
     }
-    let named = files.iter().filter(|file| !file.is_standard_input() && format.is_none());
-    named.map(|file| Kind::of(&file.path).map(drop)).collect::<Result<()>>()?;
+    let mut named = files.iter().filter(|file| !file.is_standard_input() && format.is_none());
+    named.try_for_each(|file| Kind::of(&file.path).map(drop))?;
     Ok(files)
 }
 

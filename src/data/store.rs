@@ -136,7 +136,7 @@ impl Rows {
     pub(super) fn open(path: &Path, rows: usize, bytes: u64) -> io::Result<Self> {
         let file = File::open(path)?;
         let index = 8 * (rows as u64 + 1);
-        if file.metadata()?.len() != bytes || bytes % 4 != 0 || bytes < index {
+        if file.metadata()?.len() != bytes || !bytes.is_multiple_of(4) || bytes < index {
             return Err(io::ErrorKind::InvalidData.into());
         }
         // SAFETY: nobody writes to a file of the cache: it is put there whole by a rename, and only ever unlinked.

@@ -68,7 +68,7 @@ fn issue_19_2_what_is_cut_is_said_as_a_share_of_tokens() {
     let less = eval(&sandbox, &format!("cut.jsonl --seq-len {}", longest - 1));
     if longest <= 128 {
         assert_eq!(whole.succeeds().stderr(), "");
-        assert_eq!(less.succeeds().events()[0]["cut_share"].as_f64().unwrap() > 0.0, true);
+        assert!(less.succeeds().events()[0]["cut_share"].as_f64().unwrap() > 0.0);
     }
     let human = sandbox.engraft("eval --threads 1 --no-pack --data cut.jsonl --seq-len 24").succeeds();
     assert!(human.stdout().contains("not read where records were cut"), "{}", human.stdout());

@@ -11,8 +11,9 @@ pub fn add(noise: Noise, ids: &[u32], x: &mut [f32]) {
     assert_eq!(x.len(), n * c, "noise shapes");
     let x = Shared::new(x);
     each(n.div_ceil(TOKENS), |task| {
-        for token in task * TOKENS..n.min((task + 1) * TOKENS) {
-            if ids[token] as usize >= noise.vocab {
+        let tokens = (0..n).zip(ids).skip(task * TOKENS).take(TOKENS);
+        for (token, &id) in tokens {
+            if id as usize >= noise.vocab {
                 continue;
             }
             // SAFETY: this token belongs to this task.

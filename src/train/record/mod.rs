@@ -1,6 +1,6 @@
 //! The record of a run in its folder: `metrics.jsonl` and TensorBoard's event files.
 //!
-//! A [`Recorder`] stands between the loop and the reporter and writes every event down before it passes it on. A
+//! A `Recorder` stands between the loop and the reporter and writes every event down before it passes it on. A
 //! record that cannot be written, as on a full disk, does not end a run: that is said once, and later events are tried
 //! again.
 
