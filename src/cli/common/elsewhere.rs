@@ -158,6 +158,9 @@ pub const ELSEWHERE: &[Elsewhere] = &[
     same(&["resume-from-checkpoint", "auto-resume-from-checkpoints"], &["resume"]),
     same(&["save-steps", "save-iters"], &["save-every"]),
     same(&["save-total-limit"], &["keep"]),
+    same(&["load-best-model-at-end"], &["save-best"]),
+    noted(&["early-stopping-patience"], &["patience"], "it counts evaluations; --eval-every says how often"),
+    same(&["neftune-noise-alpha"], &["neftune-alpha"]),
     same(&["eval-steps", "steps-per-eval"], &["eval-every"]),
     same(&["logging-steps", "steps-per-report", "log-steps"], &["log-every"]),
     noted(
