@@ -79,13 +79,14 @@ fn the_first_signal_is_answered_at_once_and_saves_an_adapter_too() {
     wait_for_plan(&stdout);
     // In the middle of the first step.
     thread::sleep(Duration::from_millis(200));
-    let asked = Instant::now();
     signal(&child, "-INT");
     let (answered, answer) = stderr.recv_timeout(LONG).unwrap();
     assert_eq!(answer, "finishing this step, then saving; Ctrl-C again stops without saving");
-    assert!(answered - asked < Duration::from_millis(500), "{:?}", answered - asked);
     assert_eq!(end(&mut child).code(), Some(130));
-    let events: Vec<Value> = stdout.iter().map(|(_, line)| serde_json::from_str(&line).unwrap()).collect();
+    let (times, events): (Vec<Instant>, Vec<Value>) =
+        stdout.iter().map(|(time, line)| (time, serde_json::from_str(&line).unwrap())).unzip();
+    let first_step = events.iter().position(|event| event["event"] == "step").unwrap();
+    assert!(answered < times[first_step], "the answer waited for the step");
     let last = events.last().unwrap();
     let steps = events.iter().filter(|event| event["event"] == "step").count();
     assert!(steps < 3, "it was interrupted");
@@ -127,10 +128,9 @@ fn the_second_signal_stops_without_saving() {
     thread::sleep(Duration::from_millis(200));
     signal(&child, "-INT");
     stderr.recv_timeout(LONG).unwrap();
-    let asked = Instant::now();
     signal(&child, "-INT");
     assert_eq!(end(&mut child).code(), Some(130));
-    assert!(asked.elapsed() < Duration::from_secs(1), "{:?}", asked.elapsed());
+    assert!(stdout.iter().all(|(_, line)| !line.contains("\"event\":\"step\"")), "it finished the step");
     assert!(names(&sandbox.path("run/saves")).is_empty(), "nothing was saved");
     assert!(!sandbox.path("run/adapter").exists());
     // It began, so that it can be resumed, from the start.
