@@ -94,7 +94,7 @@ def events(output):
 
 
 def last_line(text):
-    """The last line of a text that is not blank."""
+    """The last non-blank line of a text; empty where there is none."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 

@@ -83,8 +83,8 @@ pub struct OutputScale {
     pub with_bias: bool,
 }
 
-/// Vectors of one layer norm, which computes `gain * (x - mean) / deviation + bias`. What is there is in place of the
-/// base's, and starts from it.
+/// Vectors of one layer norm, which computes `gain * (x - mean) / deviation + bias`. A vector that
+/// is given replaces the base's, whose values it starts from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NormVectors {
     /// Layer of the base, `None` for the norm before the head.

@@ -162,7 +162,7 @@ pub enum Error {
     /// A file that a download left in place of the one that was meant.
     #[error("{}: {found}", .path.display())]
     StandIn {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// What it is instead.
         found: StandIn,
@@ -170,7 +170,7 @@ pub enum Error {
     /// A config that is no JSON object.
     #[error("{}: is no valid adapter config: {cause}; save the adapter again", .path.display())]
     Json {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// Line, column and reason.
         cause: String,
@@ -178,7 +178,7 @@ pub enum Error {
     /// A tensor file that breaks a rule of the safetensors format.
     #[error("{}: is no valid safetensors file: {rule}; save or download it again", .path.display())]
     SafeTensors {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// The rule of the format that is broken.
         rule: String,

@@ -2,6 +2,7 @@
 
 use std::{collections::BTreeMap, fmt, fs, path::PathBuf};
 
+use engraft_util::words::count;
 use serde::{Deserialize, Serialize};
 
 use super::batch::{Batch, NO_LOSS, RowRef};
@@ -62,18 +63,9 @@ fn percent(part: f64) -> String {
 /// One line for people: `3 records, 2 rows, 40 tokens (12 supervised), 1 cut to the row length (5.0% of the tokens)`.
 impl fmt::Display for DataReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let plural = |count: usize| if count == 1 { "" } else { "s" };
-        write!(
-            f,
-            "{} record{}, {} row{}, {} token{} ({} supervised)",
-            self.records,
-            plural(self.records),
-            self.rows,
-            plural(self.rows),
-            self.tokens,
-            plural(self.tokens),
-            self.supervised
-        )?;
+        let [records, rows, tokens] = [(self.records, "record"), (self.rows, "row"), (self.tokens, "token")]
+            .map(|(number, word)| count(number as u64, word));
+        write!(f, "{records}, {rows}, {tokens} ({} supervised)", self.supervised)?;
         if self.truncated > 0 {
             let lost = percent(self.cut_share());
             write!(f, ", {} cut to the row length ({lost} of the tokens lost)", self.truncated)?;
@@ -112,9 +104,8 @@ pub(super) fn hints(
         ));
     }
     if !ignored.is_empty() {
-        let named = |(key, count): (&String, &usize)| {
-            format!("{key:?} in {count} record{}", if *count == 1 { "" } else { "s" })
-        };
+        let named =
+            |(key, records): (&String, &usize)| format!("{key:?} in {}", count(*records as u64, "record"));
         hints.push(format!("{names}: keys that are not read: {}", listed(ignored.iter().map(named))));
     }
     hints

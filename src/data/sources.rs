@@ -21,10 +21,7 @@ pub const STANDARD_INPUT: &str = "-";
 
 /// Whether one of `sources` is the standard input, perhaps with a weight (`-:2`): its data cannot be read again.
 pub fn reads_standard_input(sources: &[PathBuf]) -> bool {
-    let names = sources.iter().map(|source| source.to_string_lossy());
-    names
-        .map(|name| name.split_once(':').map_or(name.to_string(), |(name, _)| name.to_owned()))
-        .any(|name| name == STANDARD_INPUT)
+    sources.iter().any(|source| weighted(source).is_ok_and(|(path, _)| path.as_os_str() == STANDARD_INPUT))
 }
 
 /// The heaviest weight; a larger one is taken for a typing error.

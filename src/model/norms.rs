@@ -15,7 +15,7 @@ use crate::{
 /// Number of norms in a layer: before attention and before the MLP.
 pub const NORMS: usize = 2;
 
-/// Vectors `(c)` of a norm in place of the base's.
+/// Trained vectors `(c)` that replace those of a norm of the base.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct NormBinding {
     /// Factor of each feature.

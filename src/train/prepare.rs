@@ -223,10 +223,12 @@ fn steps(options: &RunOptions, sampler: &Sampler) -> (u64, Option<String>) {
         Length::Steps(steps) => (steps, None),
         Length::Epochs(epochs) => {
             let steps = of(epochs);
-            let plural = if steps == 1 { "" } else { "s" };
-            let more = (epochs * FEW as f64 / steps as f64 * 10.0).ceil();
+            let more = (epochs * STEPS as f64 / steps as f64).ceil();
             let few = (steps < FEW).then(|| {
-                format!("--epochs {epochs} makes {steps} step{plural}, which hardly train; --epochs {more} or --steps {STEPS} trains more")
+                format!(
+                    "--epochs {epochs} makes {}, too few to learn much; --epochs {more} or --steps {STEPS} trains more",
+                    count(steps, "step")
+                )
             });
             (steps, few)
         }
@@ -236,10 +238,10 @@ fn steps(options: &RunOptions, sampler: &Sampler) -> (u64, Option<String>) {
                 return (one, None);
             }
             let epochs = (STEPS as f64 * options.batch as f64 / sampler.len() as f64).ceil();
-            let plural = if one == 1 { "" } else { "s" };
             let hint = format!(
-                "one pass over the data makes {one} step{plural}, too few to learn much, so the run has {epochs} passes; \
-                 --epochs or --steps sets its length"
+                "one pass over the data makes {}, too few to learn much, so the run has {epochs} passes; \
+                 --epochs or --steps sets its length",
+                count(one, "step")
             );
             (of(epochs), Some(hint))
         }

@@ -5,7 +5,19 @@ use engraft_adapters::{
 };
 use engraft_util::rng;
 
-use crate::setup::{Case, lora};
+use crate::setup::{Case, RandomBase, Sizes, lora, random_base};
+
+/// Sizes of [`base`]: odd ones, and layers without anything trained.
+pub const SIZES: Sizes = Sizes { layers: 3, heads: 2, width: 10, inner: 14, positions: 13, vocab: 61 };
+/// Bounds of docs/NUMERICS.md.
+pub const LOGITS: f64 = 5e-6;
+pub const LOSS: f64 = 2e-6;
+pub const CHUNKS: f64 = 5e-6;
+
+/// The base that sets made by hand are tried on.
+pub fn base() -> RandomBase {
+    random_base(SIZES, "gelu_new")
+}
 
 /// A set that grows tensor by tensor, with its values.
 #[derive(Default)]

@@ -71,15 +71,23 @@ fn end(child: &mut Child) -> ExitStatus {
 const SLOW: &str = "train --data data.jsonl --no-pack --seq-len 24 --batch 3000 --micro-batch 12 --steps 3 --threads 1 \
                     --output run --json";
 
+/// Standard output and standard error of a run, line by line.
+type Outputs = [std::sync::mpsc::Receiver<(Instant, String)>; 2];
+
+/// Starts [`SLOW`], and sends a signal in the middle of its first step.
+fn interrupted(sandbox: &Sandbox) -> (Child, Outputs) {
+    let mut child = start(sandbox, SLOW);
+    let (stdout, stderr) = (lines(child.stdout.take().unwrap()), lines(child.stderr.take().unwrap()));
+    wait_for_plan(&stdout);
+    thread::sleep(Duration::from_millis(200));
+    signal(&child, "-INT");
+    (child, [stdout, stderr])
+}
+
 #[test]
 fn the_first_signal_is_answered_at_once_and_saves_an_adapter_too() {
     let sandbox = Sandbox::new();
-    let mut child = start(&sandbox, SLOW);
-    let (stdout, stderr) = (lines(child.stdout.take().unwrap()), lines(child.stderr.take().unwrap()));
-    wait_for_plan(&stdout);
-    // In the middle of the first step.
-    thread::sleep(Duration::from_millis(200));
-    signal(&child, "-INT");
+    let (mut child, [stdout, stderr]) = interrupted(&sandbox);
     let (answered, answer) = stderr.recv_timeout(LONG).unwrap();
     assert_eq!(answer, "finishing this step, then saving; Ctrl-C again stops without saving");
     assert_eq!(end(&mut child).code(), Some(130));
@@ -122,11 +130,7 @@ fn the_adapter_of_an_interrupted_run_is_that_of_its_last_step() {
 #[test]
 fn the_second_signal_stops_without_saving() {
     let sandbox = Sandbox::new();
-    let mut child = start(&sandbox, SLOW);
-    let (stdout, stderr) = (lines(child.stdout.take().unwrap()), lines(child.stderr.take().unwrap()));
-    wait_for_plan(&stdout);
-    thread::sleep(Duration::from_millis(200));
-    signal(&child, "-INT");
+    let (mut child, [stdout, stderr]) = interrupted(&sandbox);
     stderr.recv_timeout(LONG).unwrap();
     signal(&child, "-INT");
     assert_eq!(end(&mut child).code(), Some(130));

@@ -12,23 +12,10 @@ use engraft::{
 
 use crate::{
     autograd,
-    by_hand::ByHand,
+    by_hand::{ByHand, CHUNKS, LOGITS, LOSS, SIZES, base},
     policies::{self, cut, options},
-    setup::{
-        Case, RandomBase, Sizes, TrainerState, batch, bits, by_tensor, difference, random_base, restore, row,
-        state, wide, within,
-    },
+    setup::{Case, TrainerState, batch, bits, by_tensor, difference, restore, row, state, wide, within},
 };
-
-const SIZES: Sizes = Sizes { layers: 3, heads: 2, width: 10, inner: 14, positions: 13, vocab: 61 };
-/// Bounds of docs/NUMERICS.md.
-const LOGITS: f64 = 5e-6;
-const LOSS: f64 = 2e-6;
-const CHUNKS: f64 = 5e-6;
-
-fn base() -> RandomBase {
-    random_base(SIZES, "gelu_new")
-}
 
 /// Sites of a layer by their numbers: c_attn 10 to 30, attn.c_proj 10 to 10, c_fc 10 to 14, mlp.c_proj 14 to 10. The lowest
 /// layer has nothing.

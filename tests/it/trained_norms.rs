@@ -12,23 +12,10 @@ use engraft_adapters::BaseWeights;
 
 use crate::{
     autograd,
-    by_hand::ByHand,
+    by_hand::{ByHand, CHUNKS, LOGITS, LOSS, SIZES, base},
     policies::{self, cut, options},
-    setup::{
-        Case, RandomBase, Sizes, TrainerState, batch, bits, by_tensor, difference, random_base, restore, row,
-        state, wide, within,
-    },
+    setup::{Case, TrainerState, batch, bits, by_tensor, difference, restore, row, state, wide, within},
 };
-
-const SIZES: Sizes = Sizes { layers: 3, heads: 2, width: 10, inner: 14, positions: 13, vocab: 61 };
-/// Bounds of docs/NUMERICS.md.
-const LOGITS: f64 = 5e-6;
-const LOSS: f64 = 2e-6;
-const CHUNKS: f64 = 5e-6;
-
-fn base() -> RandomBase {
-    random_base(SIZES, "gelu_new")
-}
 
 /// Every norm but those of layer 0 and one gain, beside deltas and vectors of both layers; some are frozen.
 fn beside_deltas(dropout: f64) -> Case {

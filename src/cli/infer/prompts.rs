@@ -47,7 +47,7 @@ pub enum Given {
     Text(String),
     /// A conversation to answer.
     Turns(Vec<Turn>),
-    /// Token ids.
+    /// Ids of tokens, which need no tokenizer.
     Ids(Vec<u32>),
 }
 
@@ -57,7 +57,7 @@ pub struct Prompt {
     pub shown: Value,
     /// Its beginning, for people.
     pub label: String,
-    /// Its tokens.
+    /// Token ids of the text, in order.
     pub ids: Vec<u32>,
 }
 

@@ -96,6 +96,7 @@ pub fn run(command: &DataCommand) -> Result<()> {
     let page = Page {
         tokenizer: base.tokenizer.as_ref(),
         seq_len: options.seq_len,
+        is_packed: options.pack,
         colour: io::stdout().is_terminal(),
     };
     write_out(&page.text(&found))?;
@@ -163,6 +164,8 @@ const SHOWN: usize = 256;
 struct Page<'a> {
     tokenizer: Option<&'a Tokenizer>,
     seq_len: usize,
+    /// Whether a row holds several documents; training decides by the number of rows where no option says so.
+    is_packed: bool,
     /// Whether supervised text is coloured, else it stands between marks.
     colour: bool,
 }
@@ -182,9 +185,10 @@ impl Page<'_> {
         );
         let full = 100.0 * report.tokens as f64 / (report.rows * self.seq_len).max(1) as f64;
         text += &format!(
-            "rows     {} of up to {}, {full:.1}% full\n",
+            "rows     {} of up to {}, {full:.1}% full, {}\n",
             report.rows,
-            count(self.seq_len as u64, "token")
+            count(self.seq_len as u64, "token"),
+            if self.is_packed { "packed" } else { "not packed" }
         );
         let cut = 100.0 * report.cut_share();
         text += &format!("cut      {} ({cut:.2}% of the tokens)\n", count(report.truncated as u64, "record"));
