@@ -9,6 +9,7 @@ use super::{
     Event, PlanConfig, Reporter, RunFolder, RunOptions,
     card::{Card, CardWriter},
     events::Stage,
+    job::TrainingJob,
     memory,
     pace::Pace,
     prepare::{Prepared, describe, prepare},
@@ -61,7 +62,10 @@ pub fn run(
     let mut prepared = prepare(options, base, tokenizer, past.as_ref(), folder.path())?;
     let past_info = past.as_ref().map(|past| &past.info);
     recorder.event(&Event::begun(Stage::Preparing))?;
-    let selection = memory::plan(options, base, &memory::job(options, base, &prepared, past_info))?;
+    let (selection, program) = {
+        let job = memory::job(options, base, &prepared, past_info);
+        (memory::plan(options, base, &job)?, job.program)
+    };
     let info = describe(options, base, &prepared, selection.chosen.plan.config);
     let longer = match &past {
         None => None,
@@ -71,7 +75,7 @@ pub fn run(
             resume::changed_length(&past.info, &info, options.schedule, warmup)?
         }
     };
-    let setup = Setup { options, base, tokenizer, past: past_info, spool: folder.path() };
+    let setup = Setup { options, base, tokenizer, past: past_info, program, spool: folder.path() };
     let Planned { mut trainer, selection, before, smaller } = setup.allocate(&mut prepared, selection)?;
     counting::reset_peak();
     // A smaller plan may change the micro-batch.
@@ -145,6 +149,8 @@ struct Setup<'a> {
     tokenizer: Option<&'a Tokenizer>,
     /// The save that the run goes on from.
     past: Option<&'a SaveInfo>,
+    /// Bytes of memory that the process held when the first plan was chosen.
+    program: u64,
     /// Folder for nameless files.
     spool: &'a Path,
 }
@@ -153,7 +159,7 @@ impl Setup<'_> {
     /// Allocates the memory of `selection`. If less is free than the system reported, another process took
     /// it, and the next smaller plan is tried, once.
     fn allocate(&self, prepared: &mut Prepared, selection: Selection<PlanConfig>) -> Result<Planned> {
-        let &Self { options, base, tokenizer, past, spool } = self;
+        let &Self { options, base, tokenizer, past, program, spool } = self;
         let before = counting::measured();
         let stream = selection.chosen.plan.config.policy.stream;
         let values = prepared.values(options, base, tokenizer, stream)?;
@@ -164,7 +170,8 @@ impl Setup<'_> {
             Err(Error::Memory(reason)) => reason,
             trainer => return Ok(Planned { trainer: trainer?, selection, before, smaller: None }),
         };
-        let job = memory::job(options, base, prepared, past);
+        // Peaks of two plans can be compared only with the same program in both: threads come and go.
+        let job = TrainingJob { program, ..memory::job(options, base, prepared, past) };
         let Ok(selection) = memory::smaller(options, base, &job, &selection) else {
             return Err(Error::Memory(selection.with_remedies(reason)));
         };

@@ -22,9 +22,12 @@ thread_local! {
     static ONCE: Cell<Option<u64>> = const { Cell::new(None) };
     /// Questions until nothing is free.
     static LEFT: Cell<usize> = const { Cell::new(usize::MAX) };
+    /// Memory that the process gives back while it asks.
+    static BALLAST: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
 }
 
 fn free() -> Option<u64> {
+    drop(BALLAST.take());
     if let Some(once) = ONCE.take() {
         return Some(once);
     }
@@ -118,6 +121,8 @@ fn before_the_first_step_the_next_smaller_plan_is_tried_once() {
     done.unwrap();
     // Less than the first plan, enough for the second.
     ONCE.set(Some(3 << 20));
+    // What another part of the process gives back meanwhile makes no plan smaller.
+    BALLAST.set(vec![1; 256 << 20]);
     let (done, smaller) = train(&options(), &folder.path().join("smaller"));
     done.unwrap();
     assert!(smaller[0] != plenty[0], "{smaller:?}");
