@@ -26,15 +26,18 @@ pub enum Kind {
     Csv,
     /// Tab-separated values; the first line names the columns.
     Tsv,
+    /// Parquet: columns, in a build with the feature `parquet`. Its rows are read as lines of JSON.
+    Parquet,
 }
 
 /// The extension of each format, in lower case.
-const FORMATS: [(Kind, &str); 5] = [
+const FORMATS: [(Kind, &str); 6] = [
     (Kind::Text, "txt"),
     (Kind::Jsonl, "jsonl"),
     (Kind::Json, "json"),
     (Kind::Csv, "csv"),
     (Kind::Tsv, "tsv"),
+    (Kind::Parquet, "parquet"),
 ];
 
 /// Opens the content of a compressed file.
@@ -83,6 +86,12 @@ impl Kind {
         FORMATS.iter().find(|(kind, _)| *kind == self).map_or("", |(_, name)| name)
     }
 
+    /// The extensions of all formats that this build reads.
+    pub fn names() -> impl Iterator<Item = &'static str> {
+        let read = |kind: Kind| kind != Kind::Parquet || cfg!(feature = "parquet");
+        FORMATS.iter().filter(move |(kind, _)| read(*kind)).map(|(_, name)| *name)
+    }
+
     /// The format of an unnamed text by its first characters: JSON objects or an array of them, else text.
     pub fn sniffed(beginning: &[u8]) -> Self {
         let text = beginning.strip_prefix("\u{feff}".as_bytes()).unwrap_or(beginning);
@@ -93,9 +102,9 @@ impl Kind {
     }
 }
 
-/// `.txt, .jsonl .. or .tsv`.
+/// `.txt, .jsonl .. or .tsv`: what this build reads.
 pub(super) fn extensions() -> String {
-    let names: Vec<String> = FORMATS.iter().map(|(_, name)| format!(".{name}")).collect();
+    let names: Vec<String> = Kind::names().map(|name| format!(".{name}")).collect();
     match names.split_last() {
         Some((last, others)) => format!("{} or {last}", others.join(", ")),
         None => String::new(),
@@ -128,6 +137,30 @@ pub(super) fn open(path: &Path, counter: Arc<AtomicU64>) -> Result<Box<dyn Read 
         None => file,
         Some((_, unpack)) => unpack(Box::new(io::BufReader::new(file))),
     })
+}
+
+/// The rows of the Parquet file at `path` as lines of JSON; `counter` counts up to the bytes of the file.
+///
+/// # Errors
+/// When it cannot be opened or is none, is packed once more, or this build reads no Parquet.
+pub(super) fn open_rows(path: &Path, counter: Arc<AtomicU64>) -> Result<Box<dyn Read + Send>> {
+    if is_compressed(path) {
+        return Err(Error::input(format!(
+            "{}: a Parquet file is compressed inside and is not packed once more; unpack it",
+            path.display()
+        )));
+    }
+    #[cfg(feature = "parquet")]
+    return super::parquet::open(path, counter);
+    #[cfg(not(feature = "parquet"))]
+    {
+        drop(counter);
+        Err(Error::input(format!(
+            "{}: this program was built without Parquet; build it with `cargo build --release --features parquet`, \
+             or convert the file to .jsonl",
+            path.display()
+        )))
+    }
 }
 
 /// Bytes of an unnamed stream that are looked at to tell its format.
@@ -179,6 +212,7 @@ mod tests {
             ("b.json", Kind::Json),
             ("b.csv", Kind::Csv),
             ("b.tsv", Kind::Tsv),
+            ("b.Parquet", Kind::Parquet),
             ("b.jsonl.gz", Kind::Jsonl),
             ("b.Txt.ZST", Kind::Text),
         ] {
@@ -187,8 +221,14 @@ mod tests {
         let refused = |name| Kind::of(Path::new(name)).unwrap_err().to_string();
         assert_eq!(
             refused("a/train.xlsx"),
-            "a/train.xlsx: .xlsx files are not read; convert it to .txt, .jsonl, .json, .csv or .tsv, or give \
-             --data-format"
+            format!(
+                "a/train.xlsx: .xlsx files are not read; convert it to {}, or give --data-format",
+                if cfg!(feature = "parquet") {
+                    ".txt, .jsonl, .json, .csv, .tsv or .parquet"
+                } else {
+                    ".txt, .jsonl, .json, .csv or .tsv"
+                }
+            )
         );
         assert!(refused("data").starts_with("data: has no extension"));
         assert!(refused("data.gz").starts_with("data.gz: has no extension"));

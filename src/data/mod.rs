@@ -15,6 +15,8 @@ mod formats;
 mod forms;
 mod json;
 mod options;
+#[cfg(feature = "parquet")]
+mod parquet;
 mod read;
 pub mod records;
 pub mod rows;

@@ -159,6 +159,7 @@ impl<'a> Parser<'a> {
                 return Ok(Parsed { record, form, ignored: Vec::new() });
             }
             Kind::Jsonl => (object(place, raw, "give one object a line")?, "keys"),
+            Kind::Parquet => (object(place, raw, "give columns with names")?, "columns"),
             Kind::Json => (object(place, raw, "give an array of objects")?, "keys"),
             Kind::Csv | Kind::Tsv => (self.row(place, raw)?, "columns"),
         };

@@ -90,7 +90,15 @@ impl DataFile {
     ) -> Result<(Box<dyn Read + Send>, Kind)> {
         if !self.is_standard_input() {
             let kind = options.format.map_or_else(|| Kind::of(&self.path), Ok)?;
-            return Ok((formats::open(&self.path, counter)?, kind));
+            return match kind {
+                Kind::Parquet => Ok((formats::open_rows(&self.path, counter)?, kind)),
+                _ => Ok((formats::open(&self.path, counter)?, kind)),
+            };
+        }
+        if options.format == Some(Kind::Parquet) {
+            return Err(Error::input(
+                "--data -: a Parquet file is read from its end, and so not from the standard input; name the file",
+            ));
         }
         let open = options
             .standard_input

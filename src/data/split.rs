@@ -38,7 +38,7 @@ pub(super) trait Split {
 /// The splitter of a format.
 pub(super) fn splitter(kind: Kind) -> Box<dyn Split> {
     match kind {
-        Kind::Text | Kind::Jsonl => Box::new(Lines { line: 1 }),
+        Kind::Text | Kind::Jsonl | Kind::Parquet => Box::new(Lines { line: 1 }),
         Kind::Json => Box::new(JsonValues { line: 1, state: State::Start }),
         Kind::Csv => Box::new(CsvRecords { line: 1, delimiter: b',' }),
         Kind::Tsv => Box::new(CsvRecords { line: 1, delimiter: b'\t' }),

@@ -372,3 +372,23 @@ fn data_are_looked_at() {
     assert!(embedded.contains("held-out data\n") && !embedded.contains("too good"), "{embedded}");
     sandbox.engraft("data nowhere.jsonl").refused(&["nowhere.jsonl", "check the path"]);
 }
+
+/// A build without the feature names the one that reads it.
+#[test]
+fn parquet_is_a_feature_of_the_build() {
+    let sandbox = Sandbox::new();
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/parquet");
+    for name in ["pairs_snappy.parquet", "pairs.jsonl"] {
+        fs::copy(golden.join(name), sandbox.path(name)).unwrap();
+    }
+    let found = eval(&sandbox, "pairs_snappy.parquet");
+    if cfg!(feature = "parquet") {
+        assert_eq!(result(found), result(eval(&sandbox, "pairs.jsonl")));
+    } else {
+        found.refused(&["pairs_snappy.parquet: ", "cargo build --release --features parquet", ".jsonl"]);
+    }
+    sandbox.write("a.parquet.gz", "");
+    eval(&sandbox, "a.parquet.gz")
+        .refused(&["a.parquet.gz: a Parquet file is compressed inside", "unpack it"]);
+    piped(&sandbox, "eval --data - --data-format parquet", b"").refused(&["--data -: ", "name the file"]);
+}

@@ -38,7 +38,7 @@ options! {
         #[arg(num_args = 1..)]
         data: Vec<PathBuf> =>
             value("PATH").otherwise("the embedded data").on_resume(OnResume::OwnRule).basic();
-        /// Format of all data files: txt, jsonl, json, csv or tsv
+        /// Format of all data files: txt, jsonl, json, csv or tsv, and parquet where it was built in
         data_format: FormatName => value("NAME").otherwise("told by each file's extension");
         /// Key or column of the prompts, where it is not prompt
         prompt_key: String => value("KEY").excludes("text-key");

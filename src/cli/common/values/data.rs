@@ -15,7 +15,9 @@ impl FromStr for FormatName {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
         let name = text.trim_start_matches('.').to_lowercase();
-        Kind::named(&name).map(Self).ok_or_else(|| "give txt, jsonl, json, csv or tsv".to_owned())
+        Kind::named(&name)
+            .map(Self)
+            .ok_or_else(|| format!("give one of {}", Kind::names().collect::<Vec<_>>().join(", ")))
     }
 }
 
