@@ -193,7 +193,7 @@ def lora_and_prefix():
 def ln_tuning_case(base, seed, **fields):
     """Norms start from the base's, moved a little; as in transformers' trainer they do not decay."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", NORMS)  # PEFT has no test of what GPT-2's own targets are
+        warnings.filterwarnings("ignore", NORMS)  # PEFT says it of every LayerNorm
         warnings.filterwarnings("ignore", SECOND_TIME)
         model = get_peft_model(base, LNTuningConfig(task_type="CAUSAL_LM", **fields))
     trained = {key: p for key, p in tensors_of(model).items() if "ln_tuning" in key}
