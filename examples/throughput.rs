@@ -43,7 +43,7 @@ fn main() -> Result<()> {
     }
     let base = Arc::new(base);
     let vocab = base.config.vocab as u64;
-    let spec = AdapterSpec { lora: Some(LoraSpec::default()), prefix: None };
+    let spec = AdapterSpec::from(LoraSpec::default());
     let set = AdapterSet::new(&spec, &base.description())?;
     let values = set.init(0)?;
     let options = TrainerOptions {

@@ -23,6 +23,18 @@ pub struct BaseDescription {
     pub vocab: usize,
     /// Linear modules of a layer; the same in every layer, in one fixed order.
     pub sites: Vec<SiteDescription>,
+    /// Layer norms: first those that every layer has, in the order in which a token meets them, then the one
+    /// before the head.
+    pub norms: Vec<NormDescription>,
+}
+
+/// A layer norm that every layer has, or the one before the head.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NormDescription {
+    /// Name inside a layer or, of the one before the head, inside the model: `ln_1`, `ln_f`.
+    pub name: String,
+    /// Full module path: `transformer.h.{layer}.ln_1`, or `transformer.ln_f` without a layer.
+    pub key: String,
 }
 
 /// A linear module that every layer has, and that an adapter can attach to.
@@ -74,6 +86,23 @@ pub struct NormWeights {
     pub bias: Vec<f32>,
 }
 
+impl NormDescription {
+    /// Whether every layer has one.
+    pub fn is_in_layers(&self) -> bool {
+        self.key.contains("{layer}")
+    }
+
+    /// Full module path in `layer`; of the norm before the head always the same.
+    pub fn module(&self, layer: usize) -> String {
+        self.key.replace("{layer}", &layer.to_string())
+    }
+
+    /// Layer that a module path or a tensor name belongs to, if it is one of this norm's.
+    pub(crate) fn layer_of(&self, name: &str) -> Option<usize> {
+        layer_of(&self.key, name)
+    }
+}
+
 impl SiteDescription {
     /// Full module path in one layer, such as `transformer.h.3.attn.c_attn`.
     pub fn module(&self, layer: usize) -> String {
@@ -88,11 +117,16 @@ impl SiteDescription {
 
     /// Layer that a module path or a tensor name belongs to, if it is one of this site's.
     pub(crate) fn layer_of(&self, name: &str) -> Option<usize> {
-        let (before, after) = self.key.split_once("{layer}")?;
-        let (digits, rest) = name.split_once(before)?.1.split_once('.')?;
-        let after = after.strip_prefix('.').unwrap_or(after);
-        (rest == after || rest.starts_with(&format!("{after}."))).then(|| digits.parse().ok()).flatten()
+        layer_of(&self.key, name)
     }
+}
+
+/// Layer that a module path or a tensor name belongs to, if it is one of the modules called `key`.
+fn layer_of(key: &str, name: &str) -> Option<usize> {
+    let (before, after) = key.split_once("{layer}")?;
+    let (digits, rest) = name.split_once(before)?.1.split_once('.')?;
+    let after = after.strip_prefix('.').unwrap_or(after);
+    (rest == after || rest.starts_with(&format!("{after}."))).then(|| digits.parse().ok()).flatten()
 }
 
 impl BaseDescription {

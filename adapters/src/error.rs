@@ -34,10 +34,18 @@ pub enum Error {
         /// Names of the base's sites and parts.
         sites: Vec<String>,
     },
+    /// A name or an expression that matches no layer norm.
+    #[error("norms: `{target}` matches no layer norm; choose among {}", .norms.join(", "))]
+    NoNormMatched {
+        /// The name or expression as the user wrote it.
+        target: String,
+        /// Names of the base's layer norms.
+        norms: Vec<String>,
+    },
     /// A regular expression of a target or a pattern that cannot be compiled.
     #[error("{option}: `{pattern}` is no regular expression that can be used here ({cause}); correct it")]
     BadRegex {
-        /// Option with the expression: `targets`, `rank_pattern` or `alpha_pattern`.
+        /// Option with the expression: `targets`, `norms`, `rank_pattern` or `alpha_pattern`.
         option: &'static str,
         /// The regular expression as the user wrote it.
         pattern: String,

@@ -29,7 +29,6 @@ impl<'a> Init<'a> {
     ///
     /// # Errors
     /// As [`Init::matrix`].
-    #[cfg_attr(not(test), expect(dead_code, reason = "no method without tests looks at norms yet"))]
     pub fn norm(&self, method: &'static str, layer: Option<usize>, norm: usize) -> Result<NormWeights> {
         let found = self.weights.and_then(|weights| weights.norm(layer, norm));
         found.ok_or(Error::WeightsNeeded { method })

@@ -63,7 +63,7 @@ impl FromStr for Kinds {
     type Err = String;
 
     /// # Errors
-    /// The remedy for an unknown name or one that is there twice: `give lora or prefix, or ..`.
+    /// The remedy for an unknown name or one that is there twice: `give lora, ln_tuning or prefix, or ..`.
     fn from_str(text: &str) -> Result<Self, String> {
         let names: Vec<&str> = text.split('+').collect();
         let found = Self::which(|name| names.contains(&name));
@@ -118,7 +118,7 @@ mod tests {
         for wrong in ["", "lora+", "loar", "lora+lora", "lora prefix", "LoRA"] {
             let remedy = wrong.parse::<Kinds>().unwrap_err();
             assert!(
-                remedy.starts_with("give lora, prefix") && remedy.ends_with("such as lora+prefix"),
+                remedy.starts_with("give lora, ln_tuning") && remedy.ends_with("such as lora+ln_tuning"),
                 "{remedy}"
             );
         }

@@ -1,4 +1,4 @@
-//! LoRA and prefix adapters as data, for any candle user.
+//! Adapters (LoRA, prefix, layer norms) as data, for any candle user.
 //!
 //! An adapter is described by an [`AdapterSpec`], resolved against a [`BaseDescription`] into an
 //! [`AdapterSet`] (which tensors exist, and where in one flat F32 store), and read from or written to
@@ -30,6 +30,7 @@
 //!         fan_in_fan_out: false,
 //!         parts: vec![],
 //!     }],
+//!     norms: vec![],
 //! };
 //!
 //! // Somebody made an adapter for it ...
@@ -67,13 +68,15 @@ mod targets;
 #[cfg(test)]
 mod testing;
 
-pub use base::{BaseDescription, BaseWeights, NormWeights, PartDescription, SiteDescription};
+pub use base::{
+    BaseDescription, BaseWeights, NormDescription, NormWeights, PartDescription, SiteDescription,
+};
 pub use contribution::{
     Contribution, EmbeddingDelta, Lora, NormVectors, OutputScale, Prefix, PrefixValues, Prompt, SiteVectors,
 };
 pub use error::{Error, Problem, Result};
 pub use kinds::Kinds;
 pub use layout::{Group, Layout, Segment, TensorSlot};
-pub use methods::{AdapterSpec, Kind, kinds, lora::LoraSpec, prefix::PrefixSpec};
+pub use methods::{AdapterSpec, Kind, kinds, ln_tuning::LnTuningSpec, lora::LoraSpec, prefix::PrefixSpec};
 pub use set::AdapterSet;
 pub use targets::Targets;

@@ -130,13 +130,13 @@ pub(crate) fn names(target: &str, path: &str) -> bool {
 /// Says whether a module path is matched.
 pub(crate) type Matcher<'a> = Box<dyn Fn(&str) -> bool + 'a>;
 
-/// Whether `targets`, a list or an expression, match a whole module path.
-pub(crate) fn matcher(targets: &Targets) -> Result<Matcher<'_>> {
+/// Whether `targets`, a list or an expression, match a whole module path; errors call them `option`.
+pub(crate) fn matcher<'a>(option: &'static str, targets: &'a Targets) -> Result<Matcher<'a>> {
     Ok(match targets {
         Targets::AllLinear => Box::new(|_| true),
         Targets::List(list) => Box::new(|path| list.iter().any(|name| names(name, path))),
         Targets::Regex(pattern) => {
-            let regex = whole_match("exclude_modules", pattern, &format!("^(?:{pattern})$"))?;
+            let regex = whole_match(option, pattern, &format!("^(?:{pattern})$"))?;
             Box::new(move |path| regex.is_match(path))
         }
     })

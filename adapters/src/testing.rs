@@ -1,6 +1,6 @@
 //! A small base for this crate's tests: odd sizes, a fused projection with parts.
 
-use crate::{BaseDescription, PartDescription, SiteDescription};
+use crate::{BaseDescription, NormDescription, PartDescription, SiteDescription};
 
 /// Width of the residual stream.
 pub const D: usize = 6;
@@ -26,7 +26,13 @@ pub fn base() -> BaseDescription {
             site("mlp.c_fc", D, 4 * D, vec![]),
             site("mlp.c_proj", 4 * D, D, vec![]),
         ],
+        norms: ["h.{layer}.ln_1", "h.{layer}.ln_2", "ln_f"].map(norm).into(),
     }
+}
+
+fn norm(path: &str) -> NormDescription {
+    let name = path.rsplit('.').next().unwrap_or(path).to_owned();
+    NormDescription { name, key: format!("transformer.{path}") }
 }
 
 fn site(name: &str, inputs: usize, outputs: usize, parts: Vec<PartDescription>) -> SiteDescription {

@@ -179,7 +179,7 @@ impl Kind {
             Self::Prefix => Some(PrefixSpec { length: 29, projection: None }),
             Self::Projected | Self::Both => Some(PrefixSpec { length: 7, projection: Some(12) }),
         };
-        AdapterSpec { lora, prefix }
+        AdapterSpec { lora, prefix, ..AdapterSpec::default() }
     }
 }
 

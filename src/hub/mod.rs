@@ -16,6 +16,7 @@ use std::{
     time::Duration,
 };
 
+use engraft_adapters::kinds;
 use engraft_util::shards;
 
 use self::{client::Client, repo::Repo};
@@ -122,7 +123,7 @@ pub fn data_file(id: &str, file: &str, options: &HubOptions, progress: &dyn Fn(P
 
 /// The folder `name`, or else the hub's adapter of that id as a folder of the cache.
 ///
-/// The folder holds PEFT's two files, or `lora/` and `prefix/` that do.
+/// The folder holds PEFT's two files, or folders of methods, such as `lora/` and `prefix/`, that do.
 ///
 /// # Errors
 /// As [`base()`].
@@ -193,14 +194,14 @@ fn base_files(repo: &Repo) -> Result<PathBuf> {
     Err(repo.absent("model.safetensors, model.safetensors.index.json or pytorch_model.bin"))
 }
 
-/// PEFT's two files at the top, or in `lora/` and `prefix/`.
+/// PEFT's two files at the top, or in folders of methods.
 fn adapter_files(repo: &Repo) -> Result<PathBuf> {
     if let Some(config) = repo.get("adapter_config.json")? {
         repo.get("adapter_model.safetensors")?.ok_or_else(|| repo.absent("adapter_model.safetensors"))?;
         return Ok(config.parent().unwrap_or(Path::new("")).to_owned());
     }
     let mut folder = None;
-    for part in ["lora", "prefix"] {
+    for part in kinds().into_iter().map(|kind| kind.name) {
         if let Some(config) = repo.get(&format!("{part}/adapter_config.json"))? {
             let weights = format!("{part}/adapter_model.safetensors");
             repo.get(&weights)?.ok_or_else(|| repo.absent(&weights))?;

@@ -112,6 +112,8 @@ pub const TOKEN_EMBEDDING: &str = "transformer.wte.weight";
 pub const POSITION_EMBEDDING: &str = "transformer.wpe.weight";
 /// The head `(v, c)` of a base that is not tied.
 pub const HEAD: &str = "lm_head.weight";
+/// The layer norms of a block, in the order in which a token meets them.
+const LAYER_NORMS: [&str; 2] = ["ln_1", "ln_2"];
 /// The layer norm after the last block.
 const LAST_NORM: &str = "transformer.ln_f";
 
@@ -176,7 +178,7 @@ impl Arch {
     pub fn block(&self) -> Vec<Tensor> {
         let [c_attn, attn_proj, c_fc, mlp_proj] = &self.sites;
         let mut tensors = Vec::new();
-        for (norm, sites) in [("ln_1", [c_attn, attn_proj]), ("ln_2", [c_fc, mlp_proj])] {
+        for (norm, sites) in LAYER_NORMS.into_iter().zip([[c_attn, attn_proj], [c_fc, mlp_proj]]) {
             tensors.extend(self.norm(norm));
             for site in sites {
                 tensors.push(Tensor::new(format!("{}.weight", site.name), &[site.inputs, site.outputs]));
@@ -186,6 +188,13 @@ impl Arch {
             }
         }
         tensors
+    }
+
+    /// Name and full path, with `{layer}` for the layer, of the layer norms of a block, and of the one before the head.
+    pub fn norms(&self) -> [(String, String); 3] {
+        let [first, second] = LAYER_NORMS.map(|name| (name.to_owned(), format!("{LAYERS}{{layer}}.{name}")));
+        let last = LAST_NORM.rsplit('.').next().unwrap_or(LAST_NORM);
+        [first, second, (last.to_owned(), LAST_NORM.to_owned())]
     }
 
     /// Gain and bias of the layer norm `name`.

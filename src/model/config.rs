@@ -2,7 +2,7 @@
 
 use std::{fmt, ops::Range, path::Path};
 
-use engraft_adapters::{BaseDescription, PartDescription, SiteDescription};
+use engraft_adapters::{BaseDescription, NormDescription, PartDescription, SiteDescription};
 use serde_json::{Map, Value};
 
 pub use crate::kernels::activation::Activation;
@@ -128,6 +128,7 @@ impl Config {
             positions: self.positions,
             vocab: self.vocab,
             sites: arch.sites.iter().map(site).collect(),
+            norms: arch.norms().map(|(name, key)| NormDescription { name, key }).into(),
         }
     }
 }
@@ -321,6 +322,8 @@ mod tests {
             [("attn.c_attn", 12, 36), ("attn.c_proj", 12, 12), ("mlp.c_fc", 12, 20), ("mlp.c_proj", 20, 12)]
         );
         assert_eq!(base.sites[0].key, "transformer.h.{layer}.attn.c_attn");
+        let norms: Vec<_> = base.norms.iter().map(|norm| norm.module(2)).collect();
+        assert_eq!(norms, ["transformer.h.2.ln_1", "transformer.h.2.ln_2", "transformer.ln_f"]);
         assert_eq!(base.sites[0].parts[1], PartDescription { name: "k".into(), columns: 12..24 });
     }
 }

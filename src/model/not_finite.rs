@@ -47,7 +47,7 @@ mod tests {
     fn set(alpha: f64) -> AdapterSet {
         let lora = Some(LoraSpec { alpha, ..LoraSpec::default() });
         let base = builtin("gpt2").unwrap().unwrap().describe("gpt2", None);
-        AdapterSet::new(&AdapterSpec { lora, prefix: None }, &base).unwrap()
+        AdapterSet::new(&AdapterSpec { lora, ..AdapterSpec::default() }, &base).unwrap()
     }
 
     #[test]

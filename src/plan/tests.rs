@@ -160,7 +160,7 @@ impl Candidates for Server<'_> {
 #[test]
 fn a_job_that_trains_nothing_is_planned_and_chosen_alike() {
     let config = xl();
-    let spec = AdapterSpec { lora: Some(LoraSpec::default()), prefix: None };
+    let spec = AdapterSpec::from(LoraSpec::default());
     let set = AdapterSet::new(&spec, &config.describe("xl", None)).unwrap();
     let host = PlannedDevice {
         kind: DeviceKind::CPU,

@@ -3,7 +3,8 @@
 use std::{collections::BTreeMap, path::Path, sync::Arc};
 
 use engraft_adapters::{
-    AdapterSet, AdapterSpec, BaseDescription, Kind, Kinds, LoraSpec, PrefixSpec, PrefixValues, Targets, peft,
+    AdapterSet, AdapterSpec, BaseDescription, Kind, Kinds, LnTuningSpec, LoraSpec, PrefixSpec, PrefixValues,
+    Targets, peft,
 };
 
 use crate::{
@@ -44,6 +45,8 @@ pub struct AdapterOptions {
     pub rank_pattern: Option<BTreeMap<String, usize>>,
     /// Alphas by regular expression of the site.
     pub alpha_pattern: Option<BTreeMap<String, f64>>,
+    /// Layer norms that LN tuning trains.
+    pub norms: Option<Targets>,
     /// Length p of the prefix in virtual tokens.
     pub prefix_length: Option<usize>,
     /// Hidden width of the prefix's projection.
@@ -62,6 +65,7 @@ impl AdapterOptions {
         let has = |kind: Kind| kinds.contains(kind.name);
         AdapterSpec {
             lora: has(LoraSpec::KIND).then(|| self.lora()),
+            ln_tuning: has(LnTuningSpec::KIND).then(|| self.ln_tuning()),
             prefix: has(PrefixSpec::KIND).then(|| self.prefix()),
         }
     }
@@ -78,6 +82,10 @@ impl AdapterOptions {
             rank_pattern: self.rank_pattern.clone().unwrap_or(default.rank_pattern),
             alpha_pattern: self.alpha_pattern.clone().unwrap_or(default.alpha_pattern),
         }
+    }
+
+    fn ln_tuning(&self) -> LnTuningSpec {
+        LnTuningSpec { norms: self.norms.clone().unwrap_or(LnTuningSpec::default().norms) }
     }
 
     fn prefix(&self) -> PrefixSpec {
@@ -118,6 +126,12 @@ impl AdapterOptions {
         lora!("rslora", rslora, |lora: &LoraSpec| lora.rslora.to_string());
         lora!("rank-pattern", rank_pattern, |lora: &LoraSpec| format!("{:?}", lora.rank_pattern));
         lora!("alpha-pattern", alpha_pattern, |lora: &LoraSpec| format!("{:?}", lora.alpha_pattern));
+        compare(
+            "norms",
+            self.norms.is_some(),
+            self.ln_tuning().norms.to_string(),
+            spec.ln_tuning.as_ref().map(|ln_tuning| ln_tuning.norms.to_string()),
+        );
         let prefix = spec.prefix.as_ref();
         let show = |length: usize| length.to_string();
         compare(
@@ -213,19 +227,20 @@ mod tests {
     #[test]
     fn every_contradiction_is_named_at_once() {
         let options = AdapterOptions {
-            kinds: Some("lora+prefix".parse().unwrap()),
+            kinds: Some("lora+prefix+ln_tuning".parse().unwrap()),
             rank: Some(4),
             alpha: Some(16.0),
+            norms: Some("ln_f".parse().unwrap()),
             prefix_length: Some(5),
             dropout: Some(0.5),
             ..AdapterOptions::default()
         };
-        let spec = AdapterSpec { lora: Some(LoraSpec::default()), prefix: None };
+        let spec = AdapterSpec::from(LoraSpec::default());
         let error = options.check_against(&spec, Path::new("x")).unwrap_err().to_string();
         assert_eq!(
             error,
-            "--init-adapter x: contradicted by --method lora+prefix (the adapter has lora), --rank 4 (the adapter \
-             has 8), --prefix-len 5 (the adapter has none); leave these options out"
+            "--init-adapter x: contradicted by --method lora+ln_tuning+prefix (the adapter has lora), --rank 4 (the adapter \
+             has 8), --norms ln_f (the adapter has none), --prefix-len 5 (the adapter has none); leave these options out"
         );
         assert!(AdapterOptions::default().check_against(&spec, Path::new("x")).is_ok());
         assert!(options.check_against(&options.spec(), Path::new("x")).is_ok());

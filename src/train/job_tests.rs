@@ -42,7 +42,7 @@ fn xl() -> Config {
 
 fn set(config: &Config, targets: &str) -> AdapterSet {
     let lora = LoraSpec { targets: targets.parse().unwrap(), ..LoraSpec::default() };
-    let spec = AdapterSpec { lora: Some(lora), prefix: None };
+    let spec = AdapterSpec::from(lora);
     AdapterSet::new(&spec, &config.describe("xl", None)).unwrap()
 }
 
@@ -218,7 +218,7 @@ fn mib_after(text: &str, before: &str) -> u64 {
 fn eight_bit_moments_are_proposed_and_chosen_only_where_asked_for() {
     let config = xl();
     let lora = LoraSpec { rank: 64, targets: "all-linear".parse().unwrap(), ..LoraSpec::default() };
-    let spec = AdapterSpec { lora: Some(lora), prefix: None };
+    let spec = AdapterSpec::from(lora);
     let set = AdapterSet::new(&spec, &config.describe("xl", None)).unwrap();
     let fixed = Constraints { moments: Some(false), ..Constraints::default() };
     for device in [device(), host()] {
@@ -369,7 +369,7 @@ fn frozen_values_take_no_time_in_the_update() {
 #[test]
 fn a_prefix_is_planned_too() {
     let config = xl();
-    let spec = AdapterSpec { lora: None, prefix: Some(PrefixSpec { length: 20, projection: Some(64) }) };
+    let spec = AdapterSpec::from(PrefixSpec { length: 20, projection: Some(64) });
     let set = AdapterSet::new(&spec, &config.describe("xl", None)).unwrap();
     let plan = plan(&job(&config, &set, 2), config_of(Policy::default())).unwrap();
     let names: Vec<&str> = plan.rows.iter().map(|row| row.name.as_str()).collect();

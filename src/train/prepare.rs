@@ -392,7 +392,7 @@ mod tests {
 
     /// A set with a prefix and a prompt of these lengths.
     fn taking(prefix: usize, prompt: usize) -> AdapterSet {
-        let spec = AdapterSpec { prefix: Some(PrefixSpec { length: prefix, projection: None }), lora: None };
+        let spec = AdapterSpec::from(PrefixSpec { length: prefix, projection: None });
         let base = crate::model::builtin::builtin("gpt2").unwrap().unwrap().describe("gpt2", None);
         let mut set = AdapterSet::new(&spec, &base).unwrap();
         set.prefix = set.prefix.filter(|_| prefix > 0);

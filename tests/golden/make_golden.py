@@ -1,6 +1,7 @@
 """Writes the golden files next to itself with PEFT, transformers and PyTorch: F32, CPU, seeded, one thread.
 
-    python tests/golden/make_golden.py
+    python tests/golden/make_golden.py           # everything
+    python tests/golden/make_golden.py CASE ..   # these cases alone; all other files keep their bytes
 
 README.md describes each file. The same versions on the same kind of CPU give the same bytes.
 """
@@ -24,7 +25,7 @@ import peft
 import safetensors
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from peft import LNTuningConfig, LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
@@ -32,6 +33,7 @@ import gpt2_bases
 
 STEPS, LR, BETAS, EPS, DECAY, CLIP = 10, 1e-2, (0.9, 0.999), 1e-8, 0.01, 1.0
 TINY = "bases/tiny"
+NORMS = "Unsupported layer type '<class 'torch.nn.modules.normalization.LayerNorm'>'"
 SECOND_TIME = "You are trying to modify a model with PEFT for a second time"
 
 
@@ -69,11 +71,12 @@ def check_loss(out, labels):
 
 class Case:
     """`trained`: file key -> parameter. `extra`: file key -> function giving a further tensor to record.
-    `masks`: file key -> 0/1 tensor that multiplies the gradient in the training run only."""
+    `masks`: file key -> 0/1 tensor that multiplies the gradient in the training run only.
+    `undecayed`: file keys of tensors on which no weight decay acts."""
 
     def __init__(self, model, trained, adapters):
         self.model, self.trained, self.adapters = model, trained, adapters
-        self.extra, self.masks, self.projected = {}, {}, None
+        self.extra, self.masks, self.projected, self.undecayed = {}, {}, None, set()
 
     def snapshot(self):
         now = {key: p.detach().clone() for key, p in self.trained.items()}
@@ -187,7 +190,51 @@ def lora_and_prefix():
     return Case(both.model, trained, {"lora": lora.model, "prefix": both.model})
 
 
-CASES = [lora_c_attn, lora_all_rslora_patterns, lora_layers, lora_qv, prefix, prefix_projection, lora_and_prefix]
+def ln_tuning_case(base, seed, **fields):
+    """Norms start from the base's, moved a little; as in transformers' trainer they do not decay."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", NORMS)  # PEFT says it of every LayerNorm
+        warnings.filterwarnings("ignore", SECOND_TIME)
+        model = get_peft_model(base, LNTuningConfig(task_type="CAUSAL_LM", **fields))
+    trained = {key: p for key, p in tensors_of(model).items() if "ln_tuning" in key}
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key in sorted(trained):
+            trained[key].add_(0.2 * torch.randn(trained[key].shape, generator=g))
+    case = Case(model, trained, {"": model})
+    case.undecayed = set(trained)
+    return case
+
+
+def ln_tuning():
+    return ln_tuning_case(gpt2_bases.load(TINY), 109)
+
+
+def ln_tuning_regex():
+    return ln_tuning_case(gpt2_bases.load(TINY), 110, target_modules=r".*(h\.[02]\.ln_2|h\.1\.ln_1)")
+
+
+def lora_ln_tuning_and_prefix():
+    """LoRA modules, then norms inside the base, and that base wrapped in prefix tuning; all share one backward."""
+    def make_lora():
+        return lora_case(111, r=2, lora_alpha=5, target_modules=["c_attn", "c_fc"])
+
+    lora = make_lora()
+    norms = ln_tuning_case(lora.model.get_base_model(), 112)
+    last = prefix_case(norms.model.get_base_model(), 113)
+    parts = {"lora": lora, "ln_tuning": norms, "prefix": last}
+    trained = {f"{name}.{key}": p for name, part in parts.items() for key, p in part.trained.items()}
+    for p in trained.values():
+        p.requires_grad_(True)  # each wrapping froze what was there
+    # PEFT would write the tensors of both tuners into each folder: each is saved from a base of its own.
+    alone = {"lora": make_lora(), "ln_tuning": ln_tuning_case(gpt2_bases.load(TINY), 112), "prefix": last}
+    case = Case(last.model, trained, {name: part.model for name, part in alone.items()})
+    case.undecayed = {f"ln_tuning.{key}" for key in norms.trained}
+    return case
+
+
+CASES = [lora_c_attn, lora_all_rslora_patterns, lora_layers, lora_qv, prefix, prefix_projection, lora_and_prefix,
+         ln_tuning, ln_tuning_regex, lora_ln_tuning_and_prefix]
 
 
 # ---- running a case -------------------------------------------------------------------------
@@ -222,7 +269,12 @@ def gradients(case, ids, labels):
 def train(case, ids, labels):
     """Ten AdamW steps on one batch: the loss before each update, the norm before clipping, the final tensors."""
     parameters = list(case.trained.values())
-    optimizer = torch.optim.AdamW(parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, foreach=False)
+    decays = {True: [], False: []}
+    for key, p in case.trained.items():
+        decays[key not in case.undecayed].append(p)
+    groups = [{"params": decays[True]}, {"params": decays[False], "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, foreach=False)
     losses, norms = [], []
     for _ in range(STEPS):
         loss = forward(case, ids, labels).loss
@@ -287,10 +339,13 @@ def save_adapters(case, folder):
 def reload(folder, names):
     """The stored adapter folders on a fresh base, each by PeftModel.from_pretrained."""
     model = gpt2_bases.load(TINY)
-    for name in names:
-        model = PeftModel.from_pretrained(model, str(folder / "adapter" / name))
-        if name == "lora":
-            model = model.get_base_model()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", NORMS)
+        warnings.filterwarnings("ignore", SECOND_TIME)
+        for name in names:
+            model = PeftModel.from_pretrained(model, str(folder / "adapter" / name))
+            if name in ("lora", "ln_tuning") and name != list(names)[-1]:
+                model = model.get_base_model()
     return model.eval()
 
 
@@ -349,12 +404,24 @@ def tiny_batch():
     return batch(61, 3, 11, 2)
 
 
+def make_some(names):
+    limits = json.loads((HERE / "noise.json").read_text())
+    for build in (build for build in CASES if build.__name__ in names):
+        shutil.rmtree(pathlib.Path("cases") / build.__name__, ignore_errors=True)
+        limits["cases"][build.__name__] = make_case(build, *tiny_batch())
+        for p in (pathlib.Path("cases") / build.__name__).rglob("*.*"):
+            p.chmod(0o644)
+    gpt2_bases.dump(HERE / "noise.json", limits)
+
+
 def main():
     os.chdir(HERE)  # relative paths, since PEFT writes the base's path into adapter_config.json
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     torch.manual_seed(0)
+    if sys.argv[1:]:
+        return make_some(sys.argv[1:])
     for folder in ("bases", "cases"):
         shutil.rmtree(folder, ignore_errors=True)
     limits = {"bases": {n: make_base(n, weights) for n, weights in gpt2_bases.write_all("bases").items()}, "cases": {}}

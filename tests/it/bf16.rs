@@ -74,7 +74,7 @@ fn embedded(activations: DType) -> Base {
 /// Losses of twenty steps on random rows.
 fn train(activations: DType) -> Vec<f64> {
     let base = Arc::new(embedded(activations));
-    let spec = AdapterSpec { lora: Some(LoraSpec::default()), prefix: None };
+    let spec = AdapterSpec::from(LoraSpec::default());
     let set = AdapterSet::new(&spec, &base.description()).unwrap();
     let values = set.init(1).unwrap();
     let (rows, seq_len, vocab) = (4, 48, base.config.vocab as u64);

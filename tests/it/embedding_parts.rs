@@ -57,7 +57,7 @@ fn tensor(case: &mut Case, name: &str, shape: &[usize], trainable: bool, spread:
 /// A set with nothing in it.
 pub fn empty(name: &'static str) -> Case {
     let set = AdapterSet {
-        spec: AdapterSpec { lora: Some(lora("all-linear", 0.0)), prefix: None },
+        spec: AdapterSpec::from(lora("all-linear", 0.0)),
         layout: Layout::default(),
         loras: Vec::new(),
         vectors: Vec::new(),

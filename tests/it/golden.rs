@@ -242,9 +242,27 @@ fn lora_with_prefix_matches_peft() {
 }
 
 #[test]
+fn ln_tuning_matches_peft() {
+    let base = base("tiny");
+    for name in ["ln_tuning", "ln_tuning_regex"] {
+        check_all(&load(name, &base, str::to_owned), &base);
+    }
+}
+
+#[test]
+fn three_methods_at_once_match_peft() {
+    let base = base("tiny");
+    let name = |slot: &str| {
+        let kind = ["ln_tuning", "lora"].into_iter().find(|kind| slot.contains(kind)).unwrap_or("prefix");
+        format!("{kind}.{slot}")
+    };
+    check_all(&load("lora_ln_tuning_and_prefix", &base, name), &base);
+}
+
+#[test]
 fn projected_prefix_matches_peft() {
     let base = base("tiny");
-    let spec = AdapterSpec { lora: None, prefix: Some(PrefixSpec { length: 5, projection: Some(13) }) };
+    let spec = AdapterSpec::from(PrefixSpec { length: 5, projection: Some(13) });
     let set = AdapterSet::new(&spec, &base.description()).unwrap();
     let name = |slot: &str| {
         let part = slot.strip_prefix("prompt_encoder.").unwrap();
@@ -280,7 +298,7 @@ fn separate_q_and_v_match_peft() {
     let base = base("tiny");
     let fused = load("lora_qv", &base, str::to_owned);
     let lora = LoraSpec { rank: 2, alpha: 3.0, targets: "q,v".parse().unwrap(), ..LoraSpec::default() };
-    let spec = AdapterSpec { lora: Some(lora), prefix: None };
+    let spec = AdapterSpec::from(lora);
     let set = AdapterSet::new(&spec, &base.description()).unwrap();
     let expected = Expected::read(&golden("cases/lora_qv/expected.safetensors"));
     let c = base.config.width;

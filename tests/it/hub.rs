@@ -147,7 +147,7 @@ fn takes_tokenizer_and_weights_in_the_form_that_is_there() {
 }
 
 #[test]
-fn adapters_come_flat_or_in_two_folders() {
+fn adapters_come_flat_or_in_folders_of_methods() {
     let get = |names: &[&str]| {
         let server = Server::start(Hub::new("me/adapter", small(names)));
         let cache = tempfile::tempdir().unwrap();
@@ -160,13 +160,15 @@ fn adapters_come_flat_or_in_two_folders() {
     let flat = ["adapter_config.json", "adapter_model.safetensors"];
     assert_eq!(get(&[flat[0], flat[1], "README.md"]).unwrap(), flat);
     let both = [
+        "ln_tuning/adapter_config.json",
+        "ln_tuning/adapter_model.safetensors",
         "lora/adapter_config.json",
         "lora/adapter_model.safetensors",
         "prefix/adapter_config.json",
         "prefix/adapter_model.safetensors",
     ];
-    assert_eq!(get(&both).unwrap(), ["lora", "prefix"]);
-    assert_error(&get(&both[..3]).unwrap_err(), 2, &["holds no prefix/adapter_model.safetensors"]);
+    assert_eq!(get(&both).unwrap(), ["ln_tuning", "lora", "prefix"]);
+    assert_error(&get(&both[..5]).unwrap_err(), 2, &["holds no prefix/adapter_model.safetensors"]);
     assert_error(&get(&["README.md"]).unwrap_err(), 2, &["me/adapter: holds no adapter_config.json"]);
 }
 

@@ -24,6 +24,7 @@ mod hub_server;
 mod imports;
 mod interrupt;
 mod limits;
+mod ln_tuning;
 mod memory;
 mod optimizer;
 mod output_scales;

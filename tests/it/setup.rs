@@ -111,7 +111,8 @@ pub fn prefix(length: usize, projection: Option<usize>) -> PrefixSpec {
 }
 
 pub fn case(name: &'static str, base: &Base, lora: Option<LoraSpec>, prefix: Option<PrefixSpec>) -> Case {
-    let set = AdapterSet::new(&AdapterSpec { lora, prefix }, &base.description()).unwrap();
+    let set = AdapterSet::new(&AdapterSpec { lora, prefix, ..AdapterSpec::default() }, &base.description())
+        .unwrap();
     let values = values(&set);
     Case { name, set, values }
 }

@@ -5,6 +5,7 @@
 //! to `methods!`. A method whose [`Contribution`] has a kind of part that no other has also needs a branch where
 //! the model binds contributions.
 
+pub mod ln_tuning;
 pub mod lora;
 pub mod prefix;
 #[cfg(test)]
@@ -21,6 +22,7 @@ use crate::{
     layout::Slots,
     peft::{Fields, Files, Findings, TensorFile},
 };
+use ln_tuning::LnTuningSpec;
 use lora::LoraSpec;
 use prefix::PrefixSpec;
 
@@ -76,6 +78,9 @@ macro_rules! methods {
 methods! {
     /// Low-rank deltas on linear modules.
     lora: LoraSpec,
+    // PEFT can fold those before the prefix into a base, and wraps what they gave in a prefix.
+    /// Layer norms of their own.
+    ln_tuning: LnTuningSpec,
     /// Learned keys and values in front of every sequence.
     prefix: PrefixSpec,
     ; in tests:
@@ -152,7 +157,7 @@ pub(crate) trait Stored: Debug {
     ) -> Option<AdapterSet>;
 }
 
-/// The text of every kind, the last one after `last`: with " or " `lora or prefix`.
+/// The text of every kind, the last one after `last`: with " or " `lora, ln_tuning or prefix`.
 pub(crate) fn list(text: impl Fn(&Kind) -> String, last: &str) -> String {
     let mut texts: Vec<String> = kinds().into_iter().map(text).collect();
     match texts.pop() {

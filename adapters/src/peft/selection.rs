@@ -7,6 +7,9 @@ use serde_json::{Value, json};
 use super::{Fields, Findings, MODULE_PREFIX, TensorFile, config::OneOrMany, modules::Module};
 use crate::{BaseDescription, Problem, Targets, targets};
 
+const TARGETS: &str = "target_modules";
+const NAMES_EXPECTED: &str = "names or a regular expression are expected";
+
 /// Modules as a config chooses them.
 #[derive(Debug)]
 pub(crate) struct Selection {
@@ -21,21 +24,11 @@ pub(crate) struct Selection {
 impl Selection {
     /// Takes the fields; nothing without targets.
     pub fn read(fields: &mut Fields) -> Option<Self> {
-        let expected = "names or a regular expression are expected";
-        let targets = fields.need::<OneOrMany<String>>("target_modules", expected);
+        let targets = fields.need::<OneOrMany<String>>(TARGETS, NAMES_EXPECTED);
         let layers = fields.take::<OneOrMany<usize>>("layers_to_transform", "layer numbers are expected");
         let layers_pattern = fields.take::<OneOrMany<String>>("layers_pattern", "a name is expected");
-        let exclude = match fields.take::<OneOrMany<String>>("exclude_modules", expected) {
-            None => None,
-            Some(OneOrMany::One(text)) if text.is_empty() => None,
-            Some(OneOrMany::One(text)) => Some(Targets::Regex(text)),
-            Some(OneOrMany::Many(names)) => Some(Targets::List(sorted(names))),
-        };
-        let targets = match targets? {
-            OneOrMany::One(text) if text == "all-linear" => Targets::AllLinear,
-            OneOrMany::One(text) => Targets::Regex(text),
-            OneOrMany::Many(names) => Targets::List(sorted(names)),
-        };
+        let exclude = excluded_field(fields);
+        let targets = written_targets(targets?);
         let layers = layers.map(OneOrMany::into_vec).filter(|layers| !layers.is_empty());
         let layers_pattern = layers_pattern.map(OneOrMany::into_vec).unwrap_or_default();
         let layers_pattern = layers_pattern.into_iter().filter(|name| !name.is_empty()).collect();
@@ -80,7 +73,7 @@ impl Selection {
     ) -> (Targets, Option<Vec<usize>>) {
         let unchanged = (targets, self.layers.clone());
         let Some(exclude) = &self.exclude else { return unchanged };
-        let is_excluded = match targets::matcher(exclude) {
+        let is_excluded = match targets::matcher("exclude_modules", exclude) {
             Ok(is_excluded) => is_excluded,
             Err(error) => {
                 findings.problems.push(Problem::Spec(error.to_string()));
@@ -94,6 +87,28 @@ impl Selection {
             }
             Err(_) => unchanged,
         }
+    }
+}
+
+/// The field `target_modules`, if it is there.
+pub(crate) fn targets_field(fields: &mut Fields) -> Option<Targets> {
+    fields.take(TARGETS, NAMES_EXPECTED).map(written_targets)
+}
+
+/// The field `exclude_modules`, if it excludes anything.
+pub(crate) fn excluded_field(fields: &mut Fields) -> Option<Targets> {
+    match fields.take::<OneOrMany<String>>("exclude_modules", NAMES_EXPECTED)? {
+        OneOrMany::One(text) if text.is_empty() => None,
+        OneOrMany::One(text) => Some(Targets::Regex(text)),
+        OneOrMany::Many(names) => Some(Targets::List(sorted(names))),
+    }
+}
+
+fn written_targets(written: OneOrMany<String>) -> Targets {
+    match written {
+        OneOrMany::One(text) if text == "all-linear" => Targets::AllLinear,
+        OneOrMany::One(text) => Targets::Regex(text),
+        OneOrMany::Many(names) => Targets::List(sorted(names)),
     }
 }
 
@@ -131,7 +146,8 @@ pub(crate) fn check_layers(
 ) {
     let layer = |(name, _): (String, _)| {
         let path = name.strip_prefix(MODULE_PREFIX)?;
-        base.sites.iter().find_map(|site| site.layer_of(path))
+        let of_site = base.sites.iter().find_map(|site| site.layer_of(path));
+        of_site.or_else(|| base.norms.iter().find_map(|norm| norm.layer_of(path)))
     };
     let Some(found) =
         tensors.tensors().into_iter().filter_map(layer).max().map(|last| last.saturating_add(1))

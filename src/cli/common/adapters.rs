@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use engraft_adapters::{
-    BaseDescription,
+    BaseDescription, kinds,
     peft::{self, Loaded},
 };
 
@@ -115,7 +115,7 @@ impl FoundAdapter {
 /// When it is a run folder that has no adapter yet.
 pub fn inside_run(folder: &Path) -> Result<PathBuf> {
     let holds = |name: &str| folder.join(name).exists();
-    if holds(peft::CONFIG_FILE) || holds("lora") || holds("prefix") || !holds("config.toml") {
+    if holds(peft::CONFIG_FILE) || kinds().iter().any(|kind| holds(kind.name)) || !holds("config.toml") {
         return Ok(folder.to_owned());
     }
     let inside = folder.join(RUN_ADAPTER);

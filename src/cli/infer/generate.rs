@@ -193,7 +193,11 @@ fn check_together(loaded: &[Loaded], named: &[ScaledAdapter]) -> Result<()> {
         loaded.iter().zip(named).enumerate()
     {
         if set.loras.is_empty() && set.embedding.is_none() && *scale != 1.0 {
-            let what = if set.prompt.is_some() { "prompt" } else { "prefix" };
+            let what = match (&set.prompt, &set.prefix) {
+                (Some(_), _) => "prompt",
+                (_, Some(_)) => "prefix",
+                _ => "layer norm",
+            };
             return Err(Error::input(format!(
                 "--adapter {}={scale}: a {what} cannot be scaled; leave ={scale} out",
                 name.display()

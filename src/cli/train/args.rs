@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use engraft_adapters::{Kinds, LoraSpec, PrefixSpec, Targets};
+use engraft_adapters::{Kinds, LnTuningSpec, LoraSpec, PrefixSpec, Targets};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -145,7 +145,7 @@ options! {
     }
 
     "Adapter" {
-        /// Kind of adapter to train: lora, prefix, or lora+prefix
+        /// Kind of adapter to train: lora, ln_tuning, prefix, or several such as lora+prefix
         method: Kinds => value("METHOD")
             .default(|args: &TrainArgs| args.init_adapter.is_none().then(AdapterOptions::default_kinds))
             .in_adapter(true)
@@ -181,6 +181,8 @@ options! {
             fault: "has no finite alpha above 0",
             remedy: "give a number such as h.0.attn.c_attn=16",
         });
+        /// Layer norms that ln_tuning trains: ln_1, ln_2, ln_f, a list of them, or /regex/
+        norms: Targets = LnTuningSpec::default().norms => value("LIST").of(LnTuningSpec::KIND.name);
         /// Length of the prefix in virtual tokens
         prefix_len: usize = PrefixSpec::default().length => value("P").of(PrefixSpec::KIND.name).check(FROM_ONE);
         /// Initial value of the prefix; with --prefix-projection always random
@@ -237,7 +239,7 @@ options! {
             fault: "is no part from 0 to below 1",
             remedy: "give a number of steps such as 100, or a part such as 0.1",
         });
-        /// Decoupled weight decay on every trainable
+        /// Decoupled weight decay on every trainable but layer norms
         weight_decay: f64 = AdamWOptions::default().weight_decay =>
             value("W").check(from_zero("give a number such as 0.01"));
         /// Largest global gradient norm; 0 turns clipping off

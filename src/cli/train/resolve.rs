@@ -229,6 +229,7 @@ fn adapter_options(args: &TrainArgs) -> AdapterOptions {
         rslora: args.rslora,
         rank_pattern: args.rank_pattern.as_deref().map(ranks),
         alpha_pattern: args.alpha_pattern.as_deref().map(by_key),
+        norms: args.norms.clone(),
         prefix_length: args.prefix_len,
         projection: args.prefix_projection,
     }

@@ -6,7 +6,7 @@ use std::{
 };
 
 use clap::Args;
-use engraft_adapters::{peft, peft::Description};
+use engraft_adapters::{Kinds, kinds, peft, peft::Description};
 use serde_json::{Value, json};
 
 use crate::{
@@ -82,7 +82,7 @@ fn look(path: &Path) -> Result<Value> {
     let holds = |name: &str| path.join(name).is_file();
     if folder::config_path(path).is_file() {
         run_folder(path)
-    } else if holds(peft::CONFIG_FILE) || ["lora", "prefix"].iter().any(|kind| path.join(kind).is_dir()) {
+    } else if holds(peft::CONFIG_FILE) || kinds().iter().any(|kind| path.join(kind.name).is_dir()) {
         Ok(adapter(&peft::describe(path)?))
     } else if holds("config.json") {
         base(path)
@@ -96,11 +96,8 @@ fn look(path: &Path) -> Result<Value> {
 
 fn adapter(description: &Description) -> Value {
     let adapters = description.adapters.iter().map(|adapter| {
-        let kind = match (&adapter.spec.lora, &adapter.spec.prefix) {
-            (Some(_), _) => "lora",
-            (_, Some(_)) => "prefix",
-            _ => "unsupported",
-        };
+        let kinds = Kinds::of(&adapter.spec);
+        let kind = kinds.as_ref().and_then(|kinds| kinds.names().first()).copied().unwrap_or("unsupported");
         let tensors = adapter
             .tensors
             .iter()
@@ -112,6 +109,7 @@ fn adapter(description: &Description) -> Value {
             "revision": adapter.revision,
             "fingerprint": adapter.fingerprint,
             "lora": adapter.spec.lora,
+            "ln_tuning": adapter.spec.ln_tuning,
             "prefix": adapter.spec.prefix,
             "ranks": adapter.ranks,
             "parameters": adapter.parameters,

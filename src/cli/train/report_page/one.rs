@@ -226,7 +226,7 @@ fn usage(history: &History) -> String {
         quoted(prompt)
     ));
     text += "<p>Load it with PEFT:</p>\n";
-    text += &code(&python(&start.base, &adapter, start.method.contains('+'), is_embedded));
+    text += &code(&python(&start.base, &adapter, &start.method, is_embedded));
     text += "<p>Train it further on other data, and look at the curves in TensorBoard:</p>\n";
     text + &code(&format!(
         "engraft train{base} --init-adapter {} --data more.jsonl\ntensorboard --logdir {}",
@@ -235,18 +235,21 @@ fn usage(history: &History) -> String {
     ))
 }
 
-fn python(base: &str, adapter: &str, is_double: bool, is_embedded: bool) -> String {
+fn python(base: &str, adapter: &str, method: &str, is_embedded: bool) -> String {
     let (base, remark) = match is_embedded {
         true => ("examples/base", "  # in the sources of engraft"),
         false => (base, ""),
     };
-    let load = match is_double {
-        false => format!("model = PeftModel.from_pretrained(base, {adapter:?}).eval()\n"),
-        true => format!(
-            "model = PeftModel.from_pretrained(base, \"{adapter}/lora\").merge_and_unload()\n\
-             model = PeftModel.from_pretrained(model, \"{adapter}/prefix\").eval()\n"
-        ),
+    let folders: Vec<String> = match method.contains('+') {
+        false => vec![adapter.to_owned()],
+        true => method.split('+').map(|kind| format!("{adapter}/{kind}")).collect(),
     };
+    let mut load = String::new();
+    for (index, folder) in folders.iter().enumerate() {
+        let model = if index == 0 { "base" } else { "model" };
+        let then = if index + 1 < folders.len() { "merge_and_unload()" } else { "eval()" };
+        load += &format!("model = PeftModel.from_pretrained({model}, {folder:?}).{then}\n");
+    }
     format!(
         "import torch\nfrom peft import PeftModel\nfrom transformers import GPT2LMHeadModel\n\n\
          base = GPT2LMHeadModel.from_pretrained({base:?}, dtype=torch.float32){remark}\n{load}"

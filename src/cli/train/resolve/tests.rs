@@ -81,6 +81,10 @@ fn what_excludes_each_other_is_refused() {
             "method = 'prefix'\nrank = 3",
             "--rank: means nothing with --method prefix; leave it out or give --method lora",
         ),
+        (
+            "norms = 'ln_f'",
+            "--norms: means nothing with --method lora; leave it out or give --method ln_tuning",
+        ),
         ("method = 'prefix'\nprefix-init = 'zero'\nprefix-text = 'x'", "needs --prefix-init text"),
         ("method = 'prefix'\nprefix-projection = 8\nprefix-init = 'text'", "--prefix-projection:"),
         ("init-adapter = 'x'\nprefix-init = 'zero'", "starts from --init-adapter"),

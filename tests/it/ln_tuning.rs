@@ -1,0 +1,112 @@
+//! LN tuning through the programs: training, resuming, generating, folders beside other methods, refusals.
+
+use serde_json::Value;
+
+use crate::cli_support::{Finished, Sandbox, files_below, names};
+
+/// A run that takes no time, of 20 steps.
+const RUN: &str = "train --data data.jsonl --no-pack --seq-len 24 --batch 4 --micro-batch 2 --threads 1 --lr 0.02 \
+                   --steps 20 --save-every 10 --json";
+
+fn train(sandbox: &Sandbox, output: &str, more: &str) -> Finished {
+    sandbox.engraft(&format!("{RUN} --output {output} {more}")).succeeds()
+}
+
+fn losses(run: &Finished) -> Vec<f64> {
+    run.events_of("step").iter().map(|step| step["loss"].as_f64().unwrap()).collect()
+}
+
+/// Loss of the embedded base on the data, with the adapter of that folder if there is one; it generates, too.
+fn evaluated(sandbox: &Sandbox, adapter: Option<&str>) -> f64 {
+    let with = adapter.map(|folder| format!("--adapter {folder}")).unwrap_or_default();
+    let line = format!("generate --base embedded --prompt row --max-new-tokens 8 --temperature 0 {with}");
+    assert!(!sandbox.infer(&line).succeeds().stdout().is_empty());
+    let line = format!("eval --base embedded --data data.jsonl --no-pack --seq-len 24 --json {with}");
+    sandbox.engraft(&line).succeeds().events()[0]["loss"].as_f64().unwrap()
+}
+
+#[test]
+fn norms_are_trained_resumed_and_used() {
+    let sandbox = Sandbox::new();
+    let run = train(&sandbox, "run", "--method ln_tuning");
+    let losses = losses(&run);
+    assert!(losses.len() == 20 && losses[19] < 0.8 * losses[0], "{losses:?}");
+    // All that is held was planned.
+    let done = run.events_of("done").remove(0);
+    let [counted, planned] =
+        ["counted_bytes", "planned_counted_bytes"].map(|key| done[key].as_u64().unwrap());
+    assert!(counted <= planned, "{counted} bytes counted, {planned} planned");
+
+    let expected = files_below(&sandbox.path("run/adapter"));
+    assert_eq!(
+        names(&sandbox.path("run/adapter")),
+        ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    );
+    let resumed = sandbox.engraft("train --resume --output run --resume-from 10 --json").succeeds();
+    assert_eq!(resumed.events_of("step")[0]["step"], 11);
+    assert!(files_below(&sandbox.path("run/adapter")) == expected, "a resumed run has other bytes");
+
+    assert!(evaluated(&sandbox, Some("run")) < 0.8 * evaluated(&sandbox, None));
+    let look = sandbox.engraft("inspect run/adapter --json").succeeds().events().remove(0);
+    assert_eq!(look["adapters"][0]["kind"], "ln_tuning");
+    assert_eq!(look["adapters"][0]["ln_tuning"]["norms"], serde_json::json!(["ln_1", "ln_2", "ln_f"]));
+    let card = std::fs::read_to_string(sandbox.path("run/adapter/README.md")).unwrap();
+    assert!(card.contains("# ln_tuning adapter") && card.contains("| norms | ln_1,ln_2,ln_f |"), "{card}");
+}
+
+#[test]
+fn an_adapter_of_norms_is_trained_further() {
+    let sandbox = Sandbox::new();
+    let first = train(&sandbox, "run", "--method ln_tuning --norms ln_2,ln_f");
+    let second = train(&sandbox, "again", "--init-adapter run/adapter");
+    assert!(losses(&second)[0] < 0.8 * losses(&first)[0]);
+    let config = |run: &str| -> Value {
+        let file = sandbox.path(run).join("adapter/adapter_config.json");
+        serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap()
+    };
+    assert_eq!(config("again"), config("run"));
+    assert_eq!(config("again")["target_modules"], serde_json::json!(["ln_2", "ln_f"]));
+    let refused = sandbox.engraft(&format!("{RUN} --output third --init-adapter run/adapter --norms ln_1"));
+    refused.refused(&["--norms ln_1 (the adapter has ln_2,ln_f); leave these options out"]);
+}
+
+#[test]
+fn beside_other_methods_norms_have_a_folder_of_their_own() {
+    let sandbox = Sandbox::new();
+    let alone = losses(&train(&sandbox, "lora", "--method lora"));
+    for (method, more, folders) in [
+        ("ln_tuning+lora", "", &["README.md", "ln_tuning", "lora"][..]),
+        ("ln_tuning+prefix", "--prefix-len 3", &["README.md", "ln_tuning", "prefix"]),
+        ("lora+ln_tuning+prefix", "--prefix-len 3", &["README.md", "ln_tuning", "lora", "prefix"]),
+    ] {
+        let both = losses(&train(&sandbox, method, &format!("--method {method} {more}")));
+        assert_eq!(names(&sandbox.path(method).join("adapter")), folders);
+        assert!(both[19] < 0.8 * both[0], "{method}: {both:?}");
+        if method == "ln_tuning+lora" {
+            // Norms begin as the base's.
+            assert!((both[0] - alone[0]).abs() < 1e-6 && both[19] < alone[19], "{both:?} {alone:?}");
+        }
+        let again =
+            losses(&train(&sandbox, &format!("again-{method}"), &format!("--init-adapter {method}/adapter")));
+        assert!(again[0] < 0.8 * both[0], "{method}: {again:?}");
+        assert!(evaluated(&sandbox, Some(method)) < 0.8 * evaluated(&sandbox, None));
+        let card = std::fs::read_to_string(sandbox.path(method).join("adapter/README.md")).unwrap();
+        let prefix_is_last = card.contains("\"prefix\").eval()") == method.contains("prefix");
+        assert!(prefix_is_last && !card.contains("\"prefix\").merge_and_unload()"), "{card}");
+    }
+}
+
+#[test]
+fn what_norms_cannot_do_is_refused() {
+    let sandbox = Sandbox::new();
+    let run = |more: &str| sandbox.engraft(&format!("{RUN} --output run {more}"));
+    run("--method ln_tuning --rank 3").refused(&["--rank: means nothing with --method ln_tuning"]);
+    run("--norms ln_1").refused(&["--norms: means nothing with --method lora"]);
+    run("--method ln_tuning --norms ln_3")
+        .refused(&["--norms: `ln_3` matches no layer norm; choose among ln_1, ln_2"]);
+    train(&sandbox, "run", "--method ln_tuning");
+    let generate = "generate --prompt row --max-new-tokens 2";
+    sandbox.infer(&format!("{generate} --adapter run=0.5")).refused(&["a layer norm cannot be scaled"]);
+    let twice = sandbox.infer(&format!("{generate} --adapter run --adapter run/adapter"));
+    twice.refused(&["two of the adapters bring the same layer norm"]);
+}
