@@ -189,7 +189,7 @@ fn text_gives_the_rows_of_the_twin() {
 #[test]
 fn long_text_gives_the_rows_of_the_twin() {
     let tokenizer = tokenizer();
-    // Cuts at 64 KiB; a stretch of 150 kB without a place for one; ends inside a piece.
+    // Cuts at 4 KiB; a stretch of 150 kB without a place for one; ends inside a piece.
     let lines = "hello the\n\n end 日本\u{1F600}\r\n<|endoftext|>\n \n \nit's\n".repeat(4000);
     let flat = "hello the end ".repeat(11_000);
     let folder = tempfile::tempdir().unwrap();

@@ -14,7 +14,7 @@ pub const END_OF_TEXT: &str = "<|endoftext|>";
 
 /// Text is encoded in pieces of about this many bytes: an encoding costs some 150 bytes of memory a
 /// token, and pieces can be encoded side by side.
-const PIECE_BYTES: usize = 64 << 10;
+const PIECE_BYTES: usize = 4 << 10;
 
 /// A tokenizer: `tokenizer.json`, or GPT-2's older pair `vocab.json` and `merges.txt`.
 #[derive(Debug, Clone)]
@@ -126,7 +126,7 @@ impl Tokenizer {
         }
     }
 
-    /// `text` in pieces of about 64 KiB whose ids, one after the other, are those of the whole. Unless
+    /// `text` in pieces of about 4 KiB whose ids, one after the other, are those of the whole. Unless
     /// the text has `ended`, its rest after the last sure cut is left out; with more text after it
     /// the pieces stay the same.
     pub(super) fn pieces<'a>(&self, text: &'a str, ended: bool) -> Vec<&'a str> {
