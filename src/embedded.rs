@@ -20,7 +20,7 @@ pub fn model() -> &'static [u8] {
 /// Options of `engraft train` when neither base nor data is given, as a config file.
 pub const DEFAULTS: &str = include_str!("../examples/data/places/engraft.toml");
 
-/// The same if the run trains no LoRA, as with `--method prefix`.
+/// The same if the run trains no LoRA, as with `--method prefix` or `ln_tuning`.
 pub const PREFIX_DEFAULTS: &str = include_str!("../examples/data/places/prefix.toml");
 
 /// The example data to train on, `{"prompt", "completion"}` lines.

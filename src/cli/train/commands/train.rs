@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use engraft_adapters::PrefixSpec;
+use engraft_adapters::LoraSpec;
 
 use crate::{
     cli::{
@@ -158,8 +158,8 @@ pub(super) fn joined(mut typed: TrainArgs) -> Result<TrainArgs> {
     }
     let so_far = layers::join(&layers)?;
     if so_far.base.base.is_none() && so_far.data.data.is_none() {
-        let prefix = so_far.method.as_ref().is_some_and(|kinds| kinds.names() == [PrefixSpec::KIND.name]);
-        let defaults = if prefix { embedded::PREFIX_DEFAULTS } else { embedded::DEFAULTS };
+        let lora = so_far.method.as_ref().is_none_or(|kinds| kinds.contains(LoraSpec::KIND.name));
+        let defaults = if lora { embedded::DEFAULTS } else { embedded::PREFIX_DEFAULTS };
         layers.push(config_file::parse(defaults, "the embedded defaults")?);
     }
     let mut args = layers::with_defaults(layers::join(&layers)?);
