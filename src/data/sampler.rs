@@ -42,6 +42,8 @@ impl Sampler {
         match &*last {
             Some((cached, order)) if *cached == epoch => order[index] as usize,
             _ => {
+                // Before the next one is made: two orders are never in memory.
+                *last = None;
                 let order = permutation(self.len, self.seed, epoch);
                 let row = order[index] as usize;
                 *last = Some((epoch, order));

@@ -12,6 +12,11 @@ pub struct RowStatistics {
 }
 
 impl RowStatistics {
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows_of_length.iter().sum()
+    }
+
     /// Counts the rows of `data`; reads their index alone.
     pub fn of(data: &Dataset) -> Self {
         let mut rows_of_length = vec![0; data.longest() + 1];
