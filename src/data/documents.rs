@@ -39,8 +39,8 @@ struct Span {
 }
 
 impl Document {
-    /// Tokenises `record`. What must stay in one row is cut to `options.seq_len` inputs; a text is not, it fills
-    /// several rows.
+    /// Tokenises `record`. A record that must stay in one row is cut to `options.seq_len` inputs; a long text is
+    /// left whole and fills several rows.
     ///
     /// # Errors
     /// A record of text when there is no tokenizer, or text that it cannot encode.

@@ -45,7 +45,7 @@ struct Rows {
     read: usize,
     /// Rows of the file.
     count: u64,
-    /// Rows read.
+    /// Rows brought so far, with the one in `line`.
     done: u64,
     /// Bytes of the file.
     bytes: u64,

@@ -22,6 +22,11 @@ impl Sampler {
         Self { len: len.max(1), seed, shuffle, last: Mutex::new(None) }
     }
 
+    /// Bytes of heap that a sampler of `rows` rows needs for their order in an epoch.
+    pub fn bytes(rows: usize) -> usize {
+        rows * size_of::<u32>()
+    }
+
     /// Rows that it draws from, at least 1.
     pub fn len(&self) -> usize {
         self.len

@@ -87,7 +87,7 @@ struct JsonValues {
 /// Where in a JSON file the splitter is.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
-    /// Before anything.
+    /// Before the first character that is no space.
     Start,
     /// After `[`.
     First,

@@ -7,7 +7,7 @@ use engraft_util::{atomic::BUFFER, words::count_of};
 
 use super::sample::PlannedSamples;
 use crate::{
-    data::RowStatistics,
+    data::{RowStatistics, Sampler},
     device::{
         DType,
         arena::{Placement, TableRow},
@@ -263,7 +263,7 @@ impl Job for TrainingJob<'_> {
         // Strings and lists whose sizes are not planned one by one: names of tensors and headers of files
         // while saving, losses of a micro-batch, events. Seen: up to 0.1 MiB. And the order of the rows in an
         // epoch, 4 bytes a row: 4.6 MiB for a gigabyte of text.
-        let order = 4 * self.rows.map_or(0, RowStatistics::rows) as u64;
+        let order = Sampler::bytes(self.rows.map_or(0, RowStatistics::rows)) as u64;
         let small = (256 << 10) + 512 * self.set.layout.tensors.len() as u64 + order;
         let file = BUFFER as u64;
         let row = |role, name, bytes, lifetime| Row::new(role, name, bytes, Placement::Host, lifetime);

@@ -376,19 +376,34 @@ fn a_prefix_is_planned_too() {
     assert!(names.contains(&"projected") && names.contains(&"d hidden"), "{names:?}");
 }
 
+/// `count` rows of `length` tokens, the first `masked` of each without loss.
+fn statistics(count: usize, length: usize, masked: usize) -> RowStatistics {
+    let ids = vec![5; length];
+    // The first label is never a target.
+    let labels: Vec<i32> = (0..length).map(|at| if at > masked { 5 } else { -100 }).collect();
+    let line = format!("{{\"input_ids\":{ids:?},\"labels\":{labels:?}}}\n");
+    let options = testing::options(length);
+    let data = load_text("rows.jsonl", line.repeat(count).as_bytes(), Kind::Jsonl, None, &options).unwrap();
+    RowStatistics::of(&data)
+}
+
+#[test]
+fn the_order_of_the_rows_is_planned() {
+    let config = xl();
+    let set = set(&config, "c_attn");
+    let peak = |rows: &RowStatistics| {
+        let job = TrainingJob { rows: Some(rows), ..job(&config, &set, 1) };
+        plan(&job, config_of(Policy::default())).unwrap().peak().1
+    };
+    let (few, many) = (statistics(3, 8, 0), statistics(1003, 8, 0));
+    assert_eq!((few.rows(), many.rows()), (3, 1003));
+    assert_eq!(peak(&many) - peak(&few), 4 * 1000);
+}
+
 #[test]
 fn rows_change_the_time_that_is_shown_and_no_choice() {
     let (config, rates) = (xl(), Rates::NOMINAL_CPU);
     let set = set(&config, "c_attn");
-    let statistics = |length: usize, masked: usize| {
-        let ids = vec![5; length];
-        // The first label is never a target.
-        let labels: Vec<i32> = (0..length).map(|at| if at > masked { 5 } else { -100 }).collect();
-        let line = format!("{{\"input_ids\":{ids:?},\"labels\":{labels:?}}}\n");
-        let options = testing::options(1024);
-        let data = load_text("rows.jsonl", line.repeat(4).as_bytes(), Kind::Jsonl, None, &options).unwrap();
-        RowStatistics::of(&data)
-    };
     let job = job(&config, &set, 4);
     let whole = crate::plan::choose(&job, None, &rates).unwrap().chosen;
     let seconds = |rows: &RowStatistics| {
@@ -397,13 +412,13 @@ fn rows_change_the_time_that_is_shown_and_no_choice() {
         assert_eq!(chosen.plan.config, whole.plan.config);
         job.expected_seconds(chosen.plan.config, &rates)
     };
-    let full = seconds(&statistics(1024, 0));
+    let full = seconds(&statistics(4, 1024, 0));
     // The last of 1024 positions has no target.
     assert!((0.999..1.0).contains(&(full / whole.seconds)), "{full} {}", whole.seconds);
     // Half the loss: half the head, and most of half the last block.
-    let masked = seconds(&statistics(1024, 512));
+    let masked = seconds(&statistics(4, 1024, 512));
     assert!(masked < full && masked > 0.8 * full, "{masked} {full}");
     // Half as long rows: less than half the time, because attention is quadratic.
-    let short = seconds(&statistics(512, 0));
+    let short = seconds(&statistics(4, 512, 0));
     assert!((0.4 * full..0.5 * full).contains(&short), "{short} {full}");
 }

@@ -13,7 +13,7 @@ use crate::{
     init::Init,
     layout::Slots,
     peft::{
-        self, Fields, Files, Findings, MODULE_PREFIX, Outgoing, TensorFile,
+        self, Fields, Files, Findings, MODULE_PREFIX, TensorFile,
         selection::{check_layers, excluded_field, targets_field},
     },
     set::layer_ranges,
@@ -165,13 +165,7 @@ impl Method for LnTuningSpec {
         base: &BaseDescription,
     ) -> Result<Files<'a>> {
         let fields = [("modules_to_save", Value::Null), ("target_modules", self.target_modules(base)?)];
-        let own = set.layout.tensors.iter().filter(|slot| slot.method == Self::KIND.name);
-        let tensors = own.map(|slot| Outgoing {
-            name: slot.name.clone(),
-            shape: slot.shape.clone(),
-            values: Box::new(move || values[slot.range()].into()),
-        });
-        Ok(Files::new(peft::config_text(&Self::KIND, base, fields), tensors.collect(), base))
+        Ok(Files::plain(peft::config_text(&Self::KIND, base, fields), &Self::KIND, set, values, base))
     }
 
     fn read(
@@ -182,12 +176,7 @@ impl Method for LnTuningSpec {
         values: &mut [f32],
         findings: &mut Findings,
     ) -> Result<()> {
-        for slot in &set.layout.tensors {
-            if let Some(found) = findings.read_finite(tensors, &slot.name)? {
-                values[slot.range()].copy_from_slice(&found);
-            }
-        }
-        Ok(())
+        findings.read_plain(tensors, set, values)
     }
 }
 
@@ -248,9 +237,7 @@ impl Stored for StoredLnTuning {
         check_layers(&self.norms, None, tensors, base, findings);
         let set = spec.and_then(|spec| AdapterSet::new(&spec.into(), base));
         let set = set.map_err(|error| findings.problems.push(Problem::Spec(error.to_string()))).ok()?;
-        let slots = &set.layout.tensors;
-        slots.iter().for_each(|slot| findings.tensor(tensors, slot.name.clone(), &slot.shape));
-        findings.extras(tensors, &slots.iter().map(|slot| slot.name.clone()).collect::<Vec<_>>());
+        findings.plain(tensors, &set);
         Some(set)
     }
 }

@@ -10,7 +10,7 @@ use crate::{
     NormWeights, OutputScale, Problem, Prompt, Result, SiteVectors,
     init::Init,
     layout::Slots,
-    peft::{self, Fields, Files, Findings, Outgoing, TensorFile},
+    peft::{self, Fields, Files, Findings, TensorFile},
     testing,
 };
 
@@ -135,17 +135,8 @@ impl Method for ToySpec {
         _: Option<&'a [f32]>,
         base: &BaseDescription,
     ) -> Result<Files<'a>> {
-        let own = set.layout.tensors.iter().filter(|slot| slot.method == Self::KIND.name);
-        let tensors = own.map(|slot| Outgoing {
-            name: slot.name.clone(),
-            shape: slot.shape.clone(),
-            values: Box::new(move || values[slot.range()].into()),
-        });
-        Ok(Files::new(
-            peft::config_text(&Self::KIND, base, [("r", json!(self.rank))]),
-            tensors.collect(),
-            base,
-        ))
+        let config = peft::config_text(&Self::KIND, base, [("r", json!(self.rank))]);
+        Ok(Files::plain(config, &Self::KIND, set, values, base))
     }
 
     fn read(
@@ -156,12 +147,7 @@ impl Method for ToySpec {
         values: &mut [f32],
         findings: &mut Findings,
     ) -> Result<()> {
-        for slot in &set.layout.tensors {
-            if let Some(found) = findings.read_finite(tensors, &slot.name)? {
-                values[slot.range()].copy_from_slice(&found);
-            }
-        }
-        Ok(())
+        findings.read_plain(tensors, set, values)
     }
 }
 
@@ -191,9 +177,7 @@ impl Stored for StoredToy {
     ) -> Option<AdapterSet> {
         let set = AdapterSet::new(&self.spec(tensors), base);
         let set = set.map_err(|error| findings.problems.push(Problem::Spec(error.to_string()))).ok()?;
-        let slots = &set.layout.tensors;
-        slots.iter().for_each(|slot| findings.tensor(tensors, slot.name.clone(), &slot.shape));
-        findings.extras(tensors, &slots.iter().map(|slot| slot.name.clone()).collect::<Vec<_>>());
+        findings.plain(tensors, &set);
         Some(set)
     }
 }

@@ -131,6 +131,28 @@ impl Findings {
         self.problems.extend(extra.map(Problem::Extra));
     }
 
+    /// Checks that the file has the tensors of `set`, which PEFT stores as they are, and no others.
+    pub fn plain(&mut self, tensors: &TensorFile, set: &AdapterSet) {
+        let slots = &set.layout.tensors;
+        slots.iter().for_each(|slot| self.tensor(tensors, slot.name.clone(), &slot.shape));
+        self.extras(tensors, &slots.iter().map(|slot| slot.name.clone()).collect::<Vec<_>>());
+    }
+
+    /// Reads the tensors of `set`, which PEFT stores as they are, into `values`, its flat store.
+    pub fn read_plain(
+        &mut self,
+        tensors: &mut TensorFile,
+        set: &AdapterSet,
+        values: &mut [f32],
+    ) -> Result<()> {
+        for slot in &set.layout.tensors {
+            if let Some(found) = self.read_finite(tensors, &slot.name)? {
+                values[slot.range()].copy_from_slice(&found);
+            }
+        }
+        Ok(())
+    }
+
     /// Values of a tensor; nothing where it cannot be read or where one is not finite, which is noted.
     pub fn read_finite(&mut self, tensors: &mut TensorFile, name: &str) -> Result<Option<Vec<f32>>> {
         let values = tensors.read(name)?;

@@ -67,6 +67,23 @@ impl<'a> Files<'a> {
         Self { config, tensors, metadata: metadata(base) }
     }
 
+    /// A config, and the tensors of a method that PEFT stores as they are in the flat store.
+    pub fn plain(
+        config: String,
+        kind: &methods::Kind,
+        set: &'a AdapterSet,
+        values: &'a [f32],
+        base: &BaseDescription,
+    ) -> Self {
+        let own = set.layout.tensors.iter().filter(|slot| slot.method == kind.name);
+        let tensors = own.map(|slot| Outgoing {
+            name: slot.name.clone(),
+            shape: slot.shape.clone(),
+            values: Box::new(move || values[slot.range()].into()),
+        });
+        Self::new(config, tensors.collect(), base)
+    }
+
     /// Adds an entry to the tensor file's metadata, which PEFT ignores.
     pub fn note(&mut self, key: &str, text: String) {
         self.metadata.insert(key.to_owned(), text);

@@ -189,7 +189,7 @@ pub fn hub_options(
     }
 }
 
-/// Makes the pool that kernels run on, of `threads` threads or as many as there are cores.
+/// Makes the thread pool of the kernels: `threads` threads, or one for each core.
 ///
 /// # Errors
 /// When the system refuses the threads.

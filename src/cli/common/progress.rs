@@ -13,7 +13,7 @@ use super::{
 };
 use crate::data::{Progress, Watch};
 
-/// Where there is no bar, the first line comes after that time: what is done sooner needs none.
+/// Time until the first line, where there is no bar. A stage that ends sooner prints none.
 const FIRST: Duration = Duration::from_secs(3);
 /// Time between two such lines.
 const NEXT: Duration = Duration::from_secs(10);
@@ -73,7 +73,7 @@ pub fn sentence(what: &str, done: u64, total: u64, seconds: f64) -> String {
 
 /// Seconds as `0:09`, `12:05` or `3:02:10`.
 pub fn clock(seconds: f64) -> String {
-    // A cast takes what is not finite or below 0 as a number in range.
+    // The cast makes 0 of NaN and of what is below 0, and the largest number of infinity.
     let seconds = seconds.round() as u64;
     let (hours, minutes, seconds) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
     match hours {

@@ -16,7 +16,7 @@ use crate::{
 pub struct Stamped {
     /// Seconds since 1970-01-01 UTC.
     pub time: f64,
-    /// The event.
+    /// The event, whose keys stand beside `time`.
     #[serde(flatten)]
     pub line: Line,
 }
@@ -37,11 +37,11 @@ pub enum Line {
     Progress(ProgressLine),
     /// An optimizer step.
     Step(StepLine),
-    /// An evaluation.
+    /// Mean loss over the held-out rows, after an evaluation.
     Eval(EvalLine),
     /// A sampled text.
     Sample(SampleLine),
-    /// A save.
+    /// A save was written.
     Save(SaveLine),
     /// The run was asked to stop.
     Interrupted(InterruptedLine),

@@ -33,7 +33,7 @@ pub enum State {
     Done(DoneLine),
 }
 
-/// What is known of a run.
+/// All that `metrics.jsonl` tells about a run.
 #[derive(Debug)]
 pub struct History {
     /// The run folder, as it was named.

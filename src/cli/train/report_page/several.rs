@@ -18,7 +18,7 @@ fn names(runs: &[History]) -> Vec<String> {
     runs.iter().zip(&short).map(name).collect()
 }
 
-/// What a run is compared by, as text; a dash stands for what is not known.
+/// Columns of the table in which runs are compared; its cells are text, a dash where a value is unknown.
 pub const TITLES: [&str; 9] =
     ["run", "state", "step", "loss", "eval loss", "perplexity", "tokens/s", "memory", "time"];
 
