@@ -1,5 +1,7 @@
 //! The base and the data that are compiled into the programs, so that a first run needs no network.
 
+use engraft_adapters::Kinds;
+
 /// The `config.json` of the base.
 pub const CONFIG: &str = include_str!("../examples/base/config.json");
 
@@ -17,11 +19,18 @@ pub fn model() -> &'static [u8] {
     &MODEL.0
 }
 
-/// Options of `engraft train` when neither base nor data is given, as a config file.
-pub const DEFAULTS: &str = include_str!("../examples/data/places/engraft.toml");
+/// Options of `engraft train` when neither base nor data is given, as config files: the first one that is for a
+/// method of the run is taken.
+const DEFAULTS: [(&[&str], &str); 2] = [
+    (&["lora"], include_str!("../examples/data/places/engraft.toml")),
+    (&["ln_tuning", "prefix"], include_str!("../examples/data/places/prefix.toml")),
+];
 
-/// The same if the run trains no LoRA, as with `--method prefix` or `ln_tuning`.
-pub const PREFIX_DEFAULTS: &str = include_str!("../examples/data/places/prefix.toml");
+/// The text of the config file for a run with these methods.
+pub fn defaults(kinds: &Kinds) -> &'static str {
+    let of = |names: &[&str]| names.iter().any(|name| kinds.contains(name));
+    DEFAULTS.iter().find(|(names, _)| of(names)).unwrap_or(&DEFAULTS[0]).1
+}
 
 /// The example data to train on, `{"prompt", "completion"}` lines.
 pub const TRAIN_DATA: &[u8] = include_bytes!("../examples/data/places/train.jsonl");
@@ -31,3 +40,17 @@ pub const VALID_DATA: &[u8] = include_bytes!("../examples/data/places/valid.json
 
 /// The rows of the example data that no run reads.
 pub const TEST_DATA: &[u8] = include_bytes!("../examples/data/places/test.jsonl");
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kind_of_method_has_its_options() {
+        for kind in engraft_adapters::kinds() {
+            assert!(DEFAULTS.iter().any(|(names, _)| names.contains(&kind.name)), "{}", kind.name);
+        }
+        let of = |kinds: &str| defaults(&kinds.parse().unwrap());
+        assert!(of("lora") != of("prefix") && of("lora+prefix") == of("lora"));
+    }
+}

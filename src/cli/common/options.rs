@@ -6,6 +6,7 @@
 
 use std::fmt::Display;
 
+use engraft_adapters::Kinds;
 use serde::Serialize;
 use toml::Value;
 
@@ -69,9 +70,9 @@ impl<G, T> Definition<G, T> {
         self
     }
 
-    /// The option belongs to the method of this kind, whose adapter config contains its value.
-    pub const fn of(mut self, kind: &'static str) -> Self {
-        self.part = Part::Method(kind);
+    /// The option belongs to the methods of these kinds, whose adapter configs contain its value.
+    pub const fn of(mut self, kinds: &'static [&'static str]) -> Self {
+        self.part = Part::Methods(kinds);
         self.from_adapter = true;
         self
     }
@@ -212,8 +213,18 @@ pub enum OnResume {
 pub enum Part {
     /// Every run, whatever it trains.
     Run,
-    /// Runs that train a method of this kind, by its name in [`engraft_adapters::kinds`].
-    Method(&'static str),
+    /// Runs that train a method of one of these kinds, by their names in [`engraft_adapters::kinds`].
+    Methods(&'static [&'static str]),
+}
+
+impl Part {
+    /// Whether an option of this part means something where these kinds are trained.
+    pub fn is_of(self, kinds: &Kinds) -> bool {
+        match self {
+            Self::Run => true,
+            Self::Methods(own) => own.iter().any(|kind| kinds.contains(kind)),
+        }
+    }
 }
 
 /// An option without the type of its values.

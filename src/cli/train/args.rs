@@ -98,6 +98,11 @@ const LARGEST_RANK: f64 = 1e6;
 /// A larger number of passes is taken for a typing error.
 const MOST_EPOCHS: f64 = 1e6;
 
+// The kinds of methods that an option belongs to.
+const LORA: &[&str] = &[LoraSpec::KIND.name];
+const LN_TUNING: &[&str] = &[LnTuningSpec::KIND.name];
+const PREFIX: &[&str] = &[PrefixSpec::KIND.name];
+
 /// At least one row, or `auto`.
 const ROWS: Check<RowsName> = Check {
     refused: |rows| unless(rows.fixed() != Some(0), 0),
@@ -153,22 +158,22 @@ options! {
         /// Start from this adapter (PEFT files), whose config gives the method and the options below
         init_adapter: PathBuf => value("DIR").basic();
         /// Rank of the LoRA
-        rank: usize = LoraSpec::default().rank => value("R").of(LoraSpec::KIND.name).check(FROM_ONE).basic();
+        rank: usize = LoraSpec::default().rank => value("R").of(LORA).check(FROM_ONE).basic();
         /// Scale the LoRA's delta by alpha / rank
         alpha: f64 = LoraSpec::default().alpha =>
-            value("A").of(LoraSpec::KIND.name).check(above_zero("give a number such as 16")).basic();
+            value("A").of(LORA).check(above_zero("give a number such as 16")).basic();
         /// c_attn, attn.c_proj, c_fc, mlp.c_proj, q, k, v, all-linear, a list of them, or /regex/
-        targets: Targets = LoraSpec::default().targets => value("LIST").of(LoraSpec::KIND.name).basic();
+        targets: Targets = LoraSpec::default().targets => value("LIST").of(LORA).basic();
         /// Layers with a LoRA, such as 0,2,5-11
-        layers: LayerList => value("LIST").of(LoraSpec::KIND.name)
+        layers: LayerList => value("LIST").of(LORA)
             .default(|_| LoraSpec::default().layers.map(LayerList)).otherwise("all");
         /// Dropout on the LoRA's input
         lora_dropout: f64 = LoraSpec::default().dropout =>
-            value("P").of(LoraSpec::KIND.name).in_adapter(false).check(BELOW_ONE);
+            value("P").of(LORA).in_adapter(false).check(BELOW_ONE);
         /// Scale by alpha / sqrt(rank)
-        rslora: bool = LoraSpec::default().rslora => switch().of(LoraSpec::KIND.name);
+        rslora: bool = LoraSpec::default().rslora => switch().of(LORA);
         /// Another rank for sites that match KEY, a regular expression; repeatable
-        rank_pattern: Vec<Pattern> => value("KEY=R").of(LoraSpec::KIND.name).check(Check {
+        rank_pattern: Vec<Pattern> => value("KEY=R").of(LORA).check(Check {
             refused: |patterns| refused_pattern(patterns, |rank| {
                 rank.fract() == 0.0 && (1.0..=LARGEST_RANK).contains(&rank)
             }),
@@ -176,23 +181,23 @@ options! {
             remedy: "give a whole number from 1, such as h.0.attn.c_attn=4",
         });
         /// Another alpha for sites that match KEY, a regular expression; repeatable
-        alpha_pattern: Vec<Pattern> => value("KEY=A").of(LoraSpec::KIND.name).check(Check {
+        alpha_pattern: Vec<Pattern> => value("KEY=A").of(LORA).check(Check {
             refused: |patterns| refused_pattern(patterns, |alpha| alpha.is_finite() && alpha > 0.0),
             fault: "has no finite alpha above 0",
             remedy: "give a number such as h.0.attn.c_attn=16",
         });
         /// Layer norms that ln_tuning trains: ln_1, ln_2, ln_f, a list of them, or /regex/
-        norms: Targets = LnTuningSpec::default().norms => value("LIST").of(LnTuningSpec::KIND.name);
+        norms: Targets = LnTuningSpec::default().norms => value("LIST").of(LN_TUNING);
         /// Length of the prefix in virtual tokens
-        prefix_len: usize = PrefixSpec::default().length => value("P").of(PrefixSpec::KIND.name).check(FROM_ONE);
+        prefix_len: usize = PrefixSpec::default().length => value("P").of(PREFIX).check(FROM_ONE);
         /// Initial value of the prefix; with --prefix-projection always random
-        prefix_init: PrefixInit => value("INIT").of(PrefixSpec::KIND.name).default(|args: &TrainArgs| {
+        prefix_init: PrefixInit => value("INIT").of(PREFIX).default(|args: &TrainArgs| {
             Some(if args.prefix_projection.is_some() { PrefixInit::Random } else { PrefixInit::Text })
         });
         /// Text that --prefix-init text reads
-        prefix_text: String => value("TEXT").of(PrefixSpec::KIND.name).otherwise("the first training row");
+        prefix_text: String => value("TEXT").of(PREFIX).otherwise("the first training row");
         /// Train the prefix through a tanh layer of this width
-        prefix_projection: usize => value("HIDDEN").of(PrefixSpec::KIND.name).check(FROM_ONE);
+        prefix_projection: usize => value("HIDDEN").of(PREFIX).check(FROM_ONE);
     }
 
     "Optimization" {

@@ -58,10 +58,7 @@ fn hide(facts: &[Facts], above: &Table, below: &mut Table) {
     }
     let from_adapter = above.contains_key("init-adapter");
     let kinds = above.get("method").and_then(|kinds| kinds.as_str()?.parse::<Kinds>().ok());
-    let is_of_another = |facts: &Facts| match (facts.part, &kinds) {
-        (Part::Method(kind), Some(kinds)) => !kinds.contains(kind),
-        _ => false,
-    };
+    let is_of_another = |facts: &Facts| kinds.as_ref().is_some_and(|kinds| !facts.part.is_of(kinds));
     let hidden = |facts: &&Facts| from_adapter && facts.from_adapter || is_of_another(facts);
     facts.iter().filter(hidden).for_each(|facts| drop(below.remove(&facts.name)));
 }
@@ -71,10 +68,7 @@ pub fn with_defaults(mut args: TrainArgs) -> TrainArgs {
     args.fill(&|facts| facts.part == Part::Run);
     // An adapter to start from gives these; its method is not known here.
     if let Some(kinds) = args.method.clone().filter(|_| args.init_adapter.is_none()) {
-        args.fill(&|facts| match facts.part {
-            Part::Run => false,
-            Part::Method(kind) => kinds.contains(kind),
-        });
+        args.fill(&|facts| facts.part.is_of(&kinds));
     }
     // `pack` now says what both options say.
     args.data.no_pack = None;

@@ -200,13 +200,14 @@ fn refuse_options_of_other_methods(args: &TrainArgs) -> Result<()> {
     let Some(kinds) = &args.method else { return Ok(()) };
     let given = config_file::table(args)?;
     for Facts { name, part, .. } in TrainArgs::facts() {
-        if let Part::Method(kind) = part
-            && !kinds.contains(kind)
+        if let Part::Methods(own) = part
+            && !part.is_of(kinds)
             && given.contains_key(&name)
         {
-            let both = kinds.with(kind);
+            let both = kinds.with(own[0]);
+            let alone = own.join(", ");
             return Err(Error::input(format!(
-                "--{name}: means nothing with --method {kinds}; leave it out or give --method {kind} or {both}"
+                "--{name}: means nothing with --method {kinds}; leave it out or give --method {alone} or {both}"
             )));
         }
     }

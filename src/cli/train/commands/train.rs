@@ -2,8 +2,6 @@
 
 use std::path::Path;
 
-use engraft_adapters::LoraSpec;
-
 use crate::{
     cli::{
         common::{
@@ -25,7 +23,7 @@ use crate::{
     error::{Error, Result, TILDE},
     observe::trace,
     train::{
-        self, Event, Reporter, RunFolder, folder,
+        self, AdapterOptions, Event, Reporter, RunFolder, folder,
         record::{self, Line},
         save::{self, SaveInfo},
     },
@@ -158,9 +156,8 @@ pub(super) fn joined(mut typed: TrainArgs) -> Result<TrainArgs> {
     }
     let so_far = layers::join(&layers)?;
     if so_far.base.base.is_none() && so_far.data.data.is_none() {
-        let lora = so_far.method.as_ref().is_none_or(|kinds| kinds.contains(LoraSpec::KIND.name));
-        let defaults = if lora { embedded::DEFAULTS } else { embedded::PREFIX_DEFAULTS };
-        layers.push(config_file::parse(defaults, "the embedded defaults")?);
+        let kinds = so_far.method.clone().unwrap_or_else(AdapterOptions::default_kinds);
+        layers.push(config_file::parse(embedded::defaults(&kinds), "the embedded defaults")?);
     }
     let mut args = layers::with_defaults(layers::join(&layers)?);
     refuse_tilde(&args)?;
