@@ -3,6 +3,7 @@
 use super::batch::NO_LOSS;
 use super::options::DataOptions;
 use super::records::{Record, Role};
+use super::template::{self, Piece};
 use super::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
 
@@ -102,47 +103,28 @@ fn spans(record: &Record, tokenizer: &Tokenizer, options: &DataOptions) -> Resul
     }
 }
 
-/// The template: a turn is its role, `:` and a newline, then the content. A turn of the assistant
-/// ends with end-of-text, the others with a blank line:
-///
-/// ```text
-/// system:
-/// Be brief.
-///
-/// user:
-/// Hi
-///
-/// assistant:
-/// Hello<|endoftext|>user:
-/// ```
-///
-/// Everything between two contents of the assistant is tokenised in one piece, so that a
-/// conversation with one answer is the record
-/// `{"prompt":"user:\nHi\n\nassistant:\n","completion":"Hello"}`. The loss is on the assistant's
-/// contents and the end-of-text after each of them, where generation is to stop.
+/// A conversation in the [`template`]. The loss is on the assistant's contents and the end-of-text after each of them,
+/// where generation is to stop.
 fn conversation(
     messages: &[(Role, String)],
     tokenizer: &Tokenizer,
     options: &DataOptions,
 ) -> Result<Vec<Span>> {
+    let pieces = template::pieces(messages.iter().map(|(role, content)| (role.name(), content.as_str())));
+    // Turns after the last answer are without loss unless asked for, and end like any document.
+    let is_open = matches!(pieces.last(), Some(Piece::Context(_)));
     let mut spans = Vec::new();
-    let mut context = String::new();
-    for (role, content) in messages {
-        context += role.name();
-        context += ":\n";
-        if *role == Role::Assistant {
-            spans.push(Span { ids: tokenizer.encode(&context)?, loss: options.train_on_prompt });
-            spans.push(Span { ids: tokenizer.encode(content)?, loss: true });
-            spans.push(Span { ids: vec![options.end_of_text], loss: true });
-            context.clear();
-        } else {
-            context += content;
-            context += "\n\n";
+    for piece in pieces {
+        let (text, loss) = match &piece {
+            Piece::Context(text) => (text.as_str(), options.train_on_prompt),
+            Piece::Answer(text) => (*text, true),
+        };
+        spans.push(Span { ids: tokenizer.encode(text)?, loss });
+        if matches!(piece, Piece::Answer(_)) {
+            spans.push(Span { ids: vec![options.end_of_text], loss });
         }
     }
-    if !context.is_empty() {
-        // Turns after the last answer: without loss unless asked for, ended like any document.
-        spans.push(Span { ids: tokenizer.encode(&context)?, loss: options.train_on_prompt });
+    if is_open {
         spans.push(Span { ids: vec![options.end_of_text], loss: options.train_on_prompt });
     }
     Ok(spans)
