@@ -55,6 +55,7 @@
 //! ```
 
 mod base;
+pub mod candle;
 mod contribution;
 mod error;
 mod init;
