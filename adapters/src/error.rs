@@ -209,6 +209,33 @@ pub enum Error {
         /// Number of values expected.
         expected: usize,
     },
+    /// Parts of an adapter that no load of a model has asked for.
+    #[error(
+        "{}: the model did not load {} of the adapter: {}; load them too, or name them as the model does (rename_f)",
+        .path.display(), count_of(.parameters.len(), "parameter"), first_names(.parameters)
+    )]
+    NotLoaded {
+        /// Folder of the adapter.
+        path: PathBuf,
+        /// Parameters that the adapter changes, by their names in the adapter.
+        parameters: Vec<String>,
+    },
+    /// Two names of a model for one parameter of an adapter.
+    #[error("{parameter}: both {first} and {second} may be meant; say with rename_f which one is")]
+    Ambiguous {
+        /// The adapter's parameter.
+        parameter: String,
+        /// The first name in the model.
+        first: String,
+        /// The second name in the model.
+        second: String,
+    },
+    /// Layers that cannot be one adapter.
+    #[error("the layers cannot be saved as one adapter: {cause}")]
+    Layers {
+        /// Why, and what to do.
+        cause: String,
+    },
     /// A value that is NaN or infinite and must not reach a file.
     #[error("{tensor}: value {index} is {value}; the adapter was not written, lower the learning rate")]
     NotFinite {
@@ -340,6 +367,15 @@ fn remedy(problems: &[Problem]) -> &'static str {
         "; save it again with PEFT's save_pretrained(), or download it again"
     } else {
         ""
+    }
+}
+
+/// The first names of a list, and how many follow.
+fn first_names(names: &[String]) -> String {
+    let shown = names.iter().take(NAMED_TENSORS).cloned().collect::<Vec<_>>().join(", ");
+    match names.len().saturating_sub(NAMED_TENSORS) {
+        0 => shown,
+        more => format!("{shown} and {more} more"),
     }
 }
 

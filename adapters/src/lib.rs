@@ -1,10 +1,39 @@
-//! Adapters (LoRA, prefix, layer norms) as data, for any candle user.
+//! PEFT adapters for [candle](https://github.com/huggingface/candle), the Rust tensor library.
+//!
+//! - **Use** an adapter in a model of candle-transformers, or in one of your own, without a change to the model:
+//!   [`candle::with_adapter`] folds it into the weights while they load.
+//! - **Train** a LoRA with candle's autograd and optimizers: [`candle::LoraLinear`].
+//! - **Read and write** the files of [PEFT](https://github.com/huggingface/peft), strictly: what is not understood is
+//!   refused with a sentence, and nothing in a file is passed over in silence.
+//! - **Describe** an adapter as data, for an engine with kernels of its own: [`AdapterSet`].
+//!
+//! # An adapter in a candle model
+//!
+//! ```no_run
+//! # fn load(vb: candle_nn::VarBuilder) -> candle_core::Result<()> { Ok(()) }
+//! # use candle_core::{DType, Device};
+//! # use candle_nn::VarBuilder;
+//! # let device = Device::Cpu;
+//! # let base = VarBuilder::zeros(DType::F16, &device);
+//! use engraft_adapters::candle::with_adapter;
+//!
+//! let (vb, adapter) = with_adapter(base, "adapter", DType::F16, &device)?;
+//! let model = load(vb)?;  // Llama::load, BertModel::load, ..
+//! adapter.finish()?;      // an error if the model left out a part of the adapter
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! LoRA (also rsLoRA and DoRA), IA3 and LN tuning are folded, with trained biases and whole modules
+//! (`modules_to_save`). The module [`candle`] says more, and the examples `fold_adapter` and `train_lora` run
+//! without a file.
+//!
+//! # Adapters as data
 //!
 //! An adapter is described by an [`AdapterSpec`], resolved against a [`BaseDescription`] into an
 //! [`AdapterSet`] (which tensors exist, and where in one flat F32 store), and read from or written to
 //! PEFT files by [`peft`]. [`reference`](mod@reference) is what the adapters compute, in plain candle tensors.
 //!
-//! # Loading an adapter and computing an adapted linear
+//! For example: an adapter is loaded, and an adapted linear computed.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -55,6 +84,7 @@
 //! ```
 
 mod base;
+pub mod candle;
 mod contribution;
 mod error;
 mod init;
@@ -67,6 +97,10 @@ mod set;
 mod targets;
 #[cfg(test)]
 mod testing;
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
 
 pub use base::{
     BaseDescription, BaseWeights, NormDescription, NormWeights, PartDescription, SiteDescription,

@@ -229,12 +229,27 @@ impl<'a, T: Copy> Patterns<'a, T> {
     }
 }
 
+/// Value of the first key that matches a module path.
+pub(crate) fn pattern_value<T: Copy>(
+    option: &'static str,
+    patterns: &BTreeMap<String, T>,
+    path: &str,
+) -> Result<Option<T>> {
+    for (key, &value) in patterns {
+        if pattern_regex(option, key)?.is_match(path) {
+            return Ok(Some(value));
+        }
+    }
+    Ok(None)
+}
+
 /// PEFT's `(.*\.)?(KEY)$`, matched from the start of a module path.
 pub(crate) fn pattern_regex(option: &'static str, key: &str) -> Result<Regex> {
     whole_match(option, key, &format!(r"^(?:.*\.)?(?:{key})$"))
 }
 
-fn whole_match(option: &'static str, pattern: &str, anchored: &str) -> Result<Regex> {
+/// `anchored`, compiled; errors quote `pattern`, which it is made of.
+pub(crate) fn whole_match(option: &'static str, pattern: &str, anchored: &str) -> Result<Regex> {
     // Alone first, so that the message quotes what the user wrote and `a)|(b` is refused.
     Regex::new(pattern).and_then(|_| Regex::new(anchored)).map_err(|error| {
         let text = error.to_string();

@@ -233,7 +233,8 @@ fn ranks_and_alphas(
     Ok(found)
 }
 
-fn check_values(lora: &LoraSpec) -> Result<()> {
+/// Refuses ranks, alphas and a dropout that nothing can compute with.
+pub(crate) fn check_values(lora: &LoraSpec) -> Result<()> {
     let option = |pattern: &str, key: Option<&String>| match key {
         None => pattern.to_owned(),
         Some(key) => format!("{pattern}_pattern `{key}`"),
@@ -302,16 +303,9 @@ fn fused_ranks(modules: &[Module]) -> [(&'static str, Value); 4] {
     ]
 }
 
-/// A LoRA as its config has it.
-#[derive(Debug)]
-struct StoredLora {
-    spec: LoraSpec,
-    selection: Selection,
-}
-
-impl StoredLora {
-    fn read(fields: &mut Fields) -> Option<Box<dyn Stored>> {
-        fields.require("bias", &["none"]);
+impl LoraSpec {
+    /// Takes the fields that say what a LoRA computes; nothing when one that it needs is missing or wrong.
+    pub(crate) fn read(fields: &mut Fields) -> Option<(Self, Selection)> {
         refuse_changed_base(fields);
         let rank = fields.need("r", "a whole number from 1 is expected");
         let alpha = fields.need("lora_alpha", "a number is expected");
@@ -324,7 +318,22 @@ impl StoredLora {
             fields.take("alpha_pattern", "numbers by pattern are expected").unwrap_or_default();
         let (rank, alpha, selection) = (rank?, alpha?, selection?);
         let (targets, layers) = (selection.targets.clone(), selection.layers.clone());
-        let spec = LoraSpec { rank, alpha, targets, layers, dropout, rslora, rank_pattern, alpha_pattern };
+        let spec = Self { rank, alpha, targets, layers, dropout, rslora, rank_pattern, alpha_pattern };
+        Some((spec, selection))
+    }
+}
+
+/// A LoRA as its config has it.
+#[derive(Debug)]
+struct StoredLora {
+    spec: LoraSpec,
+    selection: Selection,
+}
+
+impl StoredLora {
+    fn read(fields: &mut Fields) -> Option<Box<dyn Stored>> {
+        fields.require("bias", &["none"]);
+        let (spec, selection) = LoraSpec::read(fields)?;
         Some(Box::new(Self { spec, selection }))
     }
 

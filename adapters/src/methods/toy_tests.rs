@@ -357,7 +357,9 @@ fn adding_a_method_touches_its_file_and_the_registry() {
         };
         let is_test = |path: &Path| path.to_string_lossy().ends_with("_tests.rs");
         let is_code = |path: &Path| path.extension().is_some_and(|end| end == "rs") && !is_test(path);
-        let found = files.iter().filter(|path| is_code(path) && names_one(path));
+        // What folds into weights of candle models is no part of the registry: adapters/src/candle names its methods.
+        let is_registered = |path: &Path| !path.starts_with(root.join("adapters/src/candle"));
+        let found = files.iter().filter(|path| is_code(path) && is_registered(path) && names_one(path));
         let mut found: Vec<String> =
             found.map(|path| path.strip_prefix(root).unwrap().to_string_lossy().replace('\\', "/")).collect();
         found.sort();

@@ -46,21 +46,10 @@ pub(crate) enum OneOrMany<T> {
 
 impl Config {
     pub fn read(path: &Path) -> Result<Self> {
-        let read = |cause| Error::read(path, cause);
-        let broken = |cause: String| Error::Json { path: path.to_owned(), cause };
-        let file = std::fs::File::open(path).map_err(read)?;
-        let mut bytes = Vec::new();
-        file.take(LONGEST + 1).read_to_end(&mut bytes).map_err(read)?;
-        if bytes.len() as u64 > LONGEST {
-            return Err(broken(format!("it is longer than {LONGEST} bytes")));
-        }
-        let map = serde_json::from_slice(&bytes)
-            .map_err(|error| Error::stand_in(path).unwrap_or_else(|| broken(error.to_string())))?;
-        Ok(Self::from_fields(map))
+        Ok(Self::from_fields(Fields::open(path)?))
     }
 
-    fn from_fields(map: Map<String, Value>) -> Self {
-        let mut fields = Fields { map, problems: Vec::new() };
+    fn from_fields(mut fields: Fields) -> Self {
         let base_name = fields.take("base_model_name_or_path", "a name is expected");
         let revision = fields.take("revision", "a revision is expected");
         fields.require("task_type", &["CAUSAL_LM"]);
@@ -73,12 +62,11 @@ impl Config {
             None => {
                 let found = peft_type.unwrap_or("(none)".to_owned());
                 fields.problems.push(Problem::UnsupportedType(found));
-                fields.map.clear(); // the meaning of an unknown kind's fields is unknown too
+                fields.ignore_the_rest(); // the meaning of an unknown kind's fields is unknown too
                 None
             }
         };
-        fields.refuse_the_rest();
-        Self { base_name, revision, stored, problems: fields.problems }
+        Self { base_name, revision, stored, problems: fields.into_problems() }
     }
 }
 
@@ -89,6 +77,27 @@ pub(crate) struct Fields {
 }
 
 impl Fields {
+    /// The fields of a config file.
+    pub fn open(path: &Path) -> Result<Self> {
+        let read = |cause| Error::read(path, cause);
+        let broken = |cause: String| Error::Json { path: path.to_owned(), cause };
+        let file = std::fs::File::open(path).map_err(read)?;
+        let mut bytes = Vec::new();
+        file.take(LONGEST + 1).read_to_end(&mut bytes).map_err(read)?;
+        if bytes.len() as u64 > LONGEST {
+            return Err(broken(format!("it is longer than {LONGEST} bytes")));
+        }
+        let map = serde_json::from_slice(&bytes)
+            .map_err(|error| Error::stand_in(path).unwrap_or_else(|| broken(error.to_string())))?;
+        Ok(Self { map, problems: Vec::new() })
+    }
+
+    /// What was wrong with the fields; those that nothing has taken must be empty.
+    pub fn into_problems(mut self) -> Vec<Problem> {
+        self.refuse_the_rest();
+        self.problems
+    }
+
     /// The field's value; nothing when it is missing, null or of the wrong type (then a problem).
     pub fn take<T: DeserializeOwned>(&mut self, name: &str, expected: &str) -> Option<T> {
         let value = self.map.remove(name).filter(|value| !value.is_null())?;
@@ -122,6 +131,11 @@ impl Fields {
     pub fn refuse(&mut self, name: &str, value: &Value, expected: &str) {
         let (name, expected) = (name.to_owned(), expected.to_owned());
         self.problems.push(Problem::Field { name, value: value.to_string(), expected });
+    }
+
+    /// Passes over the fields that nothing has taken.
+    pub fn ignore_the_rest(&mut self) {
+        self.map.clear();
     }
 
     fn refuse_the_rest(&mut self) {

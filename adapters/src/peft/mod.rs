@@ -17,8 +17,8 @@ pub use describe::{Described, DescribedTensor, Description, describe};
 pub use read::{Loaded, load};
 pub use write::save;
 
-pub(crate) use config::{Fields, config_text, number};
-pub(crate) use read::Findings;
+pub(crate) use config::{Fields, OneOrMany, config_text, number};
+pub(crate) use read::{Findings, refuse_pickle};
 pub(crate) use tensors::{Outgoing, TensorFile};
 pub(crate) use write::{Files, check_count, check_finite};
 
@@ -43,7 +43,7 @@ use std::path::{Path, PathBuf};
 use crate::{Error, Result, methods};
 
 /// The folders that hold an adapter's files: itself, or those of several methods below it.
-fn folders(path: &Path) -> Result<Vec<PathBuf>> {
+pub(crate) fn folders(path: &Path) -> Result<Vec<PathBuf>> {
     std::fs::metadata(path).map_err(|cause| Error::read(path, cause))?;
     let not_an_adapter = |found: String| Error::NotAnAdapter { path: path.to_owned(), found };
     let below: Vec<PathBuf> = methods::kinds()

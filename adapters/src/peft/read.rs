@@ -63,13 +63,9 @@ struct Source {
 
 impl Source {
     fn open(folder: PathBuf) -> Result<Self> {
-        let path = folder.join(TENSOR_FILE);
-        if !path.exists() && folder.join("adapter_model.bin").exists() {
-            let found = "its tensors are a pickle, adapter_model.bin, which is not read (load it in PEFT and save it again)";
-            return Err(Error::NotAnAdapter { path: folder, found: found.to_owned() });
-        }
+        refuse_pickle(&folder)?;
         let config = Config::read(&folder.join(CONFIG_FILE))?;
-        Ok(Self { config, tensors: TensorFile::open(&path)?, folder })
+        Ok(Self { config, tensors: TensorFile::open(&folder.join(TENSOR_FILE))?, folder })
     }
 
     /// The set of the one method here, if its header fits the base.
@@ -78,6 +74,15 @@ impl Source {
         check_base(self, base, findings);
         self.config.stored.as_ref()?.fit(&self.tensors, base, findings)
     }
+}
+
+/// Says it where a folder has its tensors in a form that is not read.
+pub(crate) fn refuse_pickle(folder: &Path) -> Result<()> {
+    if !folder.join(TENSOR_FILE).exists() && folder.join("adapter_model.bin").exists() {
+        let found = "its tensors are a pickle, adapter_model.bin, which is not read (load it in PEFT and save it again)";
+        return Err(Error::NotAnAdapter { path: folder.to_owned(), found: found.to_owned() });
+    }
+    Ok(())
 }
 
 /// Problems and hints found while reading.
@@ -89,7 +94,8 @@ pub(crate) struct Findings {
 }
 
 impl Findings {
-    fn or_refuse(&mut self, dir: &Path) -> Result<()> {
+    /// The problems so far as an error about `dir`.
+    pub fn or_refuse(&mut self, dir: &Path) -> Result<()> {
         match std::mem::take(&mut self.problems) {
             problems if problems.is_empty() => Ok(()),
             problems => Err(Error::Mismatch { path: dir.to_owned(), problems }),

@@ -2,10 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use regex::Regex;
 use serde_json::{Value, json};
 
 use super::{Fields, Findings, MODULE_PREFIX, TensorFile, config::OneOrMany, modules::Module};
-use crate::{BaseDescription, Problem, Targets, targets};
+use crate::{BaseDescription, Problem, Result, Targets, targets};
 
 const TARGETS: &str = "target_modules";
 const NAMES_EXPECTED: &str = "names or a regular expression are expected";
@@ -33,6 +34,42 @@ impl Selection {
         let layers_pattern = layers_pattern.map(OneOrMany::into_vec).unwrap_or_default();
         let layers_pattern = layers_pattern.into_iter().filter(|name| !name.is_empty()).collect();
         Some(Self { targets, layers, layers_pattern, exclude })
+    }
+
+    /// Whether PEFT adapts a module of this path. Of a base no more than the path is known.
+    pub fn chooses(&self, path: &str) -> Result<bool> {
+        let is_excluded = match &self.exclude {
+            Some(exclude) => targets::matcher("exclude_modules", exclude)?(path),
+            None => false,
+        };
+        if is_excluded || !targets::matcher(TARGETS, &self.targets)?(path) {
+            return Ok(false);
+        }
+        // PEFT looks at the layer only where the end of a path is named.
+        let by_end = match &self.targets {
+            Targets::List(names) => !names.iter().any(|name| name == path),
+            _ => false,
+        };
+        match &self.layers {
+            Some(layers) if by_end => Ok(self.layer_of(path)?.is_some_and(|layer| layers.contains(&layer))),
+            _ => Ok(true),
+        }
+    }
+
+    /// The first number among the segments of a path, after `layers_pattern` if there is one.
+    fn layer_of(&self, path: &str) -> Result<Option<usize>> {
+        let number = |regex: Regex| regex.captures(path)?.get(1)?.as_str().parse().ok();
+        if self.layers_pattern.is_empty() {
+            let anywhere = r"^.*?\.[^.]*\.(\d+)\.";
+            return Ok(number(targets::whole_match("layers_pattern", anywhere, anywhere)?));
+        }
+        for pattern in &self.layers_pattern {
+            let anchored = format!(r"^(?:|.*?\.)(?:{pattern})\.(\d+)\.");
+            if let Some(layer) = number(targets::whole_match("layers_pattern", pattern, &anchored)?) {
+                return Ok(Some(layer));
+            }
+        }
+        Ok(None)
     }
 
     /// Refuses a `layers_pattern` that is not what the base calls its layers.

@@ -4,9 +4,14 @@
 //! else is a fresh folder put in the old one's place. Either way a crash leaves the old adapter or the
 //! new one, never the config of one and the tensors of the other.
 
-use std::{collections::HashMap, io::Write, path::Path};
+use std::{
+    collections::{BTreeMap, HashMap},
+    io::Write,
+    path::Path,
+};
 
 use engraft_util::atomic::{self, WriteError};
+use serde_json::Value;
 
 use super::{
     CONFIG_FILE, META_FINGERPRINT, TENSOR_FILE,
@@ -84,6 +89,14 @@ impl<'a> Files<'a> {
         Self::new(config, tensors.collect(), base)
     }
 
+    /// Sets a field of the config.
+    pub fn set_field(&mut self, name: &str, value: Value) {
+        let fields: Option<BTreeMap<String, Value>> = serde_json::from_str(&self.config).ok();
+        let mut fields = fields.unwrap_or_default(); // it was written as JSON
+        fields.insert(name.to_owned(), value);
+        self.config = serde_json::to_string_pretty(&fields).unwrap_or_default();
+    }
+
     /// Adds an entry to the tensor file's metadata, which PEFT ignores.
     pub fn note(&mut self, key: &str, text: String) {
         self.metadata.insert(key.to_owned(), text);
@@ -91,7 +104,8 @@ impl<'a> Files<'a> {
 }
 
 impl Files<'_> {
-    fn replace(&self, dir: &Path) -> Result<()> {
+    /// Puts the two files into `dir`, in place of an adapter there.
+    pub fn replace(&self, dir: &Path) -> Result<()> {
         if self.differs_in_tensors_only(dir) {
             return Ok(atomic::write_with(&dir.join(TENSOR_FILE), |out| self.write_tensors(out))?);
         }
