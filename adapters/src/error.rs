@@ -120,6 +120,20 @@ pub enum Error {
         /// Longest sequence of the base in tokens.
         positions: usize,
     },
+    /// A prompt that is empty or leaves no position for text.
+    #[error("prompt length: {length} is not between 1 and {}; the base has {positions} positions", .positions.saturating_sub(1))]
+    PromptLength {
+        /// Virtual tokens asked for.
+        length: usize,
+        /// Longest sequence of the base in tokens.
+        positions: usize,
+    },
+    /// A prefix beside a prompt.
+    #[error(
+        "methods: a prefix and a prompt cannot be in one adapter, because PEFT has no model with both; leave one of \
+         them out"
+    )]
+    PrefixAndPrompt,
     /// A projection without hidden units.
     #[error("prefix projection: the hidden width is 0; it must be at least 1")]
     ZeroProjection,
@@ -407,7 +421,7 @@ impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::UnsupportedType(found) => {
-                let known = methods::list(|kind| kind.peft_type.to_owned(), " and ");
+                let known = methods::peft_types(" and ");
                 write!(f, "peft_type {found} is not supported ({known} are)")
             }
             Self::Spec(error) => write!(f, "{error}"),

@@ -46,6 +46,9 @@ impl AdapterSet {
             all.extend(method.resolve(base, &mut slots)?)?;
         }
         let Contribution { loras, vectors, norms, embedding, prefix, prompt } = all;
+        if prefix.is_some() && prompt.is_some() {
+            return Err(Error::PrefixAndPrompt);
+        }
         Ok(Self { spec: spec.clone(), layout, loras, vectors, norms, embedding, prefix, prompt })
     }
 

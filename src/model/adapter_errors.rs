@@ -5,7 +5,7 @@ use engraft_adapters::Problem;
 use crate::error::Error;
 
 /// What the adapters crate calls a property, and the option that sets it.
-const OPTIONS: [(&str, &str); 10] = [
+const OPTIONS: [(&str, &str); 12] = [
     ("targets:", "--targets:"),
     ("layers:", "--layers:"),
     ("rank:", "--rank:"),
@@ -16,6 +16,8 @@ const OPTIONS: [(&str, &str); 10] = [
     ("norms:", "--norms:"),
     ("prefix length:", "--prefix-len:"),
     ("prefix projection:", "--prefix-projection:"),
+    ("prompt length:", "--prompt-len:"),
+    ("methods:", "--method:"),
 ];
 
 impl From<engraft_adapters::Error> for Error {

@@ -9,7 +9,7 @@ use engraft_adapters::{AdapterSet, AdapterSpec};
 use engraft_util::words::count;
 
 use super::{
-    AdapterOptions, DataSource, Length, PlanConfig, PrefixStart, RunOptions, adapter, memory,
+    AdapterOptions, DataSource, Length, PlanConfig, PrefixStart, PromptStart, RunOptions, adapter, memory,
     sample::{PromptSource, SamplePrompt},
     save::{FORMAT, Save, SaveInfo},
 };
@@ -50,7 +50,7 @@ impl Prepared {
     /// Values at step 0; with `stream` one layer of the base is in memory at a time.
     ///
     /// # Errors
-    /// When a prefix cannot be read from text.
+    /// When there is no text that a prefix or a prompt could start from.
     pub fn values(
         &mut self,
         options: &RunOptions,
@@ -61,8 +61,19 @@ impl Prepared {
         if let Some(values) = self.loaded.take() {
             return Ok(values);
         }
-        let text = prefix_text(&options.prefix_start, base, tokenizer, &self.train)?;
-        adapter::initial_values(&self.set, base, options.seed, &options.prefix_start, &text, stream)
+        let prefix = match &options.prefix_start {
+            PrefixStart::Text(text) => self.set.prefix.as_ref().map(|_| ("prefix", text)),
+            _ => None,
+        };
+        let prompt = match &options.prompt_start {
+            PromptStart::Text(text) => self.set.prompt.as_ref().map(|_| ("prompt", text)),
+            _ => None,
+        };
+        let ids = match prefix.or(prompt) {
+            Some((what, text)) => start_text(what, text.as_deref(), base, tokenizer, &self.train)?,
+            None => Vec::new(),
+        };
+        adapter::initial_values(&self.set, base, options, &ids, stream)
     }
 }
 
@@ -347,24 +358,32 @@ pub fn row_limit(asked: Option<usize>, set: Option<&AdapterSet>, positions: usiz
     }
 }
 
-/// Ids a prefix may start from.
-fn prefix_text(
-    start: &PrefixStart,
+/// Ids that `what`, a prefix or a prompt, starts from: at least one.
+fn start_text(
+    what: &str,
+    text: Option<&str>,
     base: &Base,
     tokenizer: Option<&Tokenizer>,
     train: &Dataset,
 ) -> Result<Vec<u32>> {
-    match (start, tokenizer) {
-        (PrefixStart::Text(Some(text)), Some(tokenizer)) => tokenizer.encode(text),
-        (PrefixStart::Text(Some(_)), None) => Err(Error::input(
-            "--prefix-text: the base has no tokenizer to read it with; leave the option out to start from the data",
-        )),
-        (PrefixStart::Text(None), _) => {
-            let vocab = base.config.vocab;
-            Ok(train.rows.iter().next().map(|row| row.text(vocab).collect()).unwrap_or_default())
+    let ids = match (text, tokenizer) {
+        (Some(text), Some(tokenizer)) => tokenizer.encode(text)?,
+        (Some(_), None) => {
+            return Err(Error::input(format!(
+                "--{what}-text: the base has no tokenizer to read it with; leave the option out to start from the data"
+            )));
         }
-        (PrefixStart::Random | PrefixStart::Zero, _) => Ok(Vec::new()),
+        (None, _) => {
+            let vocab = base.config.vocab;
+            train.rows.iter().next().map(|row| row.text(vocab).collect()).unwrap_or_default()
+        }
+    };
+    if ids.is_empty() {
+        return Err(Error::input(format!(
+            "--{what}-text: there is no token in the text; give some text, or --{what}-init random"
+        )));
     }
+    Ok(ids)
 }
 
 /// The description in saves of a run, at step 0.

@@ -29,6 +29,7 @@ mod memory;
 mod optimizer;
 mod output_scales;
 mod policies;
+mod prompt_tuning;
 mod prompts;
 mod push;
 mod push_server;

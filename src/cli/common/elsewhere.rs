@@ -104,7 +104,10 @@ pub const ELSEWHERE: &[Elsewhere] = &[
     same(&["layers-to-transform", "lora-layers", "num-layers"], &["layers"]),
     same(&["dropout"], &["lora-dropout"]),
     same(&["use-rslora", "lora-use-rslora"], &["rslora"]),
-    same(&["num-virtual-tokens", "prefix-length", "pre-seq-len"], &["prefix-len"]),
+    noted(&["num-virtual-tokens"], &["prefix-len"], "of prompt tuning --prompt-len"),
+    same(&["prefix-length", "pre-seq-len"], &["prefix-len"]),
+    same(&["prompt-tuning-init"], &["prompt-init"]),
+    same(&["prompt-tuning-init-text"], &["prompt-text"]),
     same(&["encoder-hidden-size", "prefix-hidden-size", "prefix-projection-dim"], &["prefix-projection"]),
     same(&["resume-adapter-file", "lora-model-dir"], &["init-adapter", "adapter"]),
     same(

@@ -194,7 +194,7 @@ fn check_together(loaded: &[Loaded], named: &[ScaledAdapter]) -> Result<()> {
     {
         if set.loras.is_empty() && set.embedding.is_none() && *scale != 1.0 {
             let what = match (&set.prompt, &set.prefix) {
-                (Some(_), _) => "prompt",
+                (Some(_), _) => "prompt of virtual tokens",
                 (_, Some(_)) => "prefix",
                 _ => "layer norm",
             };
@@ -205,7 +205,7 @@ fn check_together(loaded: &[Loaded], named: &[ScaledAdapter]) -> Result<()> {
         }
         let before = &loaded[..index];
         if set.prompt.is_some() && before.iter().any(|other| other.set.prompt.is_some()) {
-            return refuse(index, "prompt");
+            return refuse(index, "prompt of virtual tokens");
         }
         if set.prefix.is_some() && before.iter().any(|other| other.set.prefix.is_some()) {
             return refuse(index, "prefix");

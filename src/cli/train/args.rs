@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use engraft_adapters::{Kinds, LnTuningSpec, LoraSpec, PrefixSpec, Targets};
+use engraft_adapters::{Kinds, LnTuningSpec, LoraSpec, PrefixSpec, PromptTuningSpec, Targets};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -16,8 +16,8 @@ use crate::{
         },
         progress::reading,
         values::{
-            FormatName, LayerList, MemoryName, Optimizer, Pattern, PrefixInit, RecomputeName, RowsName,
-            ScheduleName, Switch, Warmup,
+            FormatName, LayerList, MemoryName, Optimizer, Pattern, PrefixInit, PromptInit, RecomputeName,
+            RowsName, ScheduleName, Switch, Warmup,
         },
     },
     data::{Keys, ReadOptions},
@@ -102,6 +102,7 @@ const MOST_EPOCHS: f64 = 1e6;
 const LORA: &[&str] = &[LoraSpec::KIND.name];
 const LN_TUNING: &[&str] = &[LnTuningSpec::KIND.name];
 const PREFIX: &[&str] = &[PrefixSpec::KIND.name];
+const PROMPT_TUNING: &[&str] = &[PromptTuningSpec::KIND.name];
 
 /// At least one row, or `auto`.
 const ROWS: Check<RowsName> = Check {
@@ -150,7 +151,7 @@ options! {
     }
 
     "Adapter" {
-        /// Kind of adapter to train: lora, ln_tuning, prefix, or several such as lora+prefix
+        /// Kind of adapter to train: lora, ln_tuning, prefix, prompt_tuning, or several such as lora+prefix
         method: Kinds => value("METHOD")
             .default(|args: &TrainArgs| args.init_adapter.is_none().then(AdapterOptions::default_kinds))
             .in_adapter(true)
@@ -198,6 +199,13 @@ options! {
         prefix_text: String => value("TEXT").of(PREFIX).otherwise("the first training row");
         /// Train the prefix through a tanh layer of this width
         prefix_projection: usize => value("HIDDEN").of(PREFIX).check(FROM_ONE);
+        /// Virtual tokens that prompt_tuning trains in front of every text
+        prompt_len: usize = PromptTuningSpec::default().length =>
+            value("P").of(PROMPT_TUNING).check(FROM_ONE);
+        /// Initial virtual tokens: embeddings of a text, of random tokens of the vocabulary, or random numbers
+        prompt_init: PromptInit = PromptInit::Text => value("INIT").of(PROMPT_TUNING);
+        /// Text that --prompt-init text takes the virtual tokens from
+        prompt_text: String => value("TEXT").of(PROMPT_TUNING).otherwise("the first training row");
     }
 
     "Optimization" {

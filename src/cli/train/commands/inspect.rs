@@ -111,6 +111,8 @@ fn adapter(description: &Description) -> Value {
             "lora": adapter.spec.lora,
             "ln_tuning": adapter.spec.ln_tuning,
             "prefix": adapter.spec.prefix,
+            "prompt_tuning": adapter.spec.prompt_tuning,
+            "hint": adapter.hint,
             "ranks": adapter.ranks,
             "parameters": adapter.parameters,
             "unsupported": adapter.unsupported,
