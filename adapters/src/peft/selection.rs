@@ -35,6 +35,12 @@ impl Selection {
         Some(Self { targets, layers, layers_pattern, exclude })
     }
 
+    /// Takes the fields of a method that knows no layers, and that PEFT gives `usual` targets if the config has none.
+    pub fn without_layers(fields: &mut Fields, usual: Targets) -> Self {
+        let targets = modules_field(fields, TARGETS).unwrap_or(usual);
+        Self { targets, layers: None, layers_pattern: Vec::new(), exclude: excluded_field(fields) }
+    }
+
     /// Refuses a `layers_pattern` that is not what the base calls its layers.
     pub fn check_pattern(&self, base: &BaseDescription, findings: &mut Findings) {
         let segment = base.sites.first().map(|site| site.layers_segment()).unwrap_or_default();
@@ -92,7 +98,12 @@ impl Selection {
 
 /// The field `target_modules`, if it is there.
 pub(crate) fn targets_field(fields: &mut Fields) -> Option<Targets> {
-    fields.take(TARGETS, NAMES_EXPECTED).map(written_targets)
+    modules_field(fields, TARGETS)
+}
+
+/// A field that chooses modules as `target_modules` does, if it is there.
+pub(crate) fn modules_field(fields: &mut Fields, name: &str) -> Option<Targets> {
+    fields.take(name, NAMES_EXPECTED).map(written_targets)
 }
 
 /// The field `exclude_modules`, if it excludes anything.
