@@ -3,8 +3,8 @@
 use std::{collections::BTreeMap, path::Path, sync::Arc};
 
 use engraft_adapters::{
-    AdapterSet, AdapterSpec, BaseDescription, BaseWeights, Kind, Kinds, LnTuningSpec, LoraSpec, Prefix,
-    PrefixSpec, PrefixValues, Prompt, PromptTuningSpec, Targets, peft,
+    AdapterSet, AdapterSpec, BaseDescription, BaseWeights, Ia3Spec, Kind, Kinds, LnTuningSpec, LoraSpec,
+    Prefix, PrefixSpec, PrefixValues, Prompt, PromptTuningSpec, Targets, peft,
 };
 use engraft_util::rng;
 
@@ -46,7 +46,7 @@ pub struct AdapterOptions {
     pub rank: Option<usize>,
     /// Numerator of the LoRA's scale alpha / r.
     pub alpha: Option<f64>,
-    /// Sites that the LoRA adapts.
+    /// Sites that a LoRA and IA3 adapt.
     pub targets: Option<Targets>,
     /// Layers that the LoRA adapts, from 0.
     pub layers: Option<Vec<usize>>,
@@ -58,6 +58,8 @@ pub struct AdapterOptions {
     pub rank_pattern: Option<BTreeMap<String, usize>>,
     /// Alphas by regular expression of the site.
     pub alpha_pattern: Option<BTreeMap<String, f64>>,
+    /// Sites whose input IA3 scales.
+    pub feedforward: Option<Targets>,
     /// Layer norms that LN tuning trains.
     pub norms: Option<Targets>,
     /// Length p of the prefix in virtual tokens.
@@ -80,6 +82,7 @@ impl AdapterOptions {
         let has = |kind: Kind| kinds.contains(kind.name);
         AdapterSpec {
             lora: has(LoraSpec::KIND).then(|| self.lora()),
+            ia3: has(Ia3Spec::KIND).then(|| self.ia3()),
             ln_tuning: has(LnTuningSpec::KIND).then(|| self.ln_tuning()),
             prefix: has(PrefixSpec::KIND).then(|| self.prefix()),
             prompt_tuning: has(PromptTuningSpec::KIND).then(|| self.prompt_tuning()),
@@ -97,6 +100,14 @@ impl AdapterOptions {
             rslora: self.rslora.unwrap_or(default.rslora),
             rank_pattern: self.rank_pattern.clone().unwrap_or(default.rank_pattern),
             alpha_pattern: self.alpha_pattern.clone().unwrap_or(default.alpha_pattern),
+        }
+    }
+
+    fn ia3(&self) -> Ia3Spec {
+        let default = Ia3Spec::default();
+        Ia3Spec {
+            targets: self.targets.clone().unwrap_or(default.targets),
+            feedforward: self.feedforward.clone().or(default.feedforward),
         }
     }
 
@@ -138,7 +149,6 @@ impl AdapterOptions {
         }
         lora!("rank", rank, |lora: &LoraSpec| lora.rank.to_string());
         lora!("alpha", alpha, |lora: &LoraSpec| lora.alpha.to_string());
-        lora!("targets", targets, |lora: &LoraSpec| lora.targets.to_string());
         lora!("layers", layers, |lora: &LoraSpec| format!(
             "{:?}",
             lora.layers.as_deref().unwrap_or_default()
@@ -146,6 +156,15 @@ impl AdapterOptions {
         lora!("rslora", rslora, |lora: &LoraSpec| lora.rslora.to_string());
         lora!("rank-pattern", rank_pattern, |lora: &LoraSpec| format!("{:?}", lora.rank_pattern));
         lora!("alpha-pattern", alpha_pattern, |lora: &LoraSpec| format!("{:?}", lora.alpha_pattern));
+        let targets = [spec.lora.as_ref().map(|own| &own.targets), spec.ia3.as_ref().map(|own| &own.targets)];
+        let asked = self.targets.as_ref().map(Targets::to_string).unwrap_or_default();
+        compare("targets", self.targets.is_some(), asked.clone(), shared(&targets, &asked));
+        compare(
+            "feedforward",
+            self.feedforward.is_some(),
+            self.ia3().feedforward_text(),
+            spec.ia3.as_ref().map(Ia3Spec::feedforward_text),
+        );
         compare(
             "norms",
             self.norms.is_some(),
@@ -181,6 +200,17 @@ impl AdapterOptions {
             wrong.join(", ")
         )))
     }
+}
+
+/// What methods have for an option that they share, as far as it is not what is asked for.
+fn shared<T: ToString>(found: &[Option<T>], asked: &str) -> Option<String> {
+    let mut texts: Vec<String> = found.iter().flatten().map(T::to_string).collect();
+    texts.dedup();
+    if let [one] = &texts[..] {
+        return Some(one.clone());
+    }
+    texts.retain(|text| text != asked);
+    (!texts.is_empty()).then(|| texts.join(" and "))
 }
 
 /// An adapter with the values it starts from.

@@ -25,8 +25,8 @@ import peft
 import safetensors
 import torch
 import transformers
-from peft import (LNTuningConfig, LoraConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig,
-                  get_peft_model)
+from peft import (IA3Config, LNTuningConfig, LoraConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig,
+                  PromptTuningConfig, get_peft_model)
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
@@ -93,7 +93,8 @@ class Case:
 
 def tensors_of(model):
     """file key -> parameter of a LoRA PeftModel, under exactly the keys PEFT writes."""
-    found = {n.replace(".default.", "."): p for n, p in model.named_parameters() if p.requires_grad}
+    plain = lambda n: n.replace(".default.", ".").removesuffix(".default")
+    found = {plain(n): p for n, p in model.named_parameters() if p.requires_grad}
     if sorted(found) != sorted(get_peft_model_state_dict(model)):
         raise SystemExit("PEFT's file keys are no longer the parameter names without the adapter's name")
     return found
@@ -275,8 +276,47 @@ def p_tuning():
     return case
 
 
+def ia3_case(base, seed, **fields):
+    """Vectors around 1. They decay: transformers' trainer leaves out norms and biases alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", SECOND_TIME)
+        model = get_peft_model(base, IA3Config(task_type="CAUSAL_LM", fan_in_fan_out=True, **fields))
+    trained = {key: p for key, p in tensors_of(model).items() if "ia3_l" in key}
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key in sorted(trained):
+            trained[key].add_(0.3 * torch.randn(trained[key].shape, generator=g))
+    return Case(model, trained, {"": model})
+
+
+def ia3():
+    return ia3_case(gpt2_bases.load(TINY), 121)
+
+
+def ia3_regex():
+    return ia3_case(gpt2_bases.load(TINY), 122, target_modules=r".*(attn\.c_proj|h\.[02]\.mlp\.c_fc)",
+                    feedforward_modules=r".*(mlp\.c_fc|h\.1\.attn\.c_proj)")
+
+
+def lora_ia3_and_prefix():
+    """LoRA modules, vectors around them (both on c_attn), and that base wrapped in prefix tuning; one backward."""
+    def make_lora():
+        return lora_case(123, r=2, lora_alpha=5, target_modules=["c_attn", "c_fc"])
+
+    lora = make_lora()
+    vectors = ia3_case(lora.model.get_base_model(), 124)
+    last = prefix_case(vectors.model.get_base_model(), 125)
+    parts = {"lora": lora, "ia3": vectors, "prefix": last}
+    trained = {f"{name}.{key}": p for name, part in parts.items() for key, p in part.trained.items()}
+    for p in trained.values():
+        p.requires_grad_(True)  # each wrapping froze what was there
+    alone = {"lora": make_lora(), "ia3": ia3_case(gpt2_bases.load(TINY), 124), "prefix": last}
+    return Case(last.model, trained, {name: part.model for name, part in alone.items()})
+
+
 CASES = [lora_c_attn, lora_all_rslora_patterns, lora_layers, lora_qv, prefix, prefix_projection, lora_and_prefix,
-         ln_tuning, ln_tuning_regex, lora_ln_tuning_and_prefix, prompt_tuning, lora_and_prompt_tuning, p_tuning]
+         ln_tuning, ln_tuning_regex, lora_ln_tuning_and_prefix, prompt_tuning, lora_and_prompt_tuning, p_tuning,
+         ia3, ia3_regex, lora_ia3_and_prefix]
 
 
 # ---- running a case -------------------------------------------------------------------------
@@ -394,7 +434,7 @@ def reload(folder, names):
         warnings.filterwarnings("ignore", SECOND_TIME)
         for name in names:
             model = PeftModel.from_pretrained(model, str(folder / "adapter" / name))
-            if name in ("lora", "ln_tuning") and name != list(names)[-1]:
+            if name in ("lora", "ia3", "ln_tuning") and name != list(names)[-1]:
                 model = model.get_base_model()
     return model.eval()
 

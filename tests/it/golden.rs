@@ -292,13 +292,24 @@ fn p_tuning_is_used_as_peft_does() {
 }
 
 #[test]
+fn ia3_matches_peft() {
+    let base = base("tiny");
+    for name in ["ia3", "ia3_regex"] {
+        check_all(&load(name, &base, str::to_owned), &base);
+    }
+}
+
+#[test]
 fn three_methods_at_once_match_peft() {
     let base = base("tiny");
     let name = |slot: &str| {
-        let kind = ["ln_tuning", "lora"].into_iter().find(|kind| slot.contains(kind)).unwrap_or("prefix");
+        let kinds = ["ln_tuning", "lora", "ia3"];
+        let kind = kinds.into_iter().find(|kind| slot.contains(kind)).unwrap_or("prefix");
         format!("{kind}.{slot}")
     };
-    check_all(&load("lora_ln_tuning_and_prefix", &base, name), &base);
+    for case in ["lora_ln_tuning_and_prefix", "lora_ia3_and_prefix"] {
+        check_all(&load(case, &base, name), &base);
+    }
 }
 
 #[test]

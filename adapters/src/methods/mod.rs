@@ -5,6 +5,7 @@
 //! to `methods!`. A method whose [`Contribution`] has a kind of part that no other has also needs a branch where
 //! the model binds contributions.
 
+pub mod ia3;
 pub mod ln_tuning;
 pub mod lora;
 pub mod prefix;
@@ -23,6 +24,7 @@ use crate::{
     layout::Slots,
     peft::{Fields, Files, Findings, TensorFile},
 };
+use ia3::Ia3Spec;
 use ln_tuning::LnTuningSpec;
 use lora::LoraSpec;
 use prefix::PrefixSpec;
@@ -80,7 +82,10 @@ macro_rules! methods {
 methods! {
     /// Low-rank deltas on linear modules.
     lora: LoraSpec,
-    // PEFT can fold those before prefix and prompt into a base, and wraps what they gave in one of the two.
+    // PEFT can fold those before prefix and prompt into a base, one after another, and wraps what they gave in one of
+    // the two. What scales an output stands after what adds to it: it scales the sum.
+    /// Vectors that scale modules.
+    ia3: Ia3Spec,
     /// Layer norms of their own.
     ln_tuning: LnTuningSpec,
     /// Learned keys and values in front of every sequence.

@@ -101,6 +101,7 @@ pub const ELSEWHERE: &[Elsewhere] = &[
     same(&["lora-alpha"], &["alpha"]),
     noted(&["lora-scale", "lora-scaling"], &["alpha"], "the scale is alpha / rank"),
     same(&["target-modules", "lora-target-modules", "lora-target", "lora-keys"], &["targets"]),
+    same(&["feedforward-modules"], &["feedforward"]),
     same(&["layers-to-transform", "lora-layers", "num-layers"], &["layers"]),
     same(&["dropout"], &["lora-dropout"]),
     same(&["use-rslora", "lora-use-rslora"], &["rslora"]),

@@ -196,7 +196,8 @@ fn check_together(loaded: &[Loaded], named: &[ScaledAdapter]) -> Result<()> {
             let what = match (&set.prompt, &set.prefix) {
                 (Some(_), _) => "prompt of virtual tokens",
                 (_, Some(_)) => "prefix",
-                _ => "layer norm",
+                _ if set.vectors.is_empty() => "layer norm",
+                _ => "vector that scales a module",
             };
             return Err(Error::input(format!(
                 "--adapter {}={scale}: a {what} cannot be scaled; leave ={scale} out",

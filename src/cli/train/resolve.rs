@@ -3,6 +3,8 @@
 
 use std::{collections::BTreeMap, path::PathBuf};
 
+use engraft_adapters::Targets;
+
 use super::{args::TrainArgs, config_file, layers, sampling};
 use crate::{
     cli::common::{
@@ -244,10 +246,20 @@ fn adapter_options(args: &TrainArgs) -> AdapterOptions {
         rslora: args.rslora,
         rank_pattern: args.rank_pattern.as_deref().map(ranks),
         alpha_pattern: args.alpha_pattern.as_deref().map(by_key),
+        feedforward: args.feedforward.clone().map(or_none),
         norms: args.norms.clone(),
         prefix_length: args.prefix_len,
         projection: args.prefix_projection,
         prompt_length: args.prompt_len,
+    }
+}
+
+/// The targets, of which the word `none` means no one.
+fn or_none(targets: Targets) -> Targets {
+    let none = |names: &[String]| names == ["none"];
+    match targets {
+        Targets::List(names) if none(&names) => Targets::List(Vec::new()),
+        other => other,
     }
 }
 
