@@ -57,6 +57,7 @@
 mod base;
 mod contribution;
 mod error;
+mod fold;
 mod init;
 mod kinds;
 mod layout;
@@ -75,6 +76,7 @@ pub use contribution::{
     Contribution, EmbeddingDelta, Lora, NormVectors, OutputScale, Prefix, PrefixValues, Prompt, SiteVectors,
 };
 pub use error::{Error, Problem, Result};
+pub use fold::{FoldPart, Folding};
 pub use kinds::Kinds;
 pub use layout::{Group, Layout, Segment, TensorSlot};
 pub use methods::{AdapterSpec, Kind, kinds, ln_tuning::LnTuningSpec, lora::LoraSpec, prefix::PrefixSpec};

@@ -26,6 +26,7 @@ mod interrupt;
 mod limits;
 mod ln_tuning;
 mod memory;
+mod merge;
 mod optimizer;
 mod output_scales;
 mod policies;
