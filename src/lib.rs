@@ -5,6 +5,7 @@
 //! happens in them.
 
 pub mod cli;
+pub mod convert;
 pub mod data;
 pub mod device;
 pub mod embedded;

@@ -194,6 +194,14 @@ pub enum Error {
         /// The part of the model that both methods set.
         what: &'static str,
     },
+    /// A part of an adapter that no weight of a base can hold.
+    #[error(
+        "a {what} is no weight of the base, so that it cannot be folded into one; use the adapter beside its base"
+    )]
+    NotFoldable {
+        /// The part.
+        what: &'static str,
+    },
     /// Initial values that are computed from base weights, which are not available.
     #[error("{method}: the initial values are computed from the base's weights, which are not available")]
     WeightsNeeded {

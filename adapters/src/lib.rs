@@ -87,6 +87,7 @@ mod base;
 pub mod candle;
 mod contribution;
 mod error;
+mod fold;
 mod init;
 mod kinds;
 mod layout;
@@ -109,6 +110,7 @@ pub use contribution::{
     Contribution, EmbeddingDelta, Lora, NormVectors, OutputScale, Prefix, PrefixValues, Prompt, SiteVectors,
 };
 pub use error::{Error, Problem, Result};
+pub use fold::{FoldPart, Folding};
 pub use kinds::Kinds;
 pub use layout::{Group, Layout, Segment, TensorSlot};
 pub use methods::{

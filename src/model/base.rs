@@ -11,7 +11,7 @@ use engraft_adapters::{BaseDescription, BaseWeights, NormWeights};
 use super::{
     config::Config,
     weights,
-    weights::{BaseDType, OnBytes, Weights},
+    weights::{BaseDType, OnBytes, SourceTensors, Weights},
 };
 use crate::{
     device::{DType, Device, DeviceKind},
@@ -205,6 +205,28 @@ impl Base {
         let commit = folder.file_name()?.to_str()?;
         let is_commit = commit.len() == 40 && commit.bytes().all(|byte| byte.is_ascii_hexdigit());
         (parent == "snapshots" && is_commit).then(|| commit.to_owned())
+    }
+
+    /// Its tensors as its files have them, which may be of more precision than what is computed with.
+    ///
+    /// # Errors
+    /// As [`SourceTensors::from_folder`].
+    pub fn source_tensors(&self) -> Result<SourceTensors> {
+        match &self.source {
+            BaseSource::Embedded => SourceTensors::from_embedded(embedded::model(), &self.config),
+            BaseSource::Folder(folder) => SourceTensors::from_folder(folder, &self.config),
+        }
+    }
+
+    /// The text of its `config.json`.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub fn config_text(&self) -> Result<String> {
+        match &self.source {
+            BaseSource::Embedded => Ok(embedded::CONFIG.to_owned()),
+            BaseSource::Folder(folder) => weights::config_text(folder),
+        }
     }
 
     /// Where the tokenizer is stored, if the base has one.

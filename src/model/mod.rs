@@ -36,4 +36,4 @@ pub use output_scales::OutputScales;
 pub use policy::{Keep, Policy, Recompute};
 pub use prefix::{PrefixState, prefix_from_text};
 pub use stack::{LossSum, Pass, Stack, Trained};
-pub use weights::{BaseDType, BlockWeights, Linear, Norm, Weights};
+pub use weights::{BaseDType, BlockWeights, Linear, Norm, SourceTensors, Weights};

@@ -27,6 +27,7 @@ mod interrupt;
 mod limits;
 mod ln_tuning;
 mod memory;
+mod merge;
 mod method_policies;
 mod optimizer;
 mod output_scales;

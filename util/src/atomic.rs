@@ -133,8 +133,11 @@ pub fn replace_folder(path: &Path, owned: &[&str], fill: impl FnOnce(&Path) -> R
     let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     let folder = parent(&path);
     fs::create_dir_all(&folder).map_err(failed)?;
-    let fresh = builder(0o777).tempdir_in(&folder).map_err(failed)?;
+    let make = || builder(0o777).tempdir_in(&folder);
+    let (fresh, unfinished) = unfinished::tree(make, |made| made.path().to_owned()).map_err(failed)?;
     fill(fresh.path()).map_err(|error| in_place_of(error, fresh.path(), &path))?;
+    // Its name is that of the old folder in a moment, whose other entries are the user's.
+    drop(unfinished);
     put_in_place(&path, owned, fresh).and_then(|()| sync_folder(&folder)).map_err(failed)
 }
 

@@ -22,6 +22,8 @@ enum Leftover {
     File(PathBuf),
     /// Removed only while it is empty.
     Folder(PathBuf),
+    /// Removed with all that is in it.
+    Tree(PathBuf),
 }
 
 impl Leftover {
@@ -30,6 +32,7 @@ impl Leftover {
         let _ = match self {
             Self::File(path) => fs::remove_file(path),
             Self::Folder(path) => fs::remove_dir(path),
+            Self::Tree(path) => fs::remove_dir_all(path),
         };
     }
 }
@@ -69,6 +72,17 @@ pub fn file<T>(
 /// When it is there already or cannot be made.
 pub fn folder(path: &Path) -> io::Result<Unfinished> {
     noted(|| fs::create_dir(path), |()| Leftover::Folder(path.to_owned())).map(|((), note)| note)
+}
+
+/// Makes a folder and notes its `path`. It is removed with all that is in it then: nothing of a user may be there.
+///
+/// # Errors
+/// The error of `make`.
+pub fn tree<T>(
+    make: impl FnOnce() -> io::Result<T>,
+    path: impl FnOnce(&T) -> PathBuf,
+) -> io::Result<(T, Unfinished)> {
+    noted(make, |made| Leftover::Tree(path(made)))
 }
 
 fn noted<T>(
@@ -120,6 +134,8 @@ mod tests {
         let full = folder(&at("full")).unwrap();
         fs::write(at("full/mine"), "x").unwrap();
         let (_, unfinished) = create("outer/inner/unfinished").unwrap();
+        let (_, whole) = tree(|| fs::create_dir(at("whole")).map(|()| at("whole")), PathBuf::clone).unwrap();
+        fs::write(at("whole/part"), "x").unwrap();
         assert!(folder(&at("full")).is_err() && create("finished").is_err());
         remove_all();
         let mut names: Vec<_> =
@@ -127,7 +143,7 @@ mod tests {
         names.sort();
         assert_eq!(names, ["finished", "full"]);
         assert!(at("full/mine").exists());
-        std::mem::forget((outer, inner, full, unfinished));
+        std::mem::forget((outer, inner, full, unfinished, whole));
         println!("REMOVED");
     }
 

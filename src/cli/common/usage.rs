@@ -19,7 +19,7 @@ use crate::error::Error;
 const COMMANDS: &[(&[&str], &str)] = &[
     (&["generate", "chat"], "engraft-infer"),
     (&["sample", "complete", "infer", "run"], "engraft-infer generate"),
-    (&["train", "plan", "eval", "inspect", "data", "report", "doctor", "cache", "push"], "engraft"),
+    (&["train", "plan", "eval", "inspect", "data", "merge", "report", "doctor", "cache", "push"], "engraft"),
     (&["finetune", "fine-tune", "fit", "lora", "sft"], "engraft train"),
     (&["test", "evaluate", "perplexity", "ppl"], "engraft eval"),
     (&["info", "show", "describe"], "engraft inspect"),

@@ -23,7 +23,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 
 use self::{
     args::TrainArgs,
-    commands::{cache, data, doctor, eval, inspect, plan, push, report as report_command, train},
+    commands::{cache, data, doctor, eval, inspect, merge, plan, push, report as report_command, train},
 };
 use super::common::{
     options::{Facts, Options},
@@ -59,6 +59,9 @@ enum Command {
     /// Describe an adapter, a base or a run folder
     #[command(args_override_self = true, allow_negative_numbers = true)]
     Inspect(inspect::InspectArgs),
+    /// Fold adapters into their base: a plain GPT-2 that needs no adapter
+    #[command(args_override_self = true, allow_negative_numbers = true)]
+    Merge(merge::MergeArgs),
     /// Lay runs side by side: a table, and a page with curves; also while they go on
     #[command(args_override_self = true)]
     Report(report_command::ReportArgs),
@@ -87,6 +90,7 @@ fn run(typed: Engraft) -> Result<()> {
         Command::Eval(args) => eval::run(&args),
         Command::Data(args) => data::run(&args),
         Command::Inspect(args) => inspect::run(&args),
+        Command::Merge(args) => merge::run(&args),
         Command::Report(args) => report_command::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Cache(args) => cache::run(&args),
@@ -102,6 +106,7 @@ pub(super) fn options(command: &str) -> Vec<Facts> {
         "train" | "plan" => TrainArgs::facts(),
         "eval" => eval::EvalArgs::facts(),
         "data" => data::SurveyArgs::facts(),
+        "merge" => merge::MergeArgs::facts(),
         _ => Vec::new(),
     }
 }

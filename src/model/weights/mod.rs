@@ -14,6 +14,7 @@ mod f16_convert;
 mod names;
 mod pickle;
 mod source;
+mod source_tensors;
 mod stored;
 
 use std::{fs::File, io::Cursor, path::Path, sync::Arc};
@@ -35,7 +36,7 @@ use crate::{
     kernels::matmul::{Arithmetic, FrozenMatrix, Layout},
 };
 
-pub use self::{base_dtype::BaseDType, convert::OnBytes};
+pub use self::{base_dtype::BaseDType, convert::OnBytes, source_tensors::SourceTensors};
 
 /// Everything of a base that the model reads; v vocabulary, c width. Vectors and positions are FP16.
 #[derive(Debug, Clone)]
@@ -327,8 +328,16 @@ pub fn remove_leftovers(cache: &Path) {
 /// When there is none, and as [`Config::from_json`].
 pub fn read_config(folder: &Path) -> Result<Config> {
     let path = folder.join("config.json");
-    let text = std::fs::read_to_string(&path).map_err(|cause| Error::reading(&path, &cause))?;
-    Config::from_json(&text, &path).map_err(|error| Error::damaged(&path, || error))
+    Config::from_json(&config_text(folder)?, &path).map_err(|error| Error::damaged(&path, || error))
+}
+
+/// The text of `config.json` in `folder`.
+///
+/// # Errors
+/// When there is none.
+pub fn config_text(folder: &Path) -> Result<String> {
+    let path = folder.join("config.json");
+    std::fs::read_to_string(&path).map_err(|cause| Error::reading(&path, &cause))
 }
 
 /// Hands the views out in canonical order.

@@ -89,21 +89,23 @@ const UNITS: [(&str, u64); 10] = [
     ("G", 1 << 30),
 ];
 
+/// The bytes of a size such as `4GiB`; `None` for what is none.
+pub fn bytes_of(text: &str) -> Option<u64> {
+    let units = UNITS.into_iter();
+    let (number, unit) =
+        units.filter_map(|(name, unit)| Some((text.strip_suffix(name)?, unit))).next().unwrap_or((text, 1));
+    let bytes = number.trim().parse::<f64>().ok()? * unit as f64;
+    (1.0..1e18).contains(&bytes).then_some(bytes as u64)
+}
+
 impl FromStr for MemoryName {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
         if text == "auto" {
             return Ok(Self(Limit::Auto));
         }
-        let (number, unit) = UNITS
-            .into_iter()
-            .find_map(|(name, unit)| Some((text.strip_suffix(name)?, unit)))
-            .unwrap_or((text, 1));
-        let bytes = number.trim().parse::<f64>().map(|number| number * unit as f64);
-        match bytes {
-            Ok(bytes) if (1.0..1e18).contains(&bytes) => Ok(Self(Limit::Bytes(bytes as u64))),
-            _ => Err("give auto, or a size such as 4GiB or 1500MiB".to_owned()),
-        }
+        let bytes = bytes_of(text).ok_or("give auto, or a size such as 4GiB or 1500MiB")?;
+        Ok(Self(Limit::Bytes(bytes)))
     }
 }
 

@@ -5,9 +5,11 @@ mod data;
 mod device;
 mod memory;
 mod run;
+mod weights;
 
 pub use adapter::{LayerList, Pattern, PrefixInit, PromptInit, ScaledAdapter};
 pub use data::FormatName;
 pub use device::{BaseDtypeName, DeviceName, Precision};
 pub use memory::{MemoryName, RecomputeName, RowsName, Switch};
 pub use run::{Optimizer, ScheduleName, SplitName, TokenIds, Warmup};
+pub use weights::{ShardSize, WeightDtypeName};

@@ -5,6 +5,7 @@ pub mod data;
 pub mod doctor;
 pub mod eval;
 pub mod inspect;
+pub mod merge;
 pub mod plan;
 pub mod push;
 pub mod report;

@@ -1,0 +1,12 @@
+//! Models and adapters made into others: adapters folded into their base, and written as a plain model.
+//!
+//! [`Merge`] folds and writes, one tensor in memory at a time; [`compare`] says how far the logits of the result are from
+//! those of base and adapters. The base itself is never changed.
+
+mod compare;
+mod folder;
+mod merge;
+
+pub use compare::{LogitDifference, compare};
+pub use folder::WeightDtype;
+pub use merge::{Merge, Merged};
