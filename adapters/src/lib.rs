@@ -1,4 +1,4 @@
-//! Adapters (LoRA, prefix, layer norms) as data, for any candle user.
+//! Adapters (LoRA, DoRA, prefix, layer norms) as data, for any candle user.
 //!
 //! An adapter is described by an [`AdapterSpec`], resolved against a [`BaseDescription`] into an
 //! [`AdapterSet`] (which tensors exist, and where in one flat F32 store), and read from or written to
@@ -77,6 +77,8 @@ pub use contribution::{
 pub use error::{Error, Problem, Result};
 pub use kinds::Kinds;
 pub use layout::{Group, Layout, Segment, TensorSlot};
-pub use methods::{AdapterSpec, Kind, kinds, ln_tuning::LnTuningSpec, lora::LoraSpec, prefix::PrefixSpec};
+pub use methods::{
+    AdapterSpec, Kind, dora::DoraSpec, kinds, ln_tuning::LnTuningSpec, lora::LoraSpec, prefix::PrefixSpec,
+};
 pub use set::AdapterSet;
 pub use targets::Targets;

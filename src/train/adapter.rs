@@ -3,8 +3,8 @@
 use std::{collections::BTreeMap, path::Path, sync::Arc};
 
 use engraft_adapters::{
-    AdapterSet, AdapterSpec, BaseDescription, Kind, Kinds, LnTuningSpec, LoraSpec, PrefixSpec, PrefixValues,
-    Targets, peft,
+    AdapterSet, AdapterSpec, BaseDescription, DoraSpec, Kind, Kinds, LnTuningSpec, LoraSpec, PrefixSpec,
+    PrefixValues, Targets, peft,
 };
 
 use crate::{
@@ -66,6 +66,7 @@ impl AdapterOptions {
         AdapterSpec {
             lora: has(LoraSpec::KIND).then(|| self.lora()),
             ln_tuning: has(LnTuningSpec::KIND).then(|| self.ln_tuning()),
+            dora: has(DoraSpec::KIND).then(|| DoraSpec { lora: self.lora() }),
             prefix: has(PrefixSpec::KIND).then(|| self.prefix()),
         }
     }
@@ -113,7 +114,7 @@ impl AdapterOptions {
         macro_rules! lora {
             ($option:literal, $field:ident, $show:expr) => {
                 let show = $show;
-                compare($option, self.$field.is_some(), show(&asked), spec.lora.as_ref().map(show));
+                compare($option, self.$field.is_some(), show(&asked), spec.lora_options().map(show));
             };
         }
         lora!("rank", rank, |lora: &LoraSpec| lora.rank.to_string());
@@ -180,8 +181,9 @@ pub fn load(
 ) -> Result<Fresh> {
     let mut loaded = peft::load(dir, base, allow_base_mismatch)?;
     options.check_against(&loaded.set.spec, dir)?;
-    if let (Some(lora), Some(dropout)) = (&mut loaded.set.spec.lora, options.dropout) {
+    if let (Some(lora), Some(dropout)) = (loaded.set.spec.lora_options_mut(), options.dropout) {
         lora.dropout = dropout;
+        loaded.set = AdapterSet::new(&loaded.set.spec, base)?;
     }
     Ok(Fresh { set: loaded.set, values: loaded.values, hints: loaded.hints })
 }

@@ -3,7 +3,7 @@
     python tests/golden/check_ours.py ADAPTER_DIR BASE_DIR IDS.safetensors
 
 ADAPTER_DIR holds adapter_config.json and adapter_model.safetensors, or such folders as `lora/`,
-`ln_tuning/` and `prefix/`. IDS holds `input_ids` i64 [b, t], `labels` i64 [b, t] (unshifted, -100 = unsupervised) and,
+`dora/`, `ln_tuning/` and `prefix/`. IDS holds `input_ids` i64 [b, t], `labels` i64 [b, t] (unshifted, -100 = unsupervised) and,
 if wanted, `logits` f32 [b, t, V] to compare with. Base weights are rounded to F16 and run in F32.
 Prints one JSON line; exits 1 with a sentence at an unknown config key, a missing, unexpected or
 wrongly shaped tensor, a value PEFT did not take over, or any warning.
@@ -90,9 +90,9 @@ def main():
     model = gpt2_bases.load(a.base)
     # Only prefix tuning can wrap a base that already holds LoRA or norms, so these come first.
     folders = [a.adapter] if (a.adapter / "adapter_config.json").is_file() else \
-        [f for f in (a.adapter / name for name in ("lora", "ln_tuning", "prefix")) if f.is_dir()]
+        [f for f in (a.adapter / name for name in ("lora", "ln_tuning", "dora", "prefix")) if f.is_dir()]
     if not folders:
-        fail(a.adapter, "neither adapter_config.json nor a folder lora/, ln_tuning/ or prefix/ is in it")
+        fail(a.adapter, "neither adapter_config.json nor a folder lora/, ln_tuning/, dora/ or prefix/ is in it")
     report = {"adapter": str(a.adapter), "folders": {}}
     for folder in folders:
         if isinstance(model, PeftModel):

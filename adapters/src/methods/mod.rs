@@ -5,6 +5,7 @@
 //! to `methods!`. A method whose [`Contribution`] has a kind of part that no other has also needs a branch where
 //! the model binds contributions.
 
+pub mod dora;
 pub mod ln_tuning;
 pub mod lora;
 pub mod prefix;
@@ -22,6 +23,7 @@ use crate::{
     layout::Slots,
     peft::{Fields, Files, Findings, TensorFile},
 };
+use dora::DoraSpec;
 use ln_tuning::LnTuningSpec;
 use lora::LoraSpec;
 use prefix::PrefixSpec;
@@ -81,6 +83,8 @@ methods! {
     // PEFT can fold those before the prefix into a base, and wraps what they gave in a prefix.
     /// Layer norms of their own.
     ln_tuning: LnTuningSpec,
+    /// Low-rank deltas on linear modules, and the norms of their columns.
+    dora: DoraSpec,
     /// Learned keys and values in front of every sequence.
     prefix: PrefixSpec,
     ; in tests:

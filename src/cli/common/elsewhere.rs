@@ -104,6 +104,7 @@ pub const ELSEWHERE: &[Elsewhere] = &[
     same(&["layers-to-transform", "lora-layers", "num-layers"], &["layers"]),
     same(&["dropout"], &["lora-dropout"]),
     same(&["use-rslora", "lora-use-rslora"], &["rslora"]),
+    noted(&["use-dora", "lora-use-dora", "dora"], &["method"], "--method dora trains a DoRA"),
     same(&["num-virtual-tokens", "prefix-length", "pre-seq-len"], &["prefix-len"]),
     same(&["encoder-hidden-size", "prefix-hidden-size", "prefix-projection-dim"], &["prefix-projection"]),
     same(&["resume-adapter-file", "lora-model-dir"], &["init-adapter", "adapter"]),

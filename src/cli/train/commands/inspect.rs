@@ -110,6 +110,7 @@ fn adapter(description: &Description) -> Value {
             "fingerprint": adapter.fingerprint,
             "lora": adapter.spec.lora,
             "ln_tuning": adapter.spec.ln_tuning,
+            "dora": adapter.spec.dora,
             "prefix": adapter.spec.prefix,
             "ranks": adapter.ranks,
             "parameters": adapter.parameters,
