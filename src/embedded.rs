@@ -22,7 +22,7 @@ pub fn model() -> &'static [u8] {
 /// Options of `engraft train` when neither base nor data is given, as config files: the first one that is for a
 /// method of the run is taken.
 const DEFAULTS: [(&[&str], &str); 2] = [
-    (&["lora"], include_str!("../examples/data/places/engraft.toml")),
+    (&["lora", "dora"], include_str!("../examples/data/places/engraft.toml")),
     (&["ia3", "ln_tuning", "prefix", "prompt_tuning"], include_str!("../examples/data/places/prefix.toml")),
 ];
 

@@ -69,6 +69,9 @@ pub trait BaseWeights {
     /// `layer`; `None` if the base cannot provide this matrix.
     fn matrix(&self, site: usize, layer: usize) -> Option<Vec<f32>>;
 
+    /// Euclidean norms `[outputs]` of the columns of that weight; `None` as for [`BaseWeights::matrix`].
+    fn column_norms(&self, site: usize, layer: usize) -> Option<Vec<f32>>;
+
     /// Layer norm `norm` of `layer`, in the order in which a token meets them, or without a layer the one before the
     /// head; `None` where the base has no such norm at hand.
     fn norm(&self, layer: Option<usize>, norm: usize) -> Option<NormWeights>;

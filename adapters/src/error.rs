@@ -123,6 +123,16 @@ pub enum Error {
         /// The value.
         value: f64,
     },
+    /// A dropout for a method that is trained without.
+    #[error(
+        "dropout: {value} is not supported with {method}, where PEFT would drop inputs of the frozen product too; leave it out"
+    )]
+    DroppedInputs {
+        /// The value.
+        value: f64,
+        /// Name of the method.
+        method: &'static str,
+    },
     /// A choice of layers that chooses none.
     #[error("layers: the list is empty; name layers or leave it out for all of them")]
     NoLayers,
@@ -187,6 +197,18 @@ pub enum Error {
         tensor: String,
         /// The second shape asked for.
         shape: Vec<usize>,
+    },
+    /// Two methods of one type in PEFT.
+    #[error(
+        "method: {first} and {second} are both {peft_type} in PEFT, which names their tensors alike; choose one of them"
+    )]
+    SameType {
+        /// Name of the first method.
+        first: &'static str,
+        /// Name of the second method.
+        second: &'static str,
+        /// Value of `peft_type` in the config of either.
+        peft_type: &'static str,
     },
     /// Two methods that set the same part of the model.
     #[error("two methods set {what}; leave one of them out")]

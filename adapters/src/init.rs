@@ -25,6 +25,15 @@ impl<'a> Init<'a> {
         found.ok_or(Error::WeightsNeeded { method })
     }
 
+    /// Norms `[outputs]` of the columns of the weight of a site of a layer, for `method`.
+    ///
+    /// # Errors
+    /// As [`Init::matrix`].
+    pub fn column_norms(&self, method: &'static str, site: usize, layer: usize) -> Result<Vec<f32>> {
+        let found = self.weights.and_then(|weights| weights.column_norms(site, layer));
+        found.ok_or(Error::WeightsNeeded { method })
+    }
+
     /// Gain and bias of a layer norm, as [`BaseWeights::norm`] names it, for `method`.
     ///
     /// # Errors

@@ -2,7 +2,9 @@
 
 use crate::{
     AdapterSpec, BaseDescription, Contribution, EmbeddingDelta, Error, Layout, Lora, NormVectors, Prefix,
-    Prompt, Result, SiteVectors, layout::Slots, methods::Kind,
+    Prompt, Result, SiteVectors,
+    layout::Slots,
+    methods::{Kind, Method},
 };
 
 /// Resolved adapters: the spec, the layout of one flat F32 store, and what each tensor does.
@@ -38,6 +40,13 @@ impl AdapterSet {
         let methods = spec.methods();
         if methods.is_empty() {
             return Err(Error::Empty);
+        }
+        for (index, second) in methods.iter().map(|method| method.kind()).enumerate() {
+            let same = |method: &&&dyn Method| method.kind().peft_type == second.peft_type;
+            if let Some(first) = methods[..index].iter().find(same) {
+                let (first, peft_type) = (first.kind().name, second.peft_type);
+                return Err(Error::SameType { first, second: second.name, peft_type });
+            }
         }
         let mut layout = Layout::default();
         let mut all = Contribution::default();

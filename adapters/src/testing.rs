@@ -5,6 +5,13 @@ use crate::{BaseDescription, NormDescription, PartDescription, SiteDescription};
 /// Width of the residual stream.
 pub const D: usize = 6;
 
+/// Norms of the columns of `matrix`, which has rows of `outputs` elements.
+pub fn column_norms(matrix: &[f32], outputs: usize) -> Vec<f32> {
+    let square = |x: f32| f64::from(x) * f64::from(x);
+    let sum = |j: usize| matrix.iter().skip(j).step_by(outputs).map(|&x| square(x)).sum::<f64>();
+    (0..outputs).map(|j| sum(j).sqrt() as f32).collect()
+}
+
 /// Three layers of width 6 with two heads.
 pub fn base() -> BaseDescription {
     let parts = ["q", "k", "v"].iter().enumerate();

@@ -5,7 +5,8 @@ use engraft_adapters::Problem;
 use crate::error::Error;
 
 /// What the adapters crate calls a property, and the option that sets it.
-const OPTIONS: [(&str, &str); 13] = [
+const OPTIONS: [(&str, &str); 14] = [
+    ("method:", "--method:"),
     ("targets:", "--targets:"),
     ("layers:", "--layers:"),
     ("rank:", "--rank:"),

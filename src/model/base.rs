@@ -17,7 +17,7 @@ use crate::{
     device::{DType, Device, DeviceKind},
     embedded,
     error::{Error, Result},
-    kernels::matmul::Arithmetic,
+    kernels::{column_norms, matmul::Arithmetic},
 };
 
 /// Where a base is stored.
@@ -288,6 +288,12 @@ impl BaseWeights for Base {
     fn matrix(&self, site: usize, layer: usize) -> Option<Vec<f32>> {
         let block = self.weights.blocks.get(layer)?;
         block.linears().get(site).map(|linear| linear.weight.view().to_floats())
+    }
+
+    /// As training computes them on a CPU, so that a scale m / n begins as exactly 1 there.
+    fn column_norms(&self, site: usize, layer: usize) -> Option<Vec<f32>> {
+        let block = self.weights.blocks.get(layer)?;
+        block.linears().get(site).map(|linear| column_norms::of_weight(linear.weight.view()))
     }
 
     fn norm(&self, layer: Option<usize>, norm: usize) -> Option<NormWeights> {

@@ -3,8 +3,8 @@
 use std::{collections::BTreeMap, path::Path, sync::Arc};
 
 use engraft_adapters::{
-    AdapterSet, AdapterSpec, BaseDescription, BaseWeights, Ia3Spec, Kind, Kinds, LnTuningSpec, LoraSpec,
-    Prefix, PrefixSpec, PrefixValues, Prompt, PromptTuningSpec, Targets, peft,
+    AdapterSet, AdapterSpec, BaseDescription, BaseWeights, DoraSpec, Ia3Spec, Kind, Kinds, LnTuningSpec,
+    LoraSpec, Prefix, PrefixSpec, PrefixValues, Prompt, PromptTuningSpec, Targets, peft,
 };
 use engraft_util::rng;
 
@@ -84,6 +84,7 @@ impl AdapterOptions {
             lora: has(LoraSpec::KIND).then(|| self.lora()),
             ia3: has(Ia3Spec::KIND).then(|| self.ia3()),
             ln_tuning: has(LnTuningSpec::KIND).then(|| self.ln_tuning()),
+            dora: has(DoraSpec::KIND).then(|| DoraSpec { lora: self.lora() }),
             prefix: has(PrefixSpec::KIND).then(|| self.prefix()),
             prompt_tuning: has(PromptTuningSpec::KIND).then(|| self.prompt_tuning()),
         }
@@ -144,7 +145,7 @@ impl AdapterOptions {
         macro_rules! lora {
             ($option:literal, $field:ident, $show:expr) => {
                 let show = $show;
-                compare($option, self.$field.is_some(), show(&asked), spec.lora.as_ref().map(show));
+                compare($option, self.$field.is_some(), show(&asked), spec.lora_options().map(show));
             };
         }
         lora!("rank", rank, |lora: &LoraSpec| lora.rank.to_string());
@@ -236,8 +237,9 @@ pub fn load(
 ) -> Result<Fresh> {
     let mut loaded = peft::load(dir, base, allow_base_mismatch)?;
     options.check_against(&loaded.set.spec, dir)?;
-    if let (Some(lora), Some(dropout)) = (&mut loaded.set.spec.lora, options.dropout) {
+    if let (Some(lora), Some(dropout)) = (loaded.set.spec.lora_options_mut(), options.dropout) {
         lora.dropout = dropout;
+        loaded.set = AdapterSet::new(&loaded.set.spec, base)?;
     }
     Ok(Fresh { set: loaded.set, values: loaded.values, hints: loaded.hints })
 }

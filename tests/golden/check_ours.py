@@ -3,7 +3,7 @@
     python tests/golden/check_ours.py ADAPTER_DIR BASE_DIR IDS.safetensors
 
 ADAPTER_DIR holds adapter_config.json and adapter_model.safetensors, or such folders as `lora/`,
-`ia3/`, `ln_tuning/` and `prefix/`. IDS holds `input_ids` i64 [b, t], `labels` i64 [b, t] (unshifted, -100 = unsupervised) and,
+`dora/`, `ia3/`, `ln_tuning/` and `prefix/`. IDS holds `input_ids` i64 [b, t], `labels` i64 [b, t] (unshifted, -100 = unsupervised) and,
 if wanted, `logits` f32 [b, t, V] to compare with. Base weights are rounded to F16 and run in F32.
 Prints one JSON line; exits 1 with a sentence at an unknown config key, a missing, unexpected or
 wrongly shaped tensor, a value PEFT did not take over, or any warning.
@@ -88,8 +88,8 @@ def main():
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     model = gpt2_bases.load(a.base)
-    # Only prefix and prompt tuning can wrap a base that already holds LoRA, IA3 or norms, so these come first.
-    methods = ("lora", "ia3", "ln_tuning", "prefix", "prompt_tuning")
+    # Only prefix and prompt tuning can wrap a base that already holds LoRA, DoRA, IA3 or norms, so these come first.
+    methods = ("lora", "ia3", "ln_tuning", "dora", "prefix", "prompt_tuning")
     folders = [a.adapter] if (a.adapter / "adapter_config.json").is_file() else \
         [f for f in (a.adapter / name for name in methods) if f.is_dir()]
     if not folders:

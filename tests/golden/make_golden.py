@@ -93,7 +93,8 @@ class Case:
 
 def tensors_of(model):
     """file key -> parameter of a LoRA PeftModel, under exactly the keys PEFT writes."""
-    plain = lambda n: n.replace(".default.", ".").removesuffix(".default")
+    plain = lambda n: n.replace(".default.", ".").removesuffix(".default").replace("magnitude_vector.weight",
+                                                                                   "magnitude_vector")
     found = {plain(n): p for n, p in model.named_parameters() if p.requires_grad}
     if sorted(found) != sorted(get_peft_model_state_dict(model)):
         raise SystemExit("PEFT's file keys are no longer the parameter names without the adapter's name")
@@ -107,6 +108,14 @@ def randomise(trained, seed, scale):
         for key in sorted(trained):
             p = trained[key]
             p.copy_(scale(key) * torch.randn(p.shape, generator=g))
+
+
+def move(trained, seed, by):
+    """Multiplies parameters by numbers around 1, with standard deviation `by`."""
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key in sorted(trained):
+            trained[key].mul_(1 + by * torch.randn(trained[key].shape, generator=g))
 
 
 def lora_scale(key):
@@ -153,6 +162,34 @@ def lora_qv():
     return case
 
 
+def dora_case(seed, **fields):
+    """The magnitudes are the norms of the base's columns, moved a little."""
+    model = lora_model(use_dora=True, **fields)
+    trained = tensors_of(model)
+    magnitudes = {key: p for key, p in trained.items() if key.endswith("lora_magnitude_vector")}
+    randomise({key: p for key, p in trained.items() if key not in magnitudes}, seed, lora_scale)
+    move(magnitudes, seed + 1000, 0.2)
+    return Case(model, trained, {"": model})
+
+
+def dora_c_attn():
+    return dora_case(114, r=3, lora_alpha=7, target_modules=["c_attn"])
+
+
+def dora_all_rslora_patterns():
+    return dora_case(115, r=3, lora_alpha=5, target_modules=["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"],
+                     use_rslora=True, rank_pattern={"attn.c_attn": 2, r"h\.[02]\.mlp\.c_proj": 4},
+                     alpha_pattern={"mlp.c_proj": 11})
+
+
+def dora_layers():
+    return dora_case(116, r=2, lora_alpha=3, target_modules=["c_proj"], layers_to_transform=[0, 2])
+
+
+def dora_and_prefix():
+    return with_prefix("dora", dora_case(117, r=2, lora_alpha=5, target_modules=["c_attn", "mlp.c_proj"]), 118)
+
+
 def prefix_case(base, seed, **fields):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", SECOND_TIME)  # wrapping a base that holds LoRA is intended
@@ -186,16 +223,18 @@ def prefix_projection():
     return prefix_case(gpt2_bases.load(TINY), 106, prefix_projection=True, encoder_hidden_size=13)
 
 
-def lora_and_prefix():
-    """LoRA modules inside the base, and that base wrapped in prefix tuning; both share one backward."""
-    lora = lora_case(107, r=2, lora_alpha=5, target_modules=["c_attn", "mlp.c_proj"])
-    injected = lora.model.get_base_model()
-    both = prefix_case(injected, 108)
-    for p in lora.trained.values():
+def with_prefix(kind, below, seed):
+    """The modules of `below` inside the base, and that base wrapped in prefix tuning; both share one backward."""
+    both = prefix_case(below.model.get_base_model(), seed)
+    for p in below.trained.values():
         p.requires_grad_(True)  # wrapping in prefix tuning froze everything below
-    trained = {f"lora.{k}": p for k, p in lora.trained.items()}
+    trained = {f"{kind}.{k}": p for k, p in below.trained.items()}
     trained.update({f"prefix.{k}": p for k, p in both.trained.items()})
-    return Case(both.model, trained, {"lora": lora.model, "prefix": both.model})
+    return Case(both.model, trained, {kind: below.model, "prefix": both.model})
+
+
+def lora_and_prefix():
+    return with_prefix("lora", lora_case(107, r=2, lora_alpha=5, target_modules=["c_attn", "mlp.c_proj"]), 108)
 
 
 def ln_tuning_case(base, seed, **fields):
@@ -316,7 +355,7 @@ def lora_ia3_and_prefix():
 
 CASES = [lora_c_attn, lora_all_rslora_patterns, lora_layers, lora_qv, prefix, prefix_projection, lora_and_prefix,
          ln_tuning, ln_tuning_regex, lora_ln_tuning_and_prefix, prompt_tuning, lora_and_prompt_tuning, p_tuning,
-         ia3, ia3_regex, lora_ia3_and_prefix]
+         ia3, ia3_regex, lora_ia3_and_prefix, dora_c_attn, dora_all_rslora_patterns, dora_layers, dora_and_prefix]
 
 
 # ---- running a case -------------------------------------------------------------------------
@@ -434,7 +473,7 @@ def reload(folder, names):
         warnings.filterwarnings("ignore", SECOND_TIME)
         for name in names:
             model = PeftModel.from_pretrained(model, str(folder / "adapter" / name))
-            if name in ("lora", "ia3", "ln_tuning") and name != list(names)[-1]:
+            if name in ("lora", "dora", "ia3", "ln_tuning") and name != list(names)[-1]:
                 model = model.get_base_model()
     return model.eval()
 

@@ -300,6 +300,19 @@ fn ia3_matches_peft() {
 }
 
 #[test]
+fn dora_matches_peft() {
+    let base = base("tiny");
+    for name in ["dora_c_attn", "dora_all_rslora_patterns", "dora_layers"] {
+        check_all(&load(name, &base, str::to_owned), &base);
+    }
+    let name = |slot: &str| {
+        let kind = if slot.contains("lora") { "dora" } else { "prefix" };
+        format!("{kind}.{slot}")
+    };
+    check_all(&load("dora_and_prefix", &base, name), &base);
+}
+
+#[test]
 fn three_methods_at_once_match_peft() {
     let base = base("tiny");
     let name = |slot: &str| {

@@ -16,6 +16,7 @@ mod course;
 mod decoder;
 mod decoder_rows;
 mod doctor;
+mod dora;
 mod embedding_parts;
 mod finding;
 mod golden;

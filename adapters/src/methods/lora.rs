@@ -6,26 +6,20 @@ use std::collections::BTreeMap;
 
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
 
-use super::{AdapterSpec, Kind, Method, Stored};
+use super::{AdapterSpec, Kind, Method};
 use crate::{
-    AdapterSet, BaseDescription, Contribution, Error, Lora, Problem, Result, Targets,
+    AdapterSet, BaseDescription, Contribution, Error, Lora, Result, Targets,
     init::Init,
     layout::Slots,
-    peft::{
-        self, CONFIG_FILE, Fields, Files, Findings, Outgoing, TensorFile,
-        modules::{Module, modules},
-        selection::{Selection, check_layers, idle_keys, target_fields},
-    },
+    peft::{self, Files, Findings, TensorFile},
     set::layer_ranges,
     targets::{self, Patterns, Selected},
 };
 
-/// Metadata of the tensor file: the spec as JSON, where parts were fused and the config cannot say so.
-pub(crate) const META_SPEC: &str = "engraft.lora";
-/// Initial values that leave the base's weights as they are.
-const PLAIN_INITS: [&str; 4] = ["gaussian", "orthogonal", "eva", "true"];
+pub(crate) mod files;
+
+use files::Variant;
 
 /// A LoRA: `y = x W + b + s (dropout(x) A^T) B^T`.
 ///
@@ -76,9 +70,22 @@ impl LoraSpec {
     }
 }
 
+/// LoRA itself, among the methods that have its files.
+static PLAIN: Variant =
+    Variant { kind: &LoraSpec::KIND, field: None, wrap: |spec| AdapterSpec::from(spec), drops: true };
+
 impl LoraSpec {
     /// The kind `lora`.
-    pub const KIND: Kind = Kind { name: "lora", peft_type: "LORA", claims: |_| true, read: StoredLora::read };
+    pub const KIND: Kind =
+        Kind { name: "lora", peft_type: "LORA", claims: |_| true, read: |fields| PLAIN.stored(fields) };
+
+    /// The deltas, and their tensors.
+    pub(super) fn deltas(&self, base: &BaseDescription, slots: &mut Slots) -> Result<Vec<Lora>> {
+        let chosen = targets::select(&self.targets, self.layers.as_deref(), base)?;
+        let values = ranks_and_alphas(self, &chosen, base)?;
+        let each = chosen.iter().zip(values);
+        each.map(|(&one, (rank, alpha))| self.push(one, rank, alpha, base, slots)).collect()
+    }
 
     /// The delta of rank `rank` and scale [`Self::scale`] on `one`, and its two tensors.
     fn push(
@@ -107,34 +114,20 @@ impl LoraSpec {
             columns,
         })
     }
-}
 
-impl Method for LoraSpec {
-    fn kind(&self) -> &'static Kind {
-        &Self::KIND
-    }
-
-    fn resolve(&self, base: &BaseDescription, slots: &mut Slots) -> Result<Contribution> {
-        let chosen = targets::select(&self.targets, self.layers.as_deref(), base)?;
-        let values = ranks_and_alphas(self, &chosen, base)?;
-        let each = chosen.iter().zip(values);
-        let loras = each.map(|(&one, (rank, alpha))| self.push(one, rank, alpha, base, slots));
-        Ok(Contribution { loras: loras.collect::<Result<_>>()?, ..Contribution::default() })
-    }
-
-    fn init(&self, set: &AdapterSet, values: &mut [f32], from: &Init) -> Result<()> {
-        for lora in set.loras_of(&Self::KIND) {
+    /// Writes the initial values of the deltas that a method of `kind` has.
+    pub(super) fn init_deltas(kind: &Kind, set: &AdapterSet, values: &mut [f32], from: &Init) {
+        for lora in set.loras_of(kind) {
             let a = &set.layout.tensors[lora.a];
             from.uniform(values, a, a.shape[1]);
         }
-        Ok(())
     }
 
-    /// A line per site, part and rank: `attn.c_attn: layers 0-11`.
-    fn matched(&self, set: &AdapterSet, base: &BaseDescription) -> Vec<String> {
+    /// A line per site, part and rank of a method of `kind`: `attn.c_attn: layers 0-11`.
+    pub(super) fn matched_by(&self, kind: &Kind, set: &AdapterSet, base: &BaseDescription) -> Vec<String> {
         type Key<'a> = (usize, Option<&'a str>, usize); // site, part, rank
         let mut lines: Vec<(Key, Vec<usize>)> = Vec::new();
-        for lora in set.loras_of(&Self::KIND) {
+        for lora in set.loras_of(kind) {
             let key = (lora.site, lora.part.as_deref(), lora.rank);
             match lines.iter_mut().find(|(known, _)| *known == key) {
                 Some((_, layers)) => layers.push(lora.layer),
@@ -149,12 +142,48 @@ impl Method for LoraSpec {
         lines.into_iter().map(line).collect()
     }
 
-    fn lines(&self) -> Vec<(&'static str, String)> {
+    /// The lines that describe a method of `kind`.
+    pub(super) fn lines_of(&self, kind: &Kind) -> Vec<(&'static str, String)> {
         let root = if self.rslora { " / sqrt(rank)" } else { " / rank" };
         vec![
-            ("kind", format!("lora, rank {}, alpha {}, scale alpha{root}", self.rank, self.alpha)),
+            ("kind", format!("{}, rank {}, alpha {}, scale alpha{root}", kind.name, self.rank, self.alpha)),
             ("targets", self.targets.to_string()),
         ]
+    }
+}
+
+impl AdapterSpec {
+    /// The options of its LoRA, or of its DoRA, which has the same.
+    pub fn lora_options(&self) -> Option<&LoraSpec> {
+        self.lora.as_ref().or(self.dora.as_ref().map(|dora| &dora.lora))
+    }
+
+    /// As [`AdapterSpec::lora_options`], to be changed before a set is made.
+    pub fn lora_options_mut(&mut self) -> Option<&mut LoraSpec> {
+        self.lora.as_mut().or(self.dora.as_mut().map(|dora| &mut dora.lora))
+    }
+}
+
+impl Method for LoraSpec {
+    fn kind(&self) -> &'static Kind {
+        &Self::KIND
+    }
+
+    fn resolve(&self, base: &BaseDescription, slots: &mut Slots) -> Result<Contribution> {
+        Ok(Contribution { loras: self.deltas(base, slots)?, ..Contribution::default() })
+    }
+
+    fn init(&self, set: &AdapterSet, values: &mut [f32], from: &Init) -> Result<()> {
+        Self::init_deltas(&Self::KIND, set, values, from);
+        Ok(())
+    }
+
+    fn matched(&self, set: &AdapterSet, base: &BaseDescription) -> Vec<String> {
+        self.matched_by(&Self::KIND, set, base)
+    }
+
+    fn lines(&self) -> Vec<(&'static str, String)> {
+        self.lines_of(&Self::KIND)
     }
 
     fn files<'a>(
@@ -164,21 +193,7 @@ impl Method for LoraSpec {
         _: Option<&'a [f32]>,
         base: &BaseDescription,
     ) -> Result<Files<'a>> {
-        let modules = modules(set, &Self::KIND, self.rslora, base);
-        let fused = modules.iter().any(|module| module.is_fused(set));
-        let config = self.config(&modules, fused, base);
-        let mut tensors = Vec::new();
-        for module in modules {
-            let (name, shape, twin) = (module.a(), vec![module.rank, module.inputs], module.clone());
-            tensors.push(Outgoing { name, shape, values: Box::new(move || twin.fuse_a(set, values)) });
-            let (name, shape) = (module.b(), vec![module.outputs, module.rank]);
-            tensors.push(Outgoing { name, shape, values: Box::new(move || module.fuse_b(set, values)) });
-        }
-        let mut files = Files::new(config, tensors, base);
-        if fused {
-            files.note(META_SPEC, serde_json::to_string(self).unwrap_or_default());
-        }
-        Ok(files)
+        Ok(PLAIN.files(self, set, values, base))
     }
 
     fn read(
@@ -189,17 +204,7 @@ impl Method for LoraSpec {
         values: &mut [f32],
         findings: &mut Findings,
     ) -> Result<()> {
-        for module in modules(set, &Self::KIND, self.rslora, base) {
-            if let Some(a) = findings.read_finite(tensors, &module.a())? {
-                module.split_a(set, &a, values);
-            }
-            if let Some(b) = findings.read_finite(tensors, &module.b())?
-                && let Some(index) = module.split_b(set, &b, values)
-            {
-                findings.problems.push(Problem::OutsideBlock { tensor: module.b(), index });
-            }
-        }
-        Ok(())
+        PLAIN.read(set, base, tensors, values, findings)
     }
 }
 
@@ -254,192 +259,6 @@ pub(crate) fn check_values(lora: &LoraSpec) -> Result<()> {
         return Err(Error::Dropout { value: lora.dropout });
     }
     Ok(())
-}
-
-// ---- PEFT's config ----
-
-impl LoraSpec {
-    /// The config, in fields that old versions of PEFT read too; PEFT's formulas then give our scales.
-    fn config(&self, modules: &[Module], fused: bool, base: &BaseDescription) -> String {
-        let fields = [
-            ("bias", json!("none")),
-            ("fan_in_fan_out", json!(base.sites.iter().any(|site| site.fan_in_fan_out))),
-            ("init_lora_weights", json!(true)),
-            ("layers_pattern", Value::Null),
-            ("lora_dropout", peft::number(self.dropout)),
-            ("modules_to_save", Value::Null),
-            ("use_rslora", json!(self.rslora)),
-        ];
-        let ranks = if fused { fused_ranks(modules) } else { self.plain_ranks() };
-        let targets = target_fields(&self.targets, self.layers.as_deref(), modules, fused, base);
-        peft::config_text(&Self::KIND, base, fields.into_iter().chain(ranks).chain(targets))
-    }
-
-    fn plain_ranks(&self) -> [(&'static str, Value); 4] {
-        let alphas: BTreeMap<_, _> =
-            self.alpha_pattern.iter().map(|(key, &alpha)| (key, peft::number(alpha))).collect();
-        [
-            ("alpha_pattern", json!(alphas)),
-            ("lora_alpha", peft::number(self.alpha)),
-            ("r", json!(self.rank)),
-            ("rank_pattern", json!(self.rank_pattern)),
-        ]
-    }
-}
-
-/// Rank and alpha of the first module, and by full path those that differ from it: how many parts a
-/// module fuses may change from layer to layer.
-fn fused_ranks(modules: &[Module]) -> [(&'static str, Value); 4] {
-    let (rank, alpha) = modules.first().map(|first| (first.rank, first.alpha)).unwrap_or_default();
-    let ranks = modules.iter().filter(|module| module.rank != rank);
-    let ranks: BTreeMap<_, _> = ranks.map(|module| (&module.path, module.rank)).collect();
-    let alphas = modules.iter().filter(|module| module.alpha != alpha);
-    let alphas: BTreeMap<_, _> = alphas.map(|module| (&module.path, peft::number(module.alpha))).collect();
-    [
-        ("alpha_pattern", json!(alphas)),
-        ("lora_alpha", peft::number(alpha)),
-        ("r", json!(rank)),
-        ("rank_pattern", json!(ranks)),
-    ]
-}
-
-impl LoraSpec {
-    /// Takes the fields that say what a LoRA computes; nothing when one that it needs is missing or wrong.
-    pub(crate) fn read(fields: &mut Fields) -> Option<(Self, Selection)> {
-        refuse_changed_base(fields);
-        let rank = fields.need("r", "a whole number from 1 is expected");
-        let alpha = fields.need("lora_alpha", "a number is expected");
-        let selection = Selection::read(fields);
-        let dropout = fields.take("lora_dropout", "a number in [0, 1) is expected").unwrap_or_default();
-        let rslora = fields.take("use_rslora", "true or false is expected").unwrap_or_default();
-        let rank_pattern =
-            fields.take("rank_pattern", "whole numbers by pattern are expected").unwrap_or_default();
-        let alpha_pattern =
-            fields.take("alpha_pattern", "numbers by pattern are expected").unwrap_or_default();
-        let (rank, alpha, selection) = (rank?, alpha?, selection?);
-        let (targets, layers) = (selection.targets.clone(), selection.layers.clone());
-        let spec = Self { rank, alpha, targets, layers, dropout, rslora, rank_pattern, alpha_pattern };
-        Some((spec, selection))
-    }
-}
-
-/// A LoRA as its config has it.
-#[derive(Debug)]
-struct StoredLora {
-    spec: LoraSpec,
-    selection: Selection,
-}
-
-impl StoredLora {
-    fn read(fields: &mut Fields) -> Option<Box<dyn Stored>> {
-        fields.require("bias", &["none"]);
-        let (spec, selection) = LoraSpec::read(fields)?;
-        Some(Box::new(Self { spec, selection }))
-    }
-
-    /// The spec without what PEFT passes over.
-    fn as_peft_matches(&self, base: &BaseDescription, findings: &mut Findings) -> LoraSpec {
-        let mut spec = self.spec.clone();
-        let mut idle;
-        (spec.targets, spec.layers, idle) = self.selection.as_peft_matches(base, findings);
-        // The selection can fail here; `fit` meets the same error again and reports it.
-        if let Ok(chosen) = targets::select(&spec.targets, spec.layers.as_deref(), base) {
-            let used: Vec<String> = chosen.into_iter().map(|one| one.path(base)).collect();
-            idle.extend(idle_keys("rank_pattern", &mut spec.rank_pattern, &used));
-            idle.extend(idle_keys("alpha_pattern", &mut spec.alpha_pattern, &used));
-        }
-        if !idle.is_empty() {
-            let names = idle.join(", ");
-            findings.hints.push(format!("the config's {names} applies to no module of this base"));
-        }
-        spec
-    }
-}
-
-/// PiSSA and its like subtract from the base what the LoRA starts with; PEFT redoes that on load.
-fn refuse_changed_base(fields: &mut Fields) {
-    let name = "init_lora_weights";
-    let Some(value) = fields.take::<Value>(name, "") else { return };
-    let plain = value.as_str().is_some_and(|text| PLAIN_INITS.contains(&text.to_lowercase().as_str()));
-    if !plain && !value.is_boolean() {
-        let expected = "an init that leaves the base as it is is supported (convert it to plain LoRA)";
-        fields.refuse(name, &value, expected);
-    }
-}
-
-impl Stored for StoredLora {
-    fn kind(&self) -> &'static Kind {
-        &LoraSpec::KIND
-    }
-
-    /// The spec before parts were fused, if the file contains it.
-    fn spec(&self, tensors: &TensorFile) -> AdapterSpec {
-        let own = tensors.metadata(META_SPEC).and_then(|text| serde_json::from_str::<LoraSpec>(text).ok());
-        own.unwrap_or_else(|| self.spec.clone()).into()
-    }
-
-    fn fit(
-        &self,
-        tensors: &TensorFile,
-        base: &BaseDescription,
-        findings: &mut Findings,
-    ) -> Option<AdapterSet> {
-        self.selection.check_pattern(base, findings);
-        let config = self.as_peft_matches(base, findings);
-        let fit = |spec: &LoraSpec, findings: &mut Findings| {
-            let set = AdapterSet::new(&spec.clone().into(), base);
-            set.map_err(|error| findings.problems.push(Problem::Spec(error.to_string()))).ok()
-        };
-        let by_config = fit(&config, findings);
-        let by_config = match (by_config, tensors.metadata(META_SPEC)) {
-            (Some(by_config), Some(text)) => match serde_json::from_str::<LoraSpec>(text) {
-                Ok(ours) => {
-                    fit(&ours, findings).inspect(|ours| same_modules(&by_config, ours, base, findings))
-                }
-                Err(error) => {
-                    findings.field(META_SPEC, error, "the LoRA as this program writes it is expected");
-                    None
-                }
-            },
-            (by_config, _) => by_config,
-        };
-        check_layers(&config.targets, config.layers.as_deref(), tensors, base, findings);
-        let set = by_config?;
-        let mut expected = Vec::new();
-        for module in lora_modules(&set, base) {
-            findings.tensor(tensors, module.a(), &[module.rank, module.inputs]);
-            findings.tensor(tensors, module.b(), &[module.outputs, module.rank]);
-            expected.extend([module.a(), module.b()]);
-        }
-        findings.extras(tensors, &expected);
-        Some(set)
-    }
-}
-
-/// The modules of a set that has a LoRA.
-fn lora_modules(set: &AdapterSet, base: &BaseDescription) -> Vec<Module> {
-    let root = set.spec.lora.as_ref().is_some_and(|lora| lora.rslora);
-    modules(set, &LoraSpec::KIND, root, base)
-}
-
-/// The config, which PEFT goes by, and our own record of the parts must say the same.
-fn same_modules(config: &AdapterSet, ours: &AdapterSet, base: &BaseDescription, findings: &mut Findings) {
-    let close = |a: f64, b: f64| (a - b).abs() <= 1e-9 * a.abs().max(b.abs());
-    let rslora = |set: &AdapterSet| set.spec.lora.as_ref().map(|lora| lora.rslora);
-    let (theirs, own) = (lora_modules(config, base), lora_modules(ours, base));
-    let same = theirs.len() == own.len()
-        && rslora(config) == rslora(ours)
-        && theirs
-            .iter()
-            .zip(&own)
-            .all(|(a, b)| a.path == b.path && a.rank == b.rank && close(a.alpha, b.alpha));
-    if !same {
-        findings.field(
-            CONFIG_FILE,
-            "at odds with the tensor file",
-            format!("its modules, ranks and alphas should be those of {META_SPEC} there"),
-        );
-    }
 }
 
 // ---- reference maths ----

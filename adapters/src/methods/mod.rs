@@ -5,6 +5,7 @@
 //! to `methods!`. A method whose [`Contribution`] has a kind of part that no other has also needs a branch where
 //! the model binds contributions.
 
+pub mod dora;
 pub mod ia3;
 pub mod ln_tuning;
 pub mod lora;
@@ -24,6 +25,7 @@ use crate::{
     layout::Slots,
     peft::{Fields, Files, Findings, TensorFile},
 };
+use dora::DoraSpec;
 use ia3::Ia3Spec;
 use ln_tuning::LnTuningSpec;
 use lora::LoraSpec;
@@ -88,6 +90,8 @@ methods! {
     ia3: Ia3Spec,
     /// Layer norms of their own.
     ln_tuning: LnTuningSpec,
+    /// Low-rank deltas on linear modules, and the norms of their columns.
+    dora: DoraSpec,
     /// Learned keys and values in front of every sequence.
     prefix: PrefixSpec,
     /// Learned embeddings in front of every text.

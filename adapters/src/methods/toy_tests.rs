@@ -198,6 +198,10 @@ impl BaseWeights for Counted {
         Some((0..site.inputs * site.outputs).map(|i| (i + layer) as f32).collect())
     }
 
+    fn column_norms(&self, site: usize, layer: usize) -> Option<Vec<f32>> {
+        Some(testing::column_norms(&self.matrix(site, layer)?, testing::base().sites.get(site)?.outputs))
+    }
+
     fn norm(&self, layer: Option<usize>, _: usize) -> Option<NormWeights> {
         let gain = layer.map_or(9.0, |layer| 1.0 + layer as f32);
         Some(NormWeights { gain: vec![gain; testing::D], bias: vec![0.5; testing::D] })
@@ -370,7 +374,15 @@ fn adding_a_method_touches_its_file_and_the_registry() {
     assert_eq!(named(&own, &["toy", "ToySpec"]), ["adapters/src/methods/mod.rs"]);
     let lora = ["LoraSpec", "StoredLora", "LORA", "META_SPEC"];
     let files = ["adapters/src/lib.rs", "adapters/src/methods/lora.rs", "adapters/src/methods/mod.rs"];
-    assert_eq!(named(&own, &lora), files);
+    // DoRA has a LoRA's deltas and files.
+    let shared = [
+        &["adapters/src/lib.rs", "adapters/src/methods/dora.rs"],
+        &files[1..2],
+        &["adapters/src/methods/lora/files.rs"],
+        &files[2..],
+    ]
+    .concat();
+    assert_eq!(named(&own, &lora), shared);
     let prefix = ["PrefixSpec", "StoredPrefix", "PREFIX_TUNING"];
     let mut files = files.map(|file| file.replace("lora.rs", "prefix.rs"));
     files.sort();

@@ -132,6 +132,11 @@ impl Fields {
         }
     }
 
+    /// Whether the field is there and true; it is not taken.
+    pub fn is_true(&self, name: &str) -> bool {
+        self.map.get(name) == Some(&Value::Bool(true))
+    }
+
     /// Notes that a field's value is not what is expected.
     pub fn refuse(&mut self, name: &str, value: &Value, expected: &str) {
         let (name, expected) = (name.to_owned(), expected.to_owned());

@@ -40,6 +40,7 @@ fn what_peft_wrote_is_read_and_written_again() {
         ("lora_layers", &[""]),
         ("lora_and_prefix", &["lora", "prefix"]),
         ("ln_tuning", &[""]),
+        ("dora_all_rslora_patterns", &[""]),
         ("lora_ln_tuning_and_prefix", &["lora", "ln_tuning", "prefix"]),
         ("prompt_tuning", &[""]),
         ("p_tuning", &[""]),

@@ -10,7 +10,7 @@ use engraft_util::rng;
 
 use crate::{
     AdapterSet, AdapterSpec, BaseDescription, Error, LoraSpec, PrefixSpec, Problem, Result,
-    methods::lora::META_SPEC, testing,
+    methods::lora::files::META_SPEC, testing,
 };
 
 /// An adapter whose every value is drawn, B included, in a fresh folder.
@@ -196,7 +196,7 @@ fn a_fused_delta_is_the_sum_of_the_parts() {
 #[test]
 fn unsupported_features_are_refused_by_name() {
     for (name, value) in [
-        ("use_dora", json!(true)),
+        ("use_qalora", json!(true)),
         ("lora_bias", json!(true)),
         ("modules_to_save", json!(["wte"])),
         ("bias", json!("all")),
@@ -255,7 +255,8 @@ fn what_peft_itself_writes_beside_is_accepted() {
 #[test]
 fn every_mismatch_is_in_one_error() {
     let saved = Saved::lora("c_attn");
-    let found = problems(saved.with(json!({"target_modules": ["c_attn", "c_fc"], "r": 3, "use_dora": true})));
+    let found =
+        problems(saved.with(json!({"target_modules": ["c_attn", "c_fc"], "r": 3, "use_qalora": true})));
     let count = |is: fn(&Problem) -> bool| found.iter().filter(|problem| is(problem)).count();
     assert_eq!(count(|problem| matches!(problem, Problem::Missing(_))), 6);
     assert_eq!(count(|problem| matches!(problem, Problem::Shape { .. })), 6);
@@ -432,9 +433,9 @@ fn a_lora_and_a_prefix_in_each_other_s_folder_are_refused() {
 #[test]
 fn a_description_tells_parts_and_what_is_not_supported() {
     let saved = Saved::lora("q,v");
-    assert!(saved.with(json!({"use_dora": true})).is_err());
+    assert!(saved.with(json!({"use_qalora": true})).is_err());
     let described = &describe(&saved.dir()).unwrap().adapters[0];
     assert_eq!(described.spec.lora.as_ref().unwrap().targets.to_string(), "q,v");
     assert_eq!((described.ranks.as_slice(), described.fingerprint.as_deref()), (&[4][..], Some("f00d")));
-    assert!(described.unsupported[0].contains("use_dora"));
+    assert!(described.unsupported[0].contains("use_qalora"));
 }

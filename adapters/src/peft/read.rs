@@ -183,8 +183,12 @@ fn refuse_wrong_folders(sources: &[Source], findings: &mut Findings) {
         let is_folder = |name: &str| source.folder.file_name().is_some_and(|folder| folder == name);
         let expected = methods::kinds().into_iter().find(|kind| is_folder(kind.name));
         if let Some(expected) = expected.filter(|expected| expected.name != found.name) {
-            let field = format!("{}/ peft_type", expected.name);
-            findings.field(&field, found.peft_type, format!("{} is expected", expected.peft_type));
+            // Kinds of one type are told apart by other fields.
+            let (field, found, expected) = match found.peft_type == expected.peft_type {
+                true => (format!("the kind in {}/", expected.name), found.name, expected.name),
+                false => (format!("{}/ peft_type", expected.name), found.peft_type, expected.peft_type),
+            };
+            findings.field(&field, found, format!("{expected} is expected"));
         }
     }
 }

@@ -16,7 +16,7 @@ use safetensors::{
     tensor::{Metadata, TensorInfo},
 };
 
-use crate::{Error, Result};
+use crate::{Error, Result, TensorSlot};
 
 /// Longest header read; one of an adapter of thousands of tensors has some hundred kilobytes.
 const LONGEST_HEADER: u64 = 16 << 20;
@@ -107,6 +107,15 @@ pub(crate) struct Outgoing<'a> {
     pub name: String,
     pub shape: Vec<usize>,
     pub values: Box<dyn Fn() -> std::borrow::Cow<'a, [f32]> + 'a>,
+}
+
+impl<'a> Outgoing<'a> {
+    /// A tensor of the flat store `values` that the file has as it is.
+    pub fn plain(slot: &TensorSlot, values: &'a [f32]) -> Self {
+        let range = slot.range();
+        let values = Box::new(move || values[range.clone()].into());
+        Self { name: slot.name.clone(), shape: slot.shape.clone(), values }
+    }
 }
 
 /// Writes a tensor file: tensors sorted by name, metadata in the header.

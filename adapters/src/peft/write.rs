@@ -81,12 +81,7 @@ impl<'a> Files<'a> {
         base: &BaseDescription,
     ) -> Self {
         let own = set.layout.tensors.iter().filter(|slot| slot.method == kind.name);
-        let tensors = own.map(|slot| Outgoing {
-            name: slot.name.clone(),
-            shape: slot.shape.clone(),
-            values: Box::new(move || values[slot.range()].into()),
-        });
-        Self::new(config, tensors.collect(), base)
+        Self::new(config, own.map(|slot| Outgoing::plain(slot, values)).collect(), base)
     }
 
     /// Sets a field of the config.

@@ -105,6 +105,7 @@ pub const ELSEWHERE: &[Elsewhere] = &[
     same(&["layers-to-transform", "lora-layers", "num-layers"], &["layers"]),
     same(&["dropout"], &["lora-dropout"]),
     same(&["use-rslora", "lora-use-rslora"], &["rslora"]),
+    noted(&["use-dora", "lora-use-dora", "dora"], &["method"], "--method dora trains a DoRA"),
     noted(&["num-virtual-tokens"], &["prefix-len"], "of prompt tuning --prompt-len"),
     same(&["prefix-length", "pre-seq-len"], &["prefix-len"]),
     same(&["prompt-tuning-init"], &["prompt-init"]),

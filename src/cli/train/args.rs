@@ -5,7 +5,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use engraft_adapters::{Ia3Spec, Kinds, LnTuningSpec, LoraSpec, PrefixSpec, PromptTuningSpec, Targets};
+use engraft_adapters::{
+    DoraSpec, Ia3Spec, Kinds, LnTuningSpec, LoraSpec, PrefixSpec, PromptTuningSpec, Targets,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -99,8 +101,8 @@ const LARGEST_RANK: f64 = 1e6;
 const MOST_EPOCHS: f64 = 1e6;
 
 // The kinds of methods that an option belongs to.
-const LORA: &[&str] = &[LoraSpec::KIND.name];
-const WITH_TARGETS: &[&str] = &[LoraSpec::KIND.name, Ia3Spec::KIND.name];
+const LORA: &[&str] = &[LoraSpec::KIND.name, DoraSpec::KIND.name];
+const WITH_TARGETS: &[&str] = &[LoraSpec::KIND.name, DoraSpec::KIND.name, Ia3Spec::KIND.name];
 const IA3: &[&str] = &[Ia3Spec::KIND.name];
 const LN_TUNING: &[&str] = &[LnTuningSpec::KIND.name];
 const PREFIX: &[&str] = &[PrefixSpec::KIND.name];
@@ -153,14 +155,14 @@ options! {
     }
 
     "Adapter" {
-        /// Kind of adapter to train: lora, ia3, ln_tuning, prefix, prompt_tuning, or several such as lora+prefix
+        /// Kind of adapter to train: lora, ia3, ln_tuning, dora, prefix, prompt_tuning, or several such as lora+prefix
         method: Kinds => value("METHOD")
             .default(|args: &TrainArgs| args.init_adapter.is_none().then(AdapterOptions::default_kinds))
             .in_adapter(true)
             .basic();
         /// Start from this adapter (PEFT files), whose config gives the method and the options below
         init_adapter: PathBuf => value("DIR").basic();
-        /// Rank of the LoRA
+        /// Rank of the LoRA, or of the DoRA
         rank: usize = LoraSpec::default().rank => value("R").of(LORA).check(FROM_ONE).basic();
         /// Scale the LoRA's delta by alpha / rank
         alpha: f64 = LoraSpec::default().alpha =>

@@ -111,6 +111,7 @@ fn adapter(description: &Description) -> Value {
             "lora": adapter.spec.lora,
             "ia3": adapter.spec.ia3,
             "ln_tuning": adapter.spec.ln_tuning,
+            "dora": adapter.spec.dora,
             "prefix": adapter.spec.prefix,
             "prompt_tuning": adapter.spec.prompt_tuning,
             "hint": adapter.hint,
