@@ -98,6 +98,14 @@ impl Changes {
         let (rank, scale) = lora.rank_and_scale(module)?;
         let [a, b] = names.map(|name| need(module, name, &mut parts, findings));
         let (Some(a), Some(b)) = (a, b) else { return Ok(()) };
+        if a.rank() > 2 {
+            findings.field(
+                "target_modules",
+                module,
+                "a linear module or an embedding is supported, no convolution",
+            );
+            return Ok(());
+        }
         check(module, names[0], &a, |found| vec![rank, found.get(1).copied().unwrap_or_default()], findings);
         check(module, names[1], &b, |found| vec![found.first().copied().unwrap_or_default(), rank], findings);
         let outputs = b.dims().first().copied().unwrap_or_default();
