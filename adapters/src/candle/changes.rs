@@ -30,8 +30,6 @@ pub(super) struct Changes {
     pub by_parameter: BTreeMap<String, Vec<Change>>,
     /// Parameters that a base may lack: biases that are only scaled.
     pub optional: BTreeSet<String>,
-    /// Paths of modules that the adapter has tensors for.
-    pub modules: BTreeSet<String>,
 }
 
 /// Tensors of one module by the end of their names.
@@ -81,7 +79,6 @@ impl Changes {
                 let name = format!("{MODULE_PREFIX}{module}");
                 findings.field("target_modules", format!("at odds with {name}"), "both should name the same");
             }
-            self.modules.insert(module);
         }
         findings.or_refuse(&source.folder)
     }
