@@ -45,7 +45,7 @@ pub enum Error {
     /// A regular expression of a target or a pattern that cannot be compiled.
     #[error("{option}: `{pattern}` is no regular expression that can be used here ({cause}); correct it")]
     BadRegex {
-        /// Option with the expression: `targets`, `norms`, `rank_pattern` or `alpha_pattern`.
+        /// Option with the expression: `targets`, `norms`, `feedforward`, `rank_pattern` or `alpha_pattern`.
         option: &'static str,
         /// The regular expression as the user wrote it.
         pattern: String,
@@ -59,6 +59,41 @@ pub enum Error {
         module: String,
         /// Name of the part, such as `q`.
         part: String,
+    },
+    /// A part of a module, for a method that attaches to whole ones.
+    #[error(
+        "targets: `{part}` is a part of {module}, and {method} attaches to whole modules; choose {module}"
+    )]
+    PartOfModule {
+        /// Name of the part, such as `q`.
+        part: String,
+        /// Name of the module, such as `attn.c_attn`.
+        module: String,
+        /// Name of the method.
+        method: &'static str,
+    },
+    /// Feed-forward modules of IA3 that are no targets of it.
+    #[error(
+        "feedforward: `{target}` matches no module among the targets {targets}; add it there or choose others"
+    )]
+    FeedforwardUnmatched {
+        /// The name or expression as the user wrote it.
+        target: String,
+        /// The targets as the user wrote them.
+        targets: String,
+    },
+    /// A module whose input one method scales, and to which another adds a delta of the input as it was.
+    #[error(
+        "targets: {scales} scales the input of `{module}` and {adds} adds a delta to it, which PEFT computes in \
+         another way in each order; leave the module to one of them, or let {scales} scale its output"
+    )]
+    ScaledInputAndDelta {
+        /// Full path of the module, such as `transformer.h.3.mlp.c_proj`.
+        module: String,
+        /// Name of the method that scales.
+        scales: &'static str,
+        /// Name of the method that adds.
+        adds: &'static str,
     },
     /// Parts of one module with different rank or alpha.
     #[error(
@@ -120,6 +155,20 @@ pub enum Error {
         /// Longest sequence of the base in tokens.
         positions: usize,
     },
+    /// A prompt that is empty or leaves no position for text.
+    #[error("prompt length: {length} is not between 1 and {}; the base has {positions} positions", .positions.saturating_sub(1))]
+    PromptLength {
+        /// Virtual tokens asked for.
+        length: usize,
+        /// Longest sequence of the base in tokens.
+        positions: usize,
+    },
+    /// A prefix beside a prompt.
+    #[error(
+        "methods: a prefix and a prompt cannot be in one adapter, because PEFT has no model with both; leave one of \
+         them out"
+    )]
+    PrefixAndPrompt,
     /// A projection without hidden units.
     #[error("prefix projection: the hidden width is 0; it must be at least 1")]
     ZeroProjection,
@@ -407,7 +456,7 @@ impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::UnsupportedType(found) => {
-                let known = methods::list(|kind| kind.peft_type.to_owned(), " and ");
+                let known = methods::peft_types(" and ");
                 write!(f, "peft_type {found} is not supported ({known} are)")
             }
             Self::Spec(error) => write!(f, "{error}"),

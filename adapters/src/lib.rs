@@ -111,6 +111,9 @@ pub use contribution::{
 pub use error::{Error, Problem, Result};
 pub use kinds::Kinds;
 pub use layout::{Group, Layout, Segment, TensorSlot};
-pub use methods::{AdapterSpec, Kind, kinds, ln_tuning::LnTuningSpec, lora::LoraSpec, prefix::PrefixSpec};
+pub use methods::{
+    AdapterSpec, Kind, ia3::Ia3Spec, kinds, ln_tuning::LnTuningSpec, lora::LoraSpec, prefix::PrefixSpec,
+    prompt_tuning::PromptTuningSpec,
+};
 pub use set::AdapterSet;
 pub use targets::Targets;

@@ -45,7 +45,11 @@ impl AdapterSet {
             let mut slots = Slots::new(&mut layout, method.kind().name);
             all.extend(method.resolve(base, &mut slots)?)?;
         }
+        refuse_deltas_of_scaled_inputs(&all, &layout, base)?;
         let Contribution { loras, vectors, norms, embedding, prefix, prompt } = all;
+        if prefix.is_some() && prompt.is_some() {
+            return Err(Error::PrefixAndPrompt);
+        }
         Ok(Self { spec: spec.clone(), layout, loras, vectors, norms, embedding, prefix, prompt })
     }
 
@@ -78,6 +82,21 @@ impl AdapterSet {
     pub(crate) fn loras_of(&self, kind: &Kind) -> impl Iterator<Item = &Lora> {
         self.loras.iter().filter(move |lora| self.is_of(lora, kind))
     }
+}
+
+/// A method that scales the input of a module, and another one whose deltas would see it as it was: of PEFT's folders,
+/// which are folded one after another, either the deltas see it scaled, or g of the one scales the deltas of the other.
+fn refuse_deltas_of_scaled_inputs(all: &Contribution, layout: &Layout, base: &BaseDescription) -> Result<()> {
+    for SiteVectors { layer, site, u, .. } in &all.vectors {
+        let Some(u) = *u else { continue };
+        let scales = layout.tensors[u].method;
+        let of_site = all.loras.iter().filter(|lora| (lora.layer, lora.site) == (*layer, *site));
+        if let Some(adds) = of_site.map(|lora| layout.tensors[lora.b].method).find(|&adds| adds != scales) {
+            let module = base.sites[*site].module(*layer);
+            return Err(Error::ScaledInputAndDelta { module, scales, adds });
+        }
+    }
+    Ok(())
 }
 
 /// `layer 3`, `layers 0-11`, `layers 0, 2, 4-7`.

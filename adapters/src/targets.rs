@@ -122,6 +122,23 @@ pub(crate) fn select(
     Ok(chosen)
 }
 
+/// As [`select`], for a method whose tensors PEFT has for whole modules alone.
+pub(crate) fn whole_modules(
+    targets: &Targets,
+    layers: Option<&[usize]>,
+    method: &'static str,
+    base: &BaseDescription,
+) -> Result<Vec<Selected>> {
+    let chosen = select(targets, layers, base)?;
+    match chosen.iter().find_map(|one| Some((&base.sites[one.site], one.part?))) {
+        None => Ok(chosen),
+        Some((site, part)) => {
+            let (part, module) = (site.parts[part].name.clone(), site.name.clone());
+            Err(Error::PartOfModule { part, module, method })
+        }
+    }
+}
+
 /// Whether a list entry names the module or part at `path`: all of it, or its end after a dot.
 pub(crate) fn names(target: &str, path: &str) -> bool {
     path.strip_suffix(target).is_some_and(|before| before.is_empty() || before.ends_with('.'))

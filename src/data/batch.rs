@@ -1,5 +1,7 @@
 //! A micro-batch as the model takes it: rows of tokens of one length, with targets and documents.
 
+use std::ops::Range;
+
 /// Marks a position without loss, in labels as in targets (the value PyTorch ignores).
 pub const NO_LOSS: i32 = -100;
 
@@ -16,13 +18,15 @@ pub struct Row {
 }
 
 impl Row {
-    /// Appends a document, after `prompt` virtual tokens of ids `vocab` and following. Those have no target; positions of
-    /// the document count them.
-    pub fn push(&mut self, ids: &[u32], targets: &[i32], vocab: usize, prompt: usize) {
+    /// Appends a document, after virtual tokens of the ids `prompt`, which its positions count. The last one of them
+    /// has the target `first`: the document's first token, or [`NO_LOSS`]. The others have none.
+    pub fn push(&mut self, prompt: Range<u32>, first: i32, ids: &[u32], targets: &[i32]) {
         let start = self.ids.len() as u32;
-        self.ids.extend((vocab..vocab + prompt).map(|id| id as u32));
+        if !prompt.is_empty() {
+            self.targets.extend(std::iter::repeat_n(NO_LOSS, prompt.len() - 1).chain([first]));
+        }
+        self.ids.extend(prompt);
         self.ids.extend_from_slice(ids);
-        self.targets.extend(std::iter::repeat_n(NO_LOSS, prompt));
         self.targets.extend_from_slice(targets);
         self.starts.resize(self.ids.len(), start);
     }

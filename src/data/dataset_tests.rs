@@ -179,7 +179,8 @@ fn batches_hold_every_row_once() {
     assert_eq!((chosen.rows, chosen.seq_len, &chosen.ids[..2]), (2, 2, &[ids("g")[0], 0][..]));
 }
 
-/// `seq_len` counts text: windows, counts and cuts are as without a prompt, and rows have its positions more.
+/// `seq_len` counts text: windows, counts and cuts are as without a prompt, and rows have its positions more. It predicts
+/// the first token of each document, which nothing predicts without it.
 #[test]
 fn a_prompt_is_no_part_of_the_text() {
     let content = "hello the end\nab\nc\nit's the hell of a line\nd\n";
@@ -191,9 +192,11 @@ fn a_prompt_is_no_part_of_the_text() {
         let (plain, prompted) = (with(0), with(3));
         let of = |data: &Dataset| data.rows.iter().flat_map(|row| row.text(VOCAB)).collect::<Vec<_>>();
         assert_eq!(of(&prompted), of(&plain));
-        assert_eq!(targets(&prompted), targets(&plain));
-        let counts = |data: &Dataset| (data.report.tokens, data.report.supervised, data.report.documents);
+        let every: Vec<u32> = content.lines().flat_map(|line| ids(line).into_iter().chain([END])).collect();
+        assert_eq!(targets(&prompted), every);
+        let counts = |data: &Dataset| (data.report.tokens, data.report.documents);
         assert_eq!(counts(&prompted), counts(&plain));
+        assert_eq!(prompted.report.supervised, plain.report.supervised + 5);
         assert_eq!((plain.longest(), prompted.longest()), (6, 9));
         assert_ne!(prompted.fingerprint, plain.fingerprint);
         let first = [VOCAB as u32, VOCAB as u32 + 1, VOCAB as u32 + 2];

@@ -3,6 +3,7 @@
 use super::batch::NO_LOSS;
 use super::options::DataOptions;
 use super::records::{Record, Role};
+use super::template::{self, Piece};
 use super::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
 
@@ -15,6 +16,8 @@ pub struct Document {
     pub ids: Vec<u32>,
     /// The token that position `i` should predict, or [`NO_LOSS`], `(t)`.
     pub targets: Vec<i32>,
+    /// The first token, if virtual tokens in front of the document should predict it, or [`NO_LOSS`].
+    pub first: i32,
     /// Inputs at the end of a record that was longer than a row, which no row has.
     pub lost: usize,
 }
@@ -57,26 +60,27 @@ impl Document {
     }
 
     /// As Transformers reads labels: position `i` predicts `labels[i + 1]` and the last position
-    /// nothing, also where a record was cut to `seq_len` tokens.
+    /// nothing, also where a record was cut to `seq_len` tokens. As in PEFT, virtual tokens predict `labels[0]`.
     fn from_ids(ids: &[u32], labels: &[i32], seq_len: usize) -> Self {
         let kept = ids.len().min(seq_len);
         let mut targets: Vec<i32> = labels[..kept].iter().skip(1).copied().collect();
         targets.resize(kept, NO_LOSS);
-        Self { ids: ids[..kept].to_vec(), targets, lost: ids.len() - kept }
+        let first = labels[..kept].first().copied().unwrap_or(NO_LOSS);
+        Self { ids: ids[..kept].to_vec(), targets, first, lost: ids.len() - kept }
     }
 
-    /// The first token of a document has nothing before it and is never a target; every other token
-    /// of a span with loss is one exactly once.
+    /// The first token of a document is a target of virtual tokens alone; every other token of a span with loss is one
+    /// exactly once.
     fn from_spans(spans: Vec<Span>) -> Self {
         let length = spans.iter().map(|span| span.ids.len()).sum();
-        let mut document =
-            Self { ids: Vec::with_capacity(length), targets: Vec::with_capacity(length), lost: 0 };
+        let (ids, targets) = (Vec::with_capacity(length), Vec::with_capacity(length));
+        let mut document = Self { ids, targets, first: NO_LOSS, lost: 0 };
         for span in spans {
             document.targets.extend(span.ids.iter().map(|&id| if span.loss { id as i32 } else { NO_LOSS }));
             document.ids.extend(span.ids);
         }
         if !document.ids.is_empty() {
-            document.targets.remove(0);
+            document.first = document.targets.remove(0);
             document.ids.pop();
         }
         document
@@ -102,47 +106,28 @@ fn spans(record: &Record, tokenizer: &Tokenizer, options: &DataOptions) -> Resul
     }
 }
 
-/// The template: a turn is its role, `:` and a newline, then the content. A turn of the assistant
-/// ends with end-of-text, the others with a blank line:
-///
-/// ```text
-/// system:
-/// Be brief.
-///
-/// user:
-/// Hi
-///
-/// assistant:
-/// Hello<|endoftext|>user:
-/// ```
-///
-/// Everything between two contents of the assistant is tokenised in one piece, so that a
-/// conversation with one answer is the record
-/// `{"prompt":"user:\nHi\n\nassistant:\n","completion":"Hello"}`. The loss is on the assistant's
-/// contents and the end-of-text after each of them, where generation is to stop.
+/// A conversation in the [`template`]. The loss is on the assistant's contents and the end-of-text after each of them,
+/// where generation is to stop.
 fn conversation(
     messages: &[(Role, String)],
     tokenizer: &Tokenizer,
     options: &DataOptions,
 ) -> Result<Vec<Span>> {
+    let pieces = template::pieces(messages.iter().map(|(role, content)| (role.name(), content.as_str())));
+    // Turns after the last answer are without loss unless asked for, and end like any document.
+    let is_open = matches!(pieces.last(), Some(Piece::Context(_)));
     let mut spans = Vec::new();
-    let mut context = String::new();
-    for (role, content) in messages {
-        context += role.name();
-        context += ":\n";
-        if *role == Role::Assistant {
-            spans.push(Span { ids: tokenizer.encode(&context)?, loss: options.train_on_prompt });
-            spans.push(Span { ids: tokenizer.encode(content)?, loss: true });
-            spans.push(Span { ids: vec![options.end_of_text], loss: true });
-            context.clear();
-        } else {
-            context += content;
-            context += "\n\n";
+    for piece in pieces {
+        let (text, loss) = match &piece {
+            Piece::Context(text) => (text.as_str(), options.train_on_prompt),
+            Piece::Answer(text) => (*text, true),
+        };
+        spans.push(Span { ids: tokenizer.encode(text)?, loss });
+        if matches!(piece, Piece::Answer(_)) {
+            spans.push(Span { ids: vec![options.end_of_text], loss });
         }
     }
-    if !context.is_empty() {
-        // Turns after the last answer: without loss unless asked for, ended like any document.
-        spans.push(Span { ids: tokenizer.encode(&context)?, loss: options.train_on_prompt });
+    if is_open {
         spans.push(Span { ids: vec![options.end_of_text], loss: options.train_on_prompt });
     }
     Ok(spans)
@@ -169,11 +154,12 @@ mod tests {
     #[test]
     fn a_text_predicts_all_but_its_first_token_and_the_end() {
         let text = document(&Record::Text("hello the!".into()), &options(9));
-        assert_eq!(text, Document { ids: vec![259, 261, 0], targets: vec![261, 0, END as i32], lost: 0 });
+        let targets = vec![261, 0, END as i32];
+        assert_eq!(text, Document { ids: vec![259, 261, 0], targets, first: 259, lost: 0 });
         let one = document(&Record::File("!".into()), &options(9));
-        assert_eq!(one, Document { ids: vec![0], targets: vec![END as i32], lost: 0 });
+        assert_eq!(one, Document { ids: vec![0], targets: vec![END as i32], first: 0, lost: 0 });
         let none = document(&Record::Text(String::new()), &options(9));
-        assert_eq!(none, Document { ids: vec![], targets: vec![], lost: 0 });
+        assert_eq!(none, Document { ids: vec![], targets: vec![], first: END as i32, lost: 0 });
     }
 
     #[test]
@@ -183,7 +169,8 @@ mod tests {
         assert_eq!(apart.ids, [ids("hell"), ids("o!")].concat());
         assert_eq!(apart.targets, ended("o!"));
         let both = document(&completion("hell", "o!"), &DataOptions { train_on_prompt: true, ..options(9) });
-        assert_eq!(both, apart, "the first token of a document is never a target");
+        assert_eq!((apart.first, both.first), (NO_LOSS, ids("hell")[0] as i32));
+        assert_eq!(Document { first: NO_LOSS, ..both }, apart, "only virtual tokens predict the first token");
         let longer = document(&completion("a b", "o"), &DataOptions { train_on_prompt: true, ..options(9) });
         assert_eq!(longer.targets, [ids(" b").iter().map(|&id| id as i32).collect(), ended("o")].concat());
     }
@@ -215,9 +202,13 @@ mod tests {
     fn ids_are_shifted_as_transformers_does() {
         let record = Record::Ids { ids: vec![4, 5, 6, 7], labels: vec![4, -100, 6, 9] };
         let whole = document(&record, &options(4));
-        assert_eq!(whole, Document { ids: vec![4, 5, 6, 7], targets: vec![-100, 6, 9, -100], lost: 0 });
+        let targets = vec![-100, 6, 9, -100];
+        assert_eq!(whole, Document { ids: vec![4, 5, 6, 7], targets, first: 4, lost: 0 });
         let cut = document(&record, &options(3));
-        assert_eq!(cut, Document { ids: vec![4, 5, 6], targets: vec![-100, 6, -100], lost: 1 });
+        assert_eq!(cut, Document { ids: vec![4, 5, 6], targets: vec![-100, 6, -100], first: 4, lost: 1 });
+        // A label says what is predicted, whatever the id is.
+        let other = document(&Record::Ids { ids: vec![4, 5], labels: vec![-100, 5] }, &options(3));
+        assert_eq!(other.first, NO_LOSS);
         let empty = document(&Record::Ids { ids: vec![], labels: vec![] }, &options(3));
         assert!(empty.ids.is_empty() && empty.targets.is_empty());
     }

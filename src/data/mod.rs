@@ -27,6 +27,7 @@ mod statistics;
 pub mod store;
 pub mod stream;
 pub mod survey;
+pub mod template;
 mod token_cache;
 pub mod tokenizer;
 pub mod turns;

@@ -12,6 +12,7 @@ use std::{
 
 use rayon::prelude::*;
 
+use super::batch::NO_LOSS;
 use super::chunks::{CHUNK, Chunks};
 use super::dataset::{self, DataReport, Dataset};
 use super::documents::{self, Document};
@@ -224,7 +225,7 @@ impl<'a> Reader<'a> {
     fn visit_text(&mut self, name: &str, ids: &[u32]) {
         if let Some(visit) = &mut self.visit {
             let targets = ids.iter().map(|&id| id as i32).collect();
-            let document = Document { ids: ids.to_vec(), targets, lost: 0 };
+            let document = Document { ids: ids.to_vec(), targets, first: NO_LOSS, lost: 0 };
             visit(&Seen { name, line: None, parsed: None, document: &document });
         }
     }
@@ -240,8 +241,10 @@ impl<'a> Reader<'a> {
     /// Adds tokens of a text: each is the target of the one before it.
     fn extend(&mut self, last: &mut Option<u32>, ids: &[u32]) -> Result<()> {
         let targets: Vec<i32> = ids.iter().map(|&id| id as i32).collect();
-        if let (Some(before), [target, ..]) = (*last, &targets[..]) {
-            self.builder.extend(&[before], &[*target])?;
+        match (*last, &targets[..]) {
+            (Some(before), [target, ..]) => self.builder.extend(&[before], &[*target])?,
+            (None, [first, ..]) => self.builder.begin(*first),
+            (_, []) => {}
         }
         if let [inputs @ .., end] = ids {
             self.builder.extend(inputs, &targets[1..])?;

@@ -1,6 +1,6 @@
 //! Documents to rows: windows that do not overlap, and packing.
 
-use std::path::Path;
+use std::{ops::Range, path::Path};
 
 use super::batch::{NO_LOSS, Row};
 use super::documents::Document;
@@ -11,8 +11,9 @@ use crate::error::Result;
 /// in front of every window, and a row has the positions of one prompt more.
 ///
 /// A document longer than a row is cut into windows; the target of a window's last position is the
-/// first token of the next window, so that no target is lost at the border. Without packing every
-/// window is a row of its own. With packing the next window joins the open row if all of it fits,
+/// first token of the next window, so that no target is lost at the border. The target of the virtual tokens before the
+/// first window, that of the last one of them, is the document's first token, if that is supervised; those before other
+/// windows have none, so that no token is a target twice. Without packing every window is a row of its own. With packing the next window joins the open row if all of it fits,
 /// else it opens a new one (next-fit: the order stays, and a window is never split further, so that
 /// the packed loss is the loss of the same windows alone). A window without any target is left out.
 ///
@@ -21,9 +22,10 @@ use crate::error::Result;
 pub struct RowBuilder {
     seq_len: usize,
     pack: bool,
-    /// The first virtual id, and how many virtual tokens a window begins with.
-    vocab: usize,
-    prompt: usize,
+    /// Ids of the virtual tokens that a window begins with.
+    prompt: Range<u32>,
+    /// What the virtual tokens of the open window predict, or [`NO_LOSS`].
+    first: i32,
     /// The open window of the open document.
     window: Pairs,
     /// Number of windows of the open document so far, and of those that were kept.
@@ -49,8 +51,8 @@ impl RowBuilder {
         Self {
             seq_len: seq_len.max(1),
             pack,
-            vocab: 0,
-            prompt: 0,
+            prompt: 0..0,
+            first: NO_LOSS,
             window: Pairs::default(),
             windows: 0,
             kept: 0,
@@ -63,7 +65,7 @@ impl RowBuilder {
 
     /// Puts `prompt` virtual tokens, of ids `vocab` and following, in front of each window.
     pub fn with_prompt(self, vocab: usize, prompt: usize) -> Self {
-        Self { vocab, prompt, ..self }
+        Self { prompt: vocab as u32..(vocab + prompt) as u32, ..self }
     }
 
     /// Puts rows of more than 1 MiB into a file in `folder` that can be kept ([`Rows::persist`]).
@@ -76,8 +78,15 @@ impl RowBuilder {
     /// # Errors
     /// When the folder of the rows cannot be written.
     pub fn push(&mut self, document: &Document) -> Result<()> {
+        self.begin(document.first);
         self.extend(&document.ids, &document.targets)?;
         self.end()
+    }
+
+    /// Begins a document with what virtual tokens in front of it predict, its first token or [`NO_LOSS`]. A document
+    /// that is extended without this has no such target.
+    pub fn begin(&mut self, first: i32) {
+        self.first = first;
     }
 
     /// Adds the next inputs of the open document with their targets, `(t)` each, for any `t`.
@@ -129,18 +138,21 @@ impl RowBuilder {
         Ok((self.store.finish()?, self.documents, self.dropped))
     }
 
-    /// Puts the window into a row, unless nothing in it has a target.
+    /// Puts the window into a row, unless it is empty or nothing in it has a target.
     fn close_window(&mut self) -> Result<()> {
         self.windows += 1;
-        if self.window.targets.iter().any(|&target| target != NO_LOSS) {
+        let (first, prompt) = (std::mem::replace(&mut self.first, NO_LOSS), self.prompt.len());
+        let is_target = |target: i32| target != NO_LOSS;
+        let supervised = prompt > 0 && is_target(first) || self.window.targets.iter().copied().any(is_target);
+        if supervised && !self.window.ids.is_empty() {
             self.kept += 1;
             // A row has room for one prompt beside `seq_len` tokens.
-            let cells = self.prompt + self.window.ids.len();
-            let fits = self.row.ids.len() + cells <= self.seq_len + self.prompt;
+            let cells = prompt + self.window.ids.len();
+            let fits = self.row.ids.len() + cells <= self.seq_len + prompt;
             if !self.pack || !fits {
                 self.close_row()?;
             }
-            self.row.push(&self.window.ids, &self.window.targets, self.vocab, self.prompt);
+            self.row.push(self.prompt.clone(), first, &self.window.ids, &self.window.targets);
         }
         self.window.ids.clear();
         self.window.targets.clear();
@@ -166,7 +178,7 @@ mod tests {
     fn document(first: u32, length: u32) -> Document {
         let ids: Vec<u32> = (first..first + length).collect();
         let targets = ids.iter().map(|&id| id as i32 + 1).collect();
-        Document { ids, targets, lost: 0 }
+        Document { ids, targets, first: first as i32, lost: 0 }
     }
 
     fn build(documents: &[Document], seq_len: usize, pack: bool) -> (Vec<Row>, usize, usize) {
@@ -240,12 +252,13 @@ mod tests {
             rows.iter().map(|found| row(found.ids, found.targets, found.starts)).collect::<Vec<_>>()
         };
         let no = NO_LOSS;
-        let whole = row(&[90, 91, 10, 11, 12], &[no, no, 11, 12, 13], &[0; 5]);
+        // The first token of a document is predicted, and no token twice: 13 is the target of 12.
+        let whole = row(&[90, 91, 10, 11, 12], &[no, 10, 11, 12, 13], &[0; 5]);
         let alone = [
             whole.clone(),
             row(&[90, 91, 13], &[no, no, 14], &[0; 3]),
-            row(&[90, 91, 20], &[no, no, 21], &[0; 3]),
-            row(&[90, 91, 30, 31], &[no, no, 31, 32], &[0; 4]),
+            row(&[90, 91, 20], &[no, 20, 21], &[0; 3]),
+            row(&[90, 91, 30, 31], &[no, 30, 31, 32], &[0; 4]),
         ];
         assert_eq!(build(false), alone);
         // 3 + 2 cells a row: two windows of one token each take 6.
@@ -253,8 +266,27 @@ mod tests {
         let mut builder = RowBuilder::new(5, true, None).with_prompt(90, 2);
         documents.iter().for_each(|document| builder.push(document).unwrap());
         let rows = builder.finish().unwrap().0;
-        let both = row(&[90, 91, 20, 90, 91, 30, 31], &[no, no, 21, no, no, 31, 32], &[0, 0, 0, 3, 3, 3, 3]);
+        let both = row(&[90, 91, 20, 90, 91, 30, 31], &[no, 20, 21, no, 30, 31, 32], &[0, 0, 0, 3, 3, 3, 3]);
         assert_eq!((rows.len(), rows.get(1)), (2, both.view()));
+    }
+
+    /// A window is kept for its first token alone, if virtual tokens can predict it; an empty document never is.
+    #[test]
+    fn virtual_tokens_predict_what_is_supervised() {
+        let no = NO_LOSS;
+        let of = |first| Document { ids: vec![5], targets: vec![no], first, lost: 0 };
+        let none = Document { first: 7, ..document(0, 0) };
+        let documents = [of(5), of(no), none, Document { first: no, ..document(3, 1) }];
+        for pack in [false, true] {
+            let mut builder = RowBuilder::new(9, pack, None).with_prompt(90, 2);
+            documents.iter().for_each(|document| builder.push(document).unwrap());
+            let (rows, kept, dropped) = builder.finish().unwrap();
+            assert_eq!((kept, dropped), (2, 2));
+            let targets: Vec<i32> = rows.iter().flat_map(|row| row.targets.to_vec()).collect();
+            assert_eq!(targets, [no, 5, no, no, no, 4]);
+            let (rows, kept, dropped) = build(&documents, 9, pack);
+            assert_eq!((rows.len(), kept, dropped), (1, 1, 3));
+        }
     }
 
     #[test]

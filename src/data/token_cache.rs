@@ -28,7 +28,7 @@ use crate::observe::machine;
 use engraft_util::atomic;
 
 /// Changed whenever entries mean something else.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 
 /// Bytes of all entries; the ones that were not used for longest go first.
 const MOST_BYTES: u64 = 16 << 30;

@@ -3,7 +3,10 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::tokenizer::Tokenizer;
+use super::{
+    template::{ASSISTANT, Piece, opened, pieces},
+    tokenizer::Tokenizer,
+};
 use crate::error::{Error, Result};
 
 /// A message of a conversation.
@@ -16,9 +19,7 @@ pub struct Turn {
 }
 
 /// Roles that the template has.
-const ROLES: [&str; 4] = ["system", "user", "assistant", "tool"];
-/// The role whose text the model writes.
-pub const ASSISTANT: &str = "assistant";
+const ROLES: [&str; 4] = ["system", "user", ASSISTANT, "tool"];
 
 impl Turn {
     /// A message of `role`.
@@ -65,27 +66,23 @@ pub fn turns(text: &str, name: &str) -> Result<Vec<Turn>> {
 /// # Errors
 /// When the tokenizer cannot encode it.
 pub fn prompt_of_turns(turns: &[Turn], tokenizer: &Tokenizer, end: u32) -> Result<Vec<u32>> {
+    let mut pieces = pieces(turns.iter().map(|turn| (turn.role.as_str(), turn.content.as_str())));
+    match pieces.last_mut() {
+        Some(Piece::Answer(_)) => {}
+        Some(Piece::Context(context)) => context.push_str(&opened(ASSISTANT)),
+        None => pieces.push(Piece::Context(opened(ASSISTANT))),
+    }
+    let last = pieces.len() - 1;
     let mut ids = Vec::new();
-    let mut context = String::new();
-    for (index, turn) in turns.iter().enumerate() {
-        context += &turn.role;
-        context += ":\n";
-        if turn.role == ASSISTANT {
-            ids.extend(tokenizer.encode(&context)?);
-            ids.extend(tokenizer.encode(&turn.content)?);
-            context.clear();
-            if index + 1 == turns.len() {
-                return Ok(ids);
+    for (index, piece) in pieces.into_iter().enumerate() {
+        match piece {
+            Piece::Context(text) => ids.extend(tokenizer.encode(&text)?),
+            Piece::Answer(text) => {
+                ids.extend(tokenizer.encode(text)?);
+                ids.extend((index < last).then_some(end));
             }
-            ids.push(end);
-        } else {
-            context += &turn.content;
-            context += "\n\n";
         }
     }
-    context += ASSISTANT;
-    context += ":\n";
-    ids.extend(tokenizer.encode(&context)?);
     Ok(ids)
 }
 

@@ -5,7 +5,7 @@ use engraft_adapters::Problem;
 use crate::error::Error;
 
 /// What the adapters crate calls a property, and the option that sets it.
-const OPTIONS: [(&str, &str); 10] = [
+const OPTIONS: [(&str, &str); 13] = [
     ("targets:", "--targets:"),
     ("layers:", "--layers:"),
     ("rank:", "--rank:"),
@@ -13,9 +13,12 @@ const OPTIONS: [(&str, &str); 10] = [
     ("rank_pattern", "--rank-pattern"),
     ("alpha_pattern", "--alpha-pattern"),
     ("dropout:", "--lora-dropout:"),
+    ("feedforward:", "--feedforward:"),
     ("norms:", "--norms:"),
     ("prefix length:", "--prefix-len:"),
     ("prefix projection:", "--prefix-projection:"),
+    ("prompt length:", "--prompt-len:"),
+    ("methods:", "--method:"),
 ];
 
 impl From<engraft_adapters::Error> for Error {

@@ -191,10 +191,29 @@ impl AdapterBindings {
     pub fn new(sets: &[(&AdapterSet, f32)], layers: usize) -> Result<Self> {
         let mut bindings = Self::none(layers);
         for (set, factor) in sets {
+            let before = bindings.clone();
             bindings.add(set, *factor)?;
+            bindings.refuse_scaled_inputs(&before)?;
         }
         bindings.place_derived()?;
         Ok(bindings)
+    }
+
+    /// Refuses a set that scales the input of a module to which the sets `before` it add deltas, and the other way round:
+    /// PEFT, with the one around the other, gives the deltas the scaled input, or scales them.
+    fn refuse_scaled_inputs(&self, before: &Self) -> Result<()> {
+        let mut sites = self.layers.iter().flatten().zip(before.layers.iter().flatten());
+        let mixed = sites.any(|(site, old)| {
+            let new_delta = site.deltas.len() > old.deltas.len();
+            let new_u = site.u.is_some() && old.u.is_none();
+            (old.u.is_some() && new_delta) || (new_u && !old.deltas.is_empty())
+        });
+        if mixed {
+            return Err(Error::input(
+                "one of the adapters scales the input of a module (IA3), and another one adds a delta to the module; leave one --adapter out",
+            ));
+        }
+        Ok(())
     }
 
     /// Gives output scales that are derived their places after all values.

@@ -3,10 +3,12 @@
 use std::{collections::BTreeMap, path::Path, sync::Arc};
 
 use engraft_adapters::{
-    AdapterSet, AdapterSpec, BaseDescription, Kind, Kinds, LnTuningSpec, LoraSpec, PrefixSpec, PrefixValues,
-    Targets, peft,
+    AdapterSet, AdapterSpec, BaseDescription, BaseWeights, Ia3Spec, Kind, Kinds, LnTuningSpec, LoraSpec,
+    Prefix, PrefixSpec, PrefixValues, Prompt, PromptTuningSpec, Targets, peft,
 };
+use engraft_util::rng;
 
+use super::RunOptions;
 use crate::{
     error::{Error, Result},
     model::{Base, prefix_from_text},
@@ -23,6 +25,17 @@ pub enum PrefixStart {
     Zero,
 }
 
+/// The initial value of a new prompt.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PromptStart {
+    /// The base's embeddings of this text's tokens; `None`: of the first training row.
+    Text(Option<String>),
+    /// The base's embeddings of random tokens.
+    Vocab,
+    /// Random numbers of the run's seed.
+    Random,
+}
+
 /// Requested properties of the adapter. `None` leaves one to the default of its spec, or to the adapter
 /// that a run starts from.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -33,7 +46,7 @@ pub struct AdapterOptions {
     pub rank: Option<usize>,
     /// Numerator of the LoRA's scale alpha / r.
     pub alpha: Option<f64>,
-    /// Sites that the LoRA adapts.
+    /// Sites that a LoRA and IA3 adapt.
     pub targets: Option<Targets>,
     /// Layers that the LoRA adapts, from 0.
     pub layers: Option<Vec<usize>>,
@@ -45,12 +58,16 @@ pub struct AdapterOptions {
     pub rank_pattern: Option<BTreeMap<String, usize>>,
     /// Alphas by regular expression of the site.
     pub alpha_pattern: Option<BTreeMap<String, f64>>,
+    /// Sites whose input IA3 scales.
+    pub feedforward: Option<Targets>,
     /// Layer norms that LN tuning trains.
     pub norms: Option<Targets>,
     /// Length p of the prefix in virtual tokens.
     pub prefix_length: Option<usize>,
     /// Hidden width of the prefix's projection.
     pub projection: Option<usize>,
+    /// Length p of the prompt in virtual tokens.
+    pub prompt_length: Option<usize>,
 }
 
 impl AdapterOptions {
@@ -65,8 +82,10 @@ impl AdapterOptions {
         let has = |kind: Kind| kinds.contains(kind.name);
         AdapterSpec {
             lora: has(LoraSpec::KIND).then(|| self.lora()),
+            ia3: has(Ia3Spec::KIND).then(|| self.ia3()),
             ln_tuning: has(LnTuningSpec::KIND).then(|| self.ln_tuning()),
             prefix: has(PrefixSpec::KIND).then(|| self.prefix()),
+            prompt_tuning: has(PromptTuningSpec::KIND).then(|| self.prompt_tuning()),
         }
     }
 
@@ -84,6 +103,14 @@ impl AdapterOptions {
         }
     }
 
+    fn ia3(&self) -> Ia3Spec {
+        let default = Ia3Spec::default();
+        Ia3Spec {
+            targets: self.targets.clone().unwrap_or(default.targets),
+            feedforward: self.feedforward.clone().or(default.feedforward),
+        }
+    }
+
     fn ln_tuning(&self) -> LnTuningSpec {
         LnTuningSpec { norms: self.norms.clone().unwrap_or(LnTuningSpec::default().norms) }
     }
@@ -93,6 +120,10 @@ impl AdapterOptions {
             length: self.prefix_length.unwrap_or(PrefixSpec::default().length),
             projection: self.projection,
         }
+    }
+
+    fn prompt_tuning(&self) -> PromptTuningSpec {
+        PromptTuningSpec { length: self.prompt_length.unwrap_or(PromptTuningSpec::default().length) }
     }
 
     /// Compares the requested properties with `spec`, the adapter in the folder `dir`.
@@ -118,7 +149,6 @@ impl AdapterOptions {
         }
         lora!("rank", rank, |lora: &LoraSpec| lora.rank.to_string());
         lora!("alpha", alpha, |lora: &LoraSpec| lora.alpha.to_string());
-        lora!("targets", targets, |lora: &LoraSpec| lora.targets.to_string());
         lora!("layers", layers, |lora: &LoraSpec| format!(
             "{:?}",
             lora.layers.as_deref().unwrap_or_default()
@@ -126,6 +156,15 @@ impl AdapterOptions {
         lora!("rslora", rslora, |lora: &LoraSpec| lora.rslora.to_string());
         lora!("rank-pattern", rank_pattern, |lora: &LoraSpec| format!("{:?}", lora.rank_pattern));
         lora!("alpha-pattern", alpha_pattern, |lora: &LoraSpec| format!("{:?}", lora.alpha_pattern));
+        let targets = [spec.lora.as_ref().map(|own| &own.targets), spec.ia3.as_ref().map(|own| &own.targets)];
+        let asked = self.targets.as_ref().map(Targets::to_string).unwrap_or_default();
+        compare("targets", self.targets.is_some(), asked.clone(), shared(&targets, &asked));
+        compare(
+            "feedforward",
+            self.feedforward.is_some(),
+            self.ia3().feedforward_text(),
+            spec.ia3.as_ref().map(Ia3Spec::feedforward_text),
+        );
         compare(
             "norms",
             self.norms.is_some(),
@@ -146,6 +185,12 @@ impl AdapterOptions {
             show(self.projection.unwrap_or(0)),
             prefix.and_then(|prefix| prefix.projection).map(show),
         );
+        compare(
+            "prompt-len",
+            self.prompt_length.is_some(),
+            show(self.prompt_tuning().length),
+            spec.prompt_tuning.as_ref().map(|prompt| show(prompt.length)),
+        );
         if wrong.is_empty() {
             return Ok(());
         }
@@ -155,6 +200,17 @@ impl AdapterOptions {
             wrong.join(", ")
         )))
     }
+}
+
+/// What methods have for an option that they share, as far as it is not what is asked for.
+fn shared<T: ToString>(found: &[Option<T>], asked: &str) -> Option<String> {
+    let mut texts: Vec<String> = found.iter().flatten().map(T::to_string).collect();
+    texts.dedup();
+    if let [one] = &texts[..] {
+        return Some(one.clone());
+    }
+    texts.retain(|text| text != asked);
+    (!texts.is_empty()).then(|| texts.join(" and "))
 }
 
 /// An adapter with the values it starts from.
@@ -186,36 +242,48 @@ pub fn load(
     Ok(Fresh { set: loaded.set, values: loaded.values, hints: loaded.hints })
 }
 
-/// The values a new adapter starts from; `text` are ids of the text a prefix may start from.
+/// The values a new adapter starts from; `text` are ids of the text that a prefix or a prompt starts from.
 ///
 /// # Errors
-/// When there is no text to start from.
+/// When the base cannot read the text.
 pub fn initial_values(
     set: &AdapterSet,
     base: &Arc<Base>,
-    seed: u64,
-    start: &PrefixStart,
+    options: &RunOptions,
     text: &[u32],
     stream: bool,
 ) -> Result<Vec<f32>> {
-    let mut values = set.init_from(seed, Some(base.as_ref()))?;
-    let Some(prefix) = &set.prefix else { return Ok(values) };
-    let PrefixValues::Direct { values: tensor } = prefix.values else { return Ok(values) };
-    let slot = &set.layout.tensors[tensor];
-    let place = &mut values[slot.offset..slot.offset + slot.shape.iter().product::<usize>()];
-    match start {
-        PrefixStart::Random => {}
-        PrefixStart::Zero => place.fill(0.0),
-        PrefixStart::Text(_) if text.is_empty() => {
-            return Err(Error::input(
-                "--prefix-text: there is no token in the text; give some text, or --prefix-init random",
-            ));
+    let mut values = set.init_from(options.seed, Some(base.as_ref()))?;
+    let slots = &set.layout.tensors;
+    // A short text is read again and again.
+    let repeated = |length: usize| text.iter().copied().cycle().take(length).collect::<Vec<u32>>();
+    if let Some(Prefix { length, values: PrefixValues::Direct { values: tensor } }) = set.prefix {
+        let place = &mut values[slots[tensor].range()];
+        match options.prefix_start {
+            PrefixStart::Random => {}
+            PrefixStart::Zero => place.fill(0.0),
+            PrefixStart::Text(_) => {
+                place.copy_from_slice(&prefix_from_text(base, &repeated(length), stream)?)
+            }
         }
-        PrefixStart::Text(_) => {
-            // A short text is read again and again.
-            let ids: Vec<u32> = text.iter().copied().cycle().take(prefix.length).collect();
-            place.copy_from_slice(&prefix_from_text(base, &ids, stream)?);
-        }
+    }
+    if let Some(Prompt { length, embeddings }) = set.prompt {
+        let ids = match options.prompt_start {
+            PromptStart::Random => return Ok(values),
+            PromptStart::Text(_) => repeated(length),
+            PromptStart::Vocab => {
+                let key = rng::key(&[options.seed, rng::name("tokens of a prompt")]);
+                let id = |index| (rng::bits(key, index) % base.config.vocab as u64) as u32;
+                (0..length as u64).map(id).collect()
+            }
+        };
+        let rows = base.token_embeddings(&ids).ok_or_else(|| {
+            Error::input(format!(
+                "--prompt-text: has a token outside the {} of base {}; give another text",
+                base.config.vocab, base.name
+            ))
+        })?;
+        values[slots[embeddings].range()].copy_from_slice(&rows);
     }
     Ok(values)
 }
@@ -227,11 +295,12 @@ mod tests {
     #[test]
     fn every_contradiction_is_named_at_once() {
         let options = AdapterOptions {
-            kinds: Some("lora+prefix+ln_tuning".parse().unwrap()),
+            kinds: Some("lora+prefix+ln_tuning+prompt_tuning".parse().unwrap()),
             rank: Some(4),
             alpha: Some(16.0),
             norms: Some("ln_f".parse().unwrap()),
             prefix_length: Some(5),
+            prompt_length: Some(6),
             dropout: Some(0.5),
             ..AdapterOptions::default()
         };
@@ -239,8 +308,9 @@ mod tests {
         let error = options.check_against(&spec, Path::new("x")).unwrap_err().to_string();
         assert_eq!(
             error,
-            "--init-adapter x: contradicted by --method lora+ln_tuning+prefix (the adapter has lora), --rank 4 (the adapter \
-             has 8), --norms ln_f (the adapter has none), --prefix-len 5 (the adapter has none); leave these options out"
+            "--init-adapter x: contradicted by --method lora+ln_tuning+prefix+prompt_tuning (the adapter has lora), --rank 4 (the adapter \
+             has 8), --norms ln_f (the adapter has none), --prefix-len 5 (the adapter has none), --prompt-len 6 (the adapter \
+             has none); leave these options out"
         );
         assert!(AdapterOptions::default().check_against(&spec, Path::new("x")).is_ok());
         assert!(options.check_against(&options.spec(), Path::new("x")).is_ok());

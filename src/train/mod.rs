@@ -17,12 +17,12 @@ pub mod sample;
 pub mod save;
 mod steps;
 
-pub use adapter::{AdapterOptions, PrefixStart};
+pub use adapter::{AdapterOptions, PrefixStart, PromptStart};
 pub use events::{Event, Reporter};
 pub use folder::RunFolder;
 pub use job::{Constraints, PlanConfig, TrainingJob};
 pub use memory::{PlanRequest, plan_request};
 pub use options::{DataSource, Length, RunOptions, Warmup};
-pub use prepare::{brings_valid, embedded_text, end_of_text, load_split, load_train, row_limit};
+pub use prepare::{RowOptions, brings_valid, embedded_text, end_of_text, load_rows, load_split, row_limit};
 pub use run::{Finished, run};
 pub use sample::{Continuation, Sampling};

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, path::PathBuf};
 
-use super::{AdapterOptions, Constraints, PrefixStart, Sampling};
+use super::{AdapterOptions, Constraints, PrefixStart, PromptStart, Sampling};
 use crate::{
     data::ReadOptions,
     observe::machine::Machine,
@@ -21,6 +21,8 @@ pub struct RunOptions {
     pub allow_base_mismatch: bool,
     /// The initial value of a new prefix.
     pub prefix_start: PrefixStart,
+    /// The initial value of a new prompt.
+    pub prompt_start: PromptStart,
     /// Source of the training data.
     pub data: DataSource,
     /// Held-out files.

@@ -1,12 +1,15 @@
 //! From options to a run that can begin: adapter, rows, lengths.
 
-use std::{path::Path, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use engraft_adapters::{AdapterSet, AdapterSpec};
 use engraft_util::words::count;
 
 use super::{
-    AdapterOptions, DataSource, Length, PlanConfig, PrefixStart, RunOptions, adapter, memory,
+    AdapterOptions, DataSource, Length, PlanConfig, PrefixStart, PromptStart, RunOptions, adapter, memory,
     sample::{PromptSource, SamplePrompt},
     save::{FORMAT, Save, SaveInfo},
 };
@@ -47,7 +50,7 @@ impl Prepared {
     /// Values at step 0; with `stream` one layer of the base is in memory at a time.
     ///
     /// # Errors
-    /// When a prefix cannot be read from text.
+    /// When there is no text that a prefix or a prompt could start from.
     pub fn values(
         &mut self,
         options: &RunOptions,
@@ -58,8 +61,19 @@ impl Prepared {
         if let Some(values) = self.loaded.take() {
             return Ok(values);
         }
-        let text = prefix_text(&options.prefix_start, base, tokenizer, &self.train)?;
-        adapter::initial_values(&self.set, base, options.seed, &options.prefix_start, &text, stream)
+        let prefix = match &options.prefix_start {
+            PrefixStart::Text(text) => self.set.prefix.as_ref().map(|_| ("prefix", text)),
+            _ => None,
+        };
+        let prompt = match &options.prompt_start {
+            PromptStart::Text(text) => self.set.prompt.as_ref().map(|_| ("prompt", text)),
+            _ => None,
+        };
+        let ids = match prefix.or(prompt) {
+            Some((what, text)) => start_text(what, text.as_deref(), base, tokenizer, &self.train)?,
+            None => Vec::new(),
+        };
+        adapter::initial_values(&self.set, base, options, &ids, stream)
     }
 }
 
@@ -77,12 +91,8 @@ pub(super) fn prepare(
 ) -> Result<Prepared> {
     let mut chosen = choose(options, base, past)?;
     let seq_len = row_limit(options.seq_len, Some(&chosen.set), base.config.positions)?;
-    let rows = RowOptions { seq_len, prompt: chosen.set.prompt_len(), spool };
-    let (mut train, eval) = load_rows(options, base, tokenizer, rows)?;
-    let mut eval = match options.eval_max_rows {
-        Some(most) => eval.map(|eval| eval.at_most(most)),
-        None => eval,
-    };
+    let rows = RowOptions { seq_len, prompt: chosen.set.prompt_len(), spool: Some(spool.to_owned()) };
+    let (mut train, mut eval) = load_rows(options, &base.config, tokenizer, rows)?;
     refuse_without_evaluation(options, eval.is_some())?;
     let sampler = Sampler::new(train.rows.len(), options.seed, options.shuffle);
     let (steps, few) = steps(options, &sampler);
@@ -134,15 +144,23 @@ fn choose(options: &RunOptions, base: &Base, past: Option<&Save>) -> Result<Chos
 }
 
 /// What rows depend on beside the options of a run.
-struct RowOptions<'a> {
-    seq_len: usize,
-    prompt: usize,
-    spool: &'a Path,
+#[derive(Debug, Clone)]
+pub struct RowOptions {
+    /// Longest row of text, in tokens.
+    pub seq_len: usize,
+    /// Virtual tokens in front of each document.
+    pub prompt: usize,
+    /// Folder for the nameless file of rows that are too many for memory.
+    pub spool: Option<PathBuf>,
 }
 
-fn load_rows(
+/// The training rows of a run and those that it evaluates on.
+///
+/// # Errors
+/// As [`load_split`].
+pub fn load_rows(
     options: &RunOptions,
-    base: &Base,
+    config: &Config,
     tokenizer: Option<&Tokenizer>,
     rows: RowOptions,
 ) -> Result<(Dataset, Option<Dataset>)> {
@@ -151,26 +169,30 @@ fn load_rows(
         pack: true,
         line_by_line: options.line_by_line,
         train_on_prompt: options.train_on_prompt,
-        end_of_text: end_of_text(&base.config, tokenizer)?,
-        vocab: base.config.vocab,
+        end_of_text: end_of_text(config, tokenizer)?,
+        vocab: config.vocab,
         prompt: rows.prompt,
-        spool: Some(rows.spool.to_owned()),
+        spool: rows.spool,
         read: options.read.clone(),
     };
-    let (train, data_options) = load_train(options, tokenizer, data_options)?;
+    let (mut train, data_options) = load_train(options, tokenizer, data_options)?;
     let load = |source: &DataSource, split| load_split(source, split, tokenizer, &data_options);
-    if !options.eval_data.is_empty() {
-        let source = DataSource::Files(options.eval_data.clone());
-        return Ok((train, Some(load(&source, Split::Valid)?)));
-    }
-    if let Some(fraction) = options.eval_fraction {
-        if fraction == 0.0 {
-            return Ok((train, None));
+    let eval = match options.eval_fraction {
+        _ if !options.eval_data.is_empty() => {
+            Some(load(&DataSource::Files(options.eval_data.clone()), Split::Valid)?)
         }
-        let (train, held_out) = train.split(fraction, options.seed)?;
-        return Ok((train, Some(held_out)));
-    }
-    let eval = brings_valid(&options.data)?.then(|| load(&options.data, Split::Valid)).transpose()?;
+        Some(0.0) => None,
+        Some(fraction) => {
+            let held_out;
+            (train, held_out) = train.split(fraction, options.seed)?;
+            Some(held_out)
+        }
+        None => brings_valid(&options.data)?.then(|| load(&options.data, Split::Valid)).transpose()?,
+    };
+    let eval = match options.eval_max_rows {
+        Some(most) => eval.map(|eval| eval.at_most(most)),
+        None => eval,
+    };
     Ok((train, eval))
 }
 
@@ -197,7 +219,7 @@ const FEW: u64 = 20;
 ///
 /// # Errors
 /// As [`load_split`].
-pub fn load_train(
+fn load_train(
     options: &RunOptions,
     tokenizer: Option<&Tokenizer>,
     data_options: DataOptions,
@@ -336,24 +358,32 @@ pub fn row_limit(asked: Option<usize>, set: Option<&AdapterSet>, positions: usiz
     }
 }
 
-/// Ids a prefix may start from.
-fn prefix_text(
-    start: &PrefixStart,
+/// Ids that `what`, a prefix or a prompt, starts from: at least one.
+fn start_text(
+    what: &str,
+    text: Option<&str>,
     base: &Base,
     tokenizer: Option<&Tokenizer>,
     train: &Dataset,
 ) -> Result<Vec<u32>> {
-    match (start, tokenizer) {
-        (PrefixStart::Text(Some(text)), Some(tokenizer)) => tokenizer.encode(text),
-        (PrefixStart::Text(Some(_)), None) => Err(Error::input(
-            "--prefix-text: the base has no tokenizer to read it with; leave the option out to start from the data",
-        )),
-        (PrefixStart::Text(None), _) => {
-            let vocab = base.config.vocab;
-            Ok(train.rows.iter().next().map(|row| row.text(vocab).collect()).unwrap_or_default())
+    let ids = match (text, tokenizer) {
+        (Some(text), Some(tokenizer)) => tokenizer.encode(text)?,
+        (Some(_), None) => {
+            return Err(Error::input(format!(
+                "--{what}-text: the base has no tokenizer to read it with; leave the option out to start from the data"
+            )));
         }
-        (PrefixStart::Random | PrefixStart::Zero, _) => Ok(Vec::new()),
+        (None, _) => {
+            let vocab = base.config.vocab;
+            train.rows.iter().next().map(|row| row.text(vocab).collect()).unwrap_or_default()
+        }
+    };
+    if ids.is_empty() {
+        return Err(Error::input(format!(
+            "--{what}-text: there is no token in the text; give some text, or --{what}-init random"
+        )));
     }
+    Ok(ids)
 }
 
 /// The description in saves of a run, at step 0.

@@ -12,7 +12,7 @@ use crate::{
         schedule::{Decay, Schedule},
     },
     plan::budget::Limit,
-    train::{AdapterOptions, Constraints, DataSource, Length, PrefixStart, Warmup},
+    train::{AdapterOptions, Constraints, DataSource, Length, PrefixStart, PromptStart, Warmup},
 };
 
 thread_local! {
@@ -60,6 +60,7 @@ fn options() -> RunOptions {
         init_adapter: None,
         allow_base_mismatch: false,
         prefix_start: PrefixStart::Random,
+        prompt_start: PromptStart::Random,
         data: DataSource::Embedded,
         eval_data: Vec::new(),
         eval_fraction: None,

@@ -3,7 +3,7 @@
     python tests/golden/check_ours.py ADAPTER_DIR BASE_DIR IDS.safetensors
 
 ADAPTER_DIR holds adapter_config.json and adapter_model.safetensors, or such folders as `lora/`,
-`ln_tuning/` and `prefix/`. IDS holds `input_ids` i64 [b, t], `labels` i64 [b, t] (unshifted, -100 = unsupervised) and,
+`ia3/`, `ln_tuning/` and `prefix/`. IDS holds `input_ids` i64 [b, t], `labels` i64 [b, t] (unshifted, -100 = unsupervised) and,
 if wanted, `logits` f32 [b, t, V] to compare with. Base weights are rounded to F16 and run in F32.
 Prints one JSON line; exits 1 with a sentence at an unknown config key, a missing, unexpected or
 wrongly shaped tensor, a value PEFT did not take over, or any warning.
@@ -88,11 +88,12 @@ def main():
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     model = gpt2_bases.load(a.base)
-    # Only prefix tuning can wrap a base that already holds LoRA or norms, so these come first.
+    # Only prefix and prompt tuning can wrap a base that already holds LoRA, IA3 or norms, so these come first.
+    methods = ("lora", "ia3", "ln_tuning", "prefix", "prompt_tuning")
     folders = [a.adapter] if (a.adapter / "adapter_config.json").is_file() else \
-        [f for f in (a.adapter / name for name in ("lora", "ln_tuning", "prefix")) if f.is_dir()]
+        [f for f in (a.adapter / name for name in methods) if f.is_dir()]
     if not folders:
-        fail(a.adapter, "neither adapter_config.json nor a folder lora/, ln_tuning/ or prefix/ is in it")
+        fail(a.adapter, "neither adapter_config.json nor a folder of a method, such as lora/, is in it")
     report = {"adapter": str(a.adapter), "folders": {}}
     for folder in folders:
         if isinstance(model, PeftModel):
@@ -101,10 +102,13 @@ def main():
     batch = load_file(a.ids)
     with torch.no_grad():
         out = model.eval()(input_ids=batch["input_ids"], labels=batch["labels"])
-    report["supervised"] = int((batch["labels"][:, 1:] != -100).sum())
+    # Virtual tokens in front of a row have no label, and the last of them predicts the first token.
+    labels = batch["labels"]
+    labels = torch.nn.functional.pad(labels, (out.logits.shape[1] - labels.shape[1], 0), value=-100)
+    report["supervised"] = int((labels[:, 1:] != -100).sum())
     report["loss"] = out.loss.item()
     if "logits" in batch:
-        report["max_logit_difference"] = (out.logits - batch["logits"]).abs().max().item()
+        report["max_logit_difference"] = (out.logits[:, -batch["logits"].shape[1]:] - batch["logits"]).abs().max().item()
     print(json.dumps(report))
 
 

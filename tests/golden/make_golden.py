@@ -25,7 +25,8 @@ import peft
 import safetensors
 import torch
 import transformers
-from peft import LNTuningConfig, LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from peft import (IA3Config, LNTuningConfig, LoraConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig,
+                  PromptTuningConfig, get_peft_model)
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
@@ -57,9 +58,15 @@ def loss_of(logits, labels):
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
 
 
+def behind_virtual(labels, logits):
+    """Labels [b, P + t] for logits [b, P + t, V]: -100 for each of P virtual tokens, as PEFT pads them."""
+    return torch.nn.functional.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=-100)
+
+
 def check_loss(out, labels):
     """The loss transformers returns is the plain mean of -log softmax, term by term in f64."""
     terms = []
+    labels = behind_virtual(labels, out.logits)
     logp = out.logits.detach().double().log_softmax(-1)
     for row, marks in enumerate(labels.tolist()):
         terms += [-logp[row, i, marks[i + 1]].item() for i in range(len(marks) - 1) if marks[i + 1] != -100]
@@ -86,7 +93,8 @@ class Case:
 
 def tensors_of(model):
     """file key -> parameter of a LoRA PeftModel, under exactly the keys PEFT writes."""
-    found = {n.replace(".default.", "."): p for n, p in model.named_parameters() if p.requires_grad}
+    plain = lambda n: n.replace(".default.", ".").removesuffix(".default")
+    found = {plain(n): p for n, p in model.named_parameters() if p.requires_grad}
     if sorted(found) != sorted(get_peft_model_state_dict(model)):
         raise SystemExit("PEFT's file keys are no longer the parameter names without the adapter's name")
     return found
@@ -233,8 +241,82 @@ def lora_ln_tuning_and_prefix():
     return case
 
 
+def prompt_tuning_case(base, seed, length):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", SECOND_TIME)
+        model = get_peft_model(base, PromptTuningConfig(num_virtual_tokens=length, task_type="CAUSAL_LM"))
+    trained = {"prompt_embeddings": model.prompt_encoder["default"].embedding.weight}
+    randomise(trained, seed, lambda key: 0.5)
+    return Case(model, trained, {"": model})
+
+
+def prompt_tuning():
+    return prompt_tuning_case(gpt2_bases.load(TINY), 114, 4)
+
+
+def lora_and_prompt_tuning():
+    """LoRA modules inside the base, and that base wrapped in prompt tuning; both share one backward."""
+    lora = lora_case(115, r=2, lora_alpha=5, target_modules=["c_attn", "mlp.c_proj"])
+    both = prompt_tuning_case(lora.model.get_base_model(), 116, 3)
+    for p in lora.trained.values():
+        p.requires_grad_(True)  # wrapping in prompt tuning froze everything below
+    trained = {f"lora.{k}": p for k, p in lora.trained.items()}
+    trained.update({f"prompt_tuning.{k}": p for k, p in both.trained.items()})
+    return Case(both.model, trained, {"lora": lora.model, "prompt_tuning": both.model})
+
+
+def p_tuning():
+    """P-tuning through an MLP, whose output is all that PEFT stores. Nothing is trained."""
+    model = get_peft_model(gpt2_bases.load(TINY), PromptEncoderConfig(
+        num_virtual_tokens=3, encoder_hidden_size=7, task_type="CAUSAL_LM"))
+    encoder = model.prompt_encoder["default"]
+    randomise(dict(encoder.named_parameters()), 117, lambda key: 0.6)
+    case = Case(model, {}, {"": model})
+    case.extra["prompt_embeddings"] = lambda: model.get_prompt_embedding_to_save("default")
+    return case
+
+
+def ia3_case(base, seed, **fields):
+    """Vectors around 1. They decay: transformers' trainer leaves out norms and biases alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", SECOND_TIME)
+        model = get_peft_model(base, IA3Config(task_type="CAUSAL_LM", fan_in_fan_out=True, **fields))
+    trained = {key: p for key, p in tensors_of(model).items() if "ia3_l" in key}
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key in sorted(trained):
+            trained[key].add_(0.3 * torch.randn(trained[key].shape, generator=g))
+    return Case(model, trained, {"": model})
+
+
+def ia3():
+    return ia3_case(gpt2_bases.load(TINY), 121)
+
+
+def ia3_regex():
+    return ia3_case(gpt2_bases.load(TINY), 122, target_modules=r".*(attn\.c_proj|h\.[02]\.mlp\.c_fc)",
+                    feedforward_modules=r".*(mlp\.c_fc|h\.1\.attn\.c_proj)")
+
+
+def lora_ia3_and_prefix():
+    """LoRA modules, vectors around them (both on c_attn), and that base wrapped in prefix tuning; one backward."""
+    def make_lora():
+        return lora_case(123, r=2, lora_alpha=5, target_modules=["c_attn", "c_fc"])
+
+    lora = make_lora()
+    vectors = ia3_case(lora.model.get_base_model(), 124)
+    last = prefix_case(vectors.model.get_base_model(), 125)
+    parts = {"lora": lora, "ia3": vectors, "prefix": last}
+    trained = {f"{name}.{key}": p for name, part in parts.items() for key, p in part.trained.items()}
+    for p in trained.values():
+        p.requires_grad_(True)  # each wrapping froze what was there
+    alone = {"lora": make_lora(), "ia3": ia3_case(gpt2_bases.load(TINY), 124), "prefix": last}
+    return Case(last.model, trained, {name: part.model for name, part in alone.items()})
+
+
 CASES = [lora_c_attn, lora_all_rslora_patterns, lora_layers, lora_qv, prefix, prefix_projection, lora_and_prefix,
-         ln_tuning, ln_tuning_regex, lora_ln_tuning_and_prefix]
+         ln_tuning, ln_tuning_regex, lora_ln_tuning_and_prefix, prompt_tuning, lora_and_prompt_tuning, p_tuning,
+         ia3, ia3_regex, lora_ia3_and_prefix]
 
 
 # ---- running a case -------------------------------------------------------------------------
@@ -242,8 +324,14 @@ CASES = [lora_c_attn, lora_all_rslora_patterns, lora_layers, lora_qv, prefix, pr
 def forward(case, ids, labels):
     out = case.model(input_ids=ids, labels=labels)
     if out.logits.dtype == torch.float64:
-        out.loss = loss_of(out.logits, labels)  # transformers' own casts the logits to F32
+        # transformers' own casts the logits to F32
+        out.loss = loss_of(out.logits, behind_virtual(labels, out.logits))
     return out
+
+
+def of_text(logits, ids):
+    """Logits [b, t, V] behind the tokens of `ids` [b, t], without those behind virtual tokens in front of them."""
+    return logits[:, -ids.shape[1]:].contiguous()
 
 
 def gradients(case, ids, labels):
@@ -256,8 +344,9 @@ def gradients(case, ids, labels):
 
     hook = case.projected.register_forward_hook(watch) if case.projected else None
     out = forward(case, ids, labels)
-    out.loss.backward()
-    found = {"logits": out.logits.detach().contiguous(), "loss": out.loss.detach().view(1)}
+    found = {"logits": of_text(out.logits, ids).detach(), "loss": out.loss.detach().view(1)}
+    if case.trained:
+        out.loss.backward()
     found.update({f"grad.{key}": p.grad.clone() for key, p in case.trained.items()})
     if hook:
         hook.remove()
@@ -297,7 +386,8 @@ def record(case, ids, labels):
     found, out = gradients(case, ids, labels)
     if out.logits.dtype == torch.float32:
         check_loss(out, labels)
-    found.update(train(case, ids, labels))
+    if case.trained:
+        found.update(train(case, ids, labels))
     return found
 
 
@@ -344,7 +434,7 @@ def reload(folder, names):
         warnings.filterwarnings("ignore", SECOND_TIME)
         for name in names:
             model = PeftModel.from_pretrained(model, str(folder / "adapter" / name))
-            if name in ("lora", "ln_tuning") and name != list(names)[-1]:
+            if name in ("lora", "ia3", "ln_tuning") and name != list(names)[-1]:
                 model = model.get_base_model()
     return model.eval()
 
@@ -363,11 +453,12 @@ def make_case(build, ids, labels):
     stored = save_adapters(case, folder)
     initial = {k: x for k, x in case.snapshot().items() if k.startswith("proj.")}
     found = record(case, ids, labels)
-    missing = [k for k in stored if f"grad.{k}" not in found or f"final.{k}" not in found]
-    if missing or found["losses"][0].float() != found["loss"][0]:
+    trained = stored if case.trained else {}
+    missing = [k for k in trained if f"grad.{k}" not in found or f"final.{k}" not in found]
+    if missing or case.trained and found["losses"][0].float() != found["loss"][0]:
         raise SystemExit(f"{folder}: incomplete {missing} or the first training loss differs")
     with torch.no_grad():
-        again = reload(folder, case.adapters)(input_ids=ids).logits
+        again = of_text(reload(folder, case.adapters)(input_ids=ids).logits, ids)
         for name in case.adapters:  # each folder must also load alone
             reload(folder, [name])
     gap = (again - found["logits"]).abs().max().item()
@@ -378,8 +469,9 @@ def make_case(build, ids, labels):
     limits = noise(found, in_f64(build, ids, labels))
     found = {k: x.float().contiguous() for k, x in {**initial, **found}.items()}
     save_file({"input_ids": ids, "labels": labels, **found}, folder / "expected.safetensors")
-    show = [round(x, 4) for x in found["losses"].tolist()]
-    print(f"{folder}: losses {show} norms {[round(x, 2) for x in found['grad_norms'].tolist()]} reload {gap:.1e}")
+    shown = {key: [round(x, digits) for x in found.get(key, torch.empty(0)).tolist()]
+             for key, digits in (("loss", 4), ("losses", 4), ("grad_norms", 2))}
+    print(f"{folder}: {shown} reload {gap:.1e}")
     return limits
 
 

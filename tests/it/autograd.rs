@@ -152,30 +152,31 @@ impl<'a> Twin<'a> {
 
     fn linear(&self, x: &Tensor, place: (usize, usize), linear: &Linear, index: usize) -> Result<Tensor> {
         let (weight, outputs) = (matrix(&linear.weight)?, linear.weight.cols);
-        let var = |tensor: usize| self.vars[tensor].as_tensor();
+        // Vectors may be stored as matrices of one row or column.
+        let var = |tensor: usize| self.vars[tensor].flatten_all();
         let vectors = self.case.set.vectors.iter().find(|vectors| (vectors.layer, vectors.site) == place);
         let (u, g) = (vectors.and_then(|vectors| vectors.u), vectors.and_then(|vectors| vectors.g));
         let bias = match vectors.and_then(|vectors| vectors.bias) {
-            Some(bias) => var(bias).clone(),
+            Some(bias) => var(bias)?,
             None => frozen(&linear.bias, &[outputs])?,
         };
         let inside = g.is_some_and(|g| g.with_bias);
-        let mut y = u.map_or(Ok(x.clone()), |u| x.broadcast_mul(var(u)))?.matmul(&weight)?;
+        let mut y = u.map_or(Ok(x.clone()), |u| x.broadcast_mul(&var(u)?))?.matmul(&weight)?;
         if inside {
             y = y.broadcast_add(&bias)?;
         }
         for lora in self.case.set.loras.iter().filter(|lora| (lora.layer, lora.site) == place) {
             let low = self.drop(x, lora, index)?.matmul(&self.vars[lora.a].t()?)?;
-            let low = lora.d.map_or(Ok(low.clone()), |d| low.broadcast_mul(var(d)))?;
+            let low = lora.d.map_or(Ok(low.clone()), |d| low.broadcast_mul(&var(d)?))?;
             let delta = (low.matmul(&self.vars[lora.b].t()?)? * f64::from(lora.scale))?;
-            let delta = lora.e.map_or(Ok(delta.clone()), |e| delta.broadcast_mul(var(e)))?;
+            let delta = lora.e.map_or(Ok(delta.clone()), |e| delta.broadcast_mul(&var(e)?))?;
             let behind = outputs - lora.columns.end;
             y = (y + delta.pad_with_zeros(1, lora.columns.start, behind)?)?;
         }
         if let Some(g) = g {
             y = y.broadcast_mul(&match g.over_norms {
-                true => (var(g.vector) / self.norms(weight, place)?)?,
-                false => var(g.vector).clone(),
+                true => (var(g.vector)? / self.norms(weight, place)?)?,
+                false => var(g.vector)?,
             })?;
         }
         if inside { Ok(y) } else { y.broadcast_add(&bias) }
@@ -336,7 +337,7 @@ pub fn check(base: &Arc<Base>, case: &Case, smoothing: f64, recompute: Recompute
         let found = difference(&gradient[slot.range()], &expected);
         let what = format!("{} of {} on {}: {found:.2e}", slot.name, case.name, base.name);
         assert!(found <= GRADIENT, "{what} above {GRADIENT:.0e}");
-        let kind = ["lora_A", "lora_B", "vector", "prompt_encoder", "prompt"];
+        let kind = ["lora_A", "lora_B", "ia3_l", "vector", "prompt_encoder", "prompt"];
         let kind = kind.iter().find(|kind| slot.name.contains(**kind)).copied().unwrap_or("prompt");
         let entry = worst.entry(kind.to_owned()).or_default();
         *entry = entry.max(found);

@@ -330,6 +330,26 @@ fn a_second_run_reads_rows_from_the_cache() {
     assert_eq!(entries(), 2);
 }
 
+/// A plan is made for the rows that the run would have: `--eval-max-rows` may leave the longest one out.
+#[test]
+fn a_plan_reads_the_rows_of_the_run() {
+    let sandbox = Sandbox::new();
+    sandbox.write("short.jsonl", "{\"text\":\"a row\"}\n".repeat(12));
+    let long =
+        format!("{}{{\"text\":\"{}\"}}\n", "{\"text\":\"a row\"}\n".repeat(5), "the quiet place ".repeat(20));
+    sandbox.write("long.jsonl", &long);
+    let peak = |command: &str, extra: &str| {
+        let line = format!("{command} --data short.jsonl --no-pack --seq-len 96 --json --threads 1 {extra}");
+        let plan = sandbox.engraft(&line).succeeds().events_of("plan").remove(0);
+        plan["planned_counted_bytes"].as_u64().unwrap_or_else(|| plan["peak_bytes"].as_u64().unwrap())
+    };
+    let all = peak("plan", "--eval-data long.jsonl");
+    let some = peak("plan", "--eval-data long.jsonl --eval-max-rows 2");
+    assert!(some < all, "{some} {all}");
+    assert_eq!(some, peak("plan", "--eval-fraction 0.2"));
+    assert_eq!(all, peak("plan", "--data long.jsonl --eval-fraction 0"));
+}
+
 #[test]
 fn data_are_looked_at() {
     let sandbox = Sandbox::new();

@@ -313,7 +313,9 @@ fn loss_in_training(base: &Arc<Base>, case: &Case, ids: &[u32]) -> f64 {
     let mut of = row(1, ids.len(), 0, SIZES.vocab);
     of.ids = ids.to_vec();
     of.targets = ids[1..].iter().map(|&id| id as i32).chain([engraft::data::NO_LOSS]).collect();
-    let of = with_prompt(&of, base, case);
+    let mut of = with_prompt(&of, base, case);
+    let behind = case.set.prompt_len();
+    of.targets[..behind].fill(engraft::data::NO_LOSS);
     let limits = Limits { rows: 1, tokens: of.ids.len() };
     let bindings = bindings(base, case);
     let mut arenas = Arenas::real(None);

@@ -4,6 +4,7 @@
 
 use std::{
     collections::BTreeMap,
+    ops::Range,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -12,7 +13,7 @@ use candle_core::{DType, Device, Tensor};
 use engraft::{
     data::{Batch, NO_LOSS, Row},
     device::{Buffer, arena::Arenas},
-    engine::{Trainer, TrainerOptions},
+    engine::{Evaluator, Trainer, TrainerOptions},
     model::{AdapterBindings, Base, BaseSource, Decoder, Limits, Policy, Recompute, Stack, Trained},
     optim::{AdamWOptions, OptimizerKind},
 };
@@ -64,8 +65,15 @@ impl Expected {
             .collect()
     }
 
-    fn batch(&self) -> Batch {
-        let rows = self.rows();
+    /// The rows after virtual tokens of the ids `prompt`, the last of which predicts what the first label says.
+    fn batch(&self, prompt: Range<u32>) -> Batch {
+        let labels = self.get("labels").chunks(self.1[1]);
+        let mut rows = Vec::new();
+        for (Row { ids, targets, .. }, labels) in self.rows().iter().zip(labels) {
+            let mut row = Row::default();
+            row.push(prompt.clone(), labels[0] as i32, ids, targets);
+            rows.push(row);
+        }
         Batch::new(&rows.iter().collect::<Vec<_>>())
     }
 }
@@ -126,7 +134,7 @@ fn every_base_gives_transformers_logits_and_loss() {
         let base = base(name);
         let bindings = AdapterBindings::none(base.config.layers);
         assert_logits(&base, &bindings, &[], &expected, name);
-        let batch = expected.batch();
+        let batch = expected.batch(0..0);
         let limits = Limits { rows: batch.rows, tokens: batch.seq_len };
         let policy = Policy { head_rows: 4, ..Policy::default() };
         let mut stack = Stack::new(base, bindings, limits, policy, false, &mut Arenas::real(None)).unwrap();
@@ -138,11 +146,11 @@ fn every_base_gives_transformers_logits_and_loss() {
     assert!(seen >= 15, "only {seen} golden bases");
 }
 
-fn options(policy: Policy, expected: &Expected) -> TrainerOptions {
+fn options(policy: Policy, batch: &Batch) -> TrainerOptions {
     let adamw = AdamWOptions { weight_decay: 0.01, ..AdamWOptions::default() };
     TrainerOptions {
         rows: BATCH,
-        seq_len: expected.1[1],
+        seq_len: batch.seq_len,
         policy,
         optimizer: OptimizerKind::AdamW,
         adamw,
@@ -161,6 +169,13 @@ struct Case {
     golden_name: fn(&str) -> String,
 }
 
+impl Case {
+    fn batch(&self, expected: &Expected, base: &Base) -> Batch {
+        let vocab = base.config.vocab as u32;
+        expected.batch(vocab..vocab + self.set.prompt_len() as u32)
+    }
+}
+
 fn load(name: &'static str, base: &Base, golden_name: fn(&str) -> String) -> Case {
     let loaded = peft::load(&golden(&format!("cases/{name}/adapter")), &base.description(), false).unwrap();
     assert!(
@@ -177,10 +192,10 @@ fn check(case: &Case, base: &Arc<Base>, policy: Policy) {
     let bindings = AdapterBindings::new(&[(&case.set, 1.0)], base.config.layers).unwrap();
     assert_logits(base, &bindings, &case.values, &expected, what);
 
-    let options = options(policy, &expected);
+    let batch = [case.batch(&expected, base)];
+    let options = options(policy, &batch[0]);
     let mut trainer =
         Trainer::new(Arc::clone(base), case.set.clone(), &case.values, options, Arenas::real(None)).unwrap();
-    let batch = [expected.batch()];
     let losses = trainer.accumulate(&batch).unwrap();
     assert_near(&[(losses.sum / losses.tokens as f64) as f32], expected.get("loss"), LOSS, what);
     let gradient = trainer.gradient();
@@ -250,13 +265,51 @@ fn ln_tuning_matches_peft() {
 }
 
 #[test]
+fn prompt_tuning_matches_peft() {
+    let base = base("tiny");
+    check_all(&load("prompt_tuning", &base, str::to_owned), &base);
+    let name = |slot: &str| {
+        let kind = if slot.contains("lora") { "lora" } else { "prompt_tuning" };
+        format!("{kind}.{slot}")
+    };
+    check_all(&load("lora_and_prompt_tuning", &base, name), &base);
+}
+
+/// What P-tuning made is used; PEFT trains its encoder, which is not in the files.
+#[test]
+fn p_tuning_is_used_as_peft_does() {
+    let base = base("tiny");
+    let case = load("p_tuning", &base, str::to_owned);
+    assert_eq!((case.set.prompt_len(), case.set.spec.prompt_tuning.is_some()), (3, true));
+    let expected = Expected::read(&golden("cases/p_tuning/expected.safetensors"));
+    let bindings = AdapterBindings::new(&[(&case.set, 1.0)], base.config.layers).unwrap();
+    assert_logits(&base, &bindings, &case.values, &expected, case.name);
+    let limits = Limits { rows: BATCH, tokens: expected.1[1] + 3 };
+    let mut evaluator =
+        Evaluator::new(Arc::clone(&base), Some((&case.set, &case.values)), limits, 256).unwrap();
+    let found = evaluator.evaluate(&mut std::iter::once(case.batch(&expected, &base))).unwrap();
+    assert_near(&[found.loss as f32], expected.get("loss"), LOSS, case.name);
+}
+
+#[test]
+fn ia3_matches_peft() {
+    let base = base("tiny");
+    for name in ["ia3", "ia3_regex"] {
+        check_all(&load(name, &base, str::to_owned), &base);
+    }
+}
+
+#[test]
 fn three_methods_at_once_match_peft() {
     let base = base("tiny");
     let name = |slot: &str| {
-        let kind = ["ln_tuning", "lora"].into_iter().find(|kind| slot.contains(kind)).unwrap_or("prefix");
+        let kinds = ["ln_tuning", "lora", "ia3"];
+        let kind = kinds.into_iter().find(|kind| slot.contains(kind)).unwrap_or("prefix");
         format!("{kind}.{slot}")
     };
-    check_all(&load("lora_ln_tuning_and_prefix", &base, name), &base);
+    for case in ["lora_ln_tuning_and_prefix", "lora_ia3_and_prefix"] {
+        check_all(&load(case, &base, name), &base);
+    }
 }
 
 #[test]
@@ -280,7 +333,7 @@ fn projected_prefix_matches_peft() {
     let case = Case { name: "prefix_projection", set, values, golden_name: name };
     check_all(&case, &base);
     let policy = Policy::default();
-    let options = options(policy, &expected);
+    let options = options(policy, &expected.batch(0..0));
     let trainer = Trainer::new(base, case.set.clone(), &case.values, options, Arenas::real(None)).unwrap();
     let stored = candle_core::safetensors::load(
         golden("cases/prefix_projection/adapter/adapter_model.safetensors"),
@@ -320,10 +373,10 @@ fn separate_q_and_v_match_peft() {
         let part = part_of(&slot.name, &whole);
         values[slot.range()].iter_mut().zip(part).for_each(|(to, from)| *to = from as f32);
     }
-    let options = options(Policy::default(), &expected);
+    let batch = [expected.batch(0..0)];
+    let options = options(Policy::default(), &batch[0]);
     let mut trainer =
         Trainer::new(Arc::clone(&base), set.clone(), &values, options, Arenas::real(None)).unwrap();
-    let batch = [expected.batch()];
     trainer.accumulate(&batch).unwrap();
     let gradient = trainer.gradient();
     for slot in &set.layout.tensors {

@@ -105,6 +105,30 @@ fn every_json_event_has_a_time() {
 }
 
 #[test]
+fn samples_of_the_end_are_on_record() {
+    let sandbox = Sandbox::new();
+    let line = "train --data data.jsonl --no-pack --seq-len 24 --batch 4 --threads 1 --steps 2 --output run";
+    sandbox.engraft(line).succeeds();
+    let run = sandbox.path("run");
+    let samples = of_kind(&metrics(&run), "sample");
+    assert_eq!(numbers(&samples, "step"), [0.0, 2.0]);
+    // Added to the file of the run, which stays whole.
+    let files = event_files(&run);
+    assert_eq!(
+        (files.len(), files[0].iter().map(|event| event.step).collect::<Vec<_>>()),
+        (1, vec![0, 1, 2, 0, 2])
+    );
+    let file = crate::cli_support::names(&run).into_iter().find(|name| name.contains("tfevents")).unwrap();
+    let bytes = fs::read(run.join(file)).unwrap();
+    let text = String::from_utf8_lossy(&bytes);
+    for sample in samples {
+        let said = format!("{}{}", sample["prompt"].as_str().unwrap(), sample["text"].as_str().unwrap());
+        let first = said.lines().next().unwrap();
+        assert!(!first.is_empty() && text.contains(&format!("    {first}")), "{first:?}");
+    }
+}
+
+#[test]
 fn a_resumed_run_goes_on_in_the_same_record() {
     let whole = Sandbox::new();
     whole.train(RUN).succeeds();

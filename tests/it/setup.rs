@@ -213,7 +213,10 @@ pub fn with_prompt(row: &Row, base: &Base, case: &Case) -> Row {
     while first < row.ids.len() {
         let document = row.starts[first..].iter().take_while(|&&start| start as usize == first).count();
         let end = first + document;
-        whole.push(&row.ids[first..end], &row.targets[first..end], vocab, prompt);
+        let (ids, targets) = (&row.ids[first..end], &row.targets[first..end]);
+        // A document whose second token is a target has its first as one, too.
+        let predicted = if targets[0] == NO_LOSS { NO_LOSS } else { ids[0] as i32 };
+        whole.push(vocab as u32..(vocab + prompt) as u32, predicted, ids, targets);
         first = end;
     }
     whole

@@ -154,15 +154,37 @@ fn put_in_place(path: &Path, owned: &[&str], fresh: TempDir) -> io::Result<()> {
     if !path.is_dir() {
         return Err(io::Error::from(io::ErrorKind::NotADirectory));
     }
+    keep_files(path, owned, fresh.path())?;
     exchange(fresh.path(), path)?;
-    // `fresh` now names the old folder and is removed on return.
+    // `fresh` now names the old folder and is removed on return. Folders in it can only move.
     for entry in fs::read_dir(fresh.path())? {
-        let name = entry?.file_name();
-        if !owned.iter().any(|&owned| name == owned) {
-            fs::rename(fresh.path().join(&name), path.join(&name))?;
+        let entry = entry?;
+        if !is_owned(&entry, owned) && entry.file_type()?.is_dir() {
+            fs::rename(entry.path(), path.join(entry.file_name()))?;
         }
     }
     sync_folder(path)
+}
+
+fn is_owned(entry: &fs::DirEntry, owned: &[&str]) -> bool {
+    owned.iter().any(|&owned| entry.file_name() == owned)
+}
+
+/// Puts the files in `path` that are not `owned` into `fresh` too: a process that ends between the exchange and its
+/// end then loses none of them.
+fn keep_files(path: &Path, owned: &[&str], fresh: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(path)? {
+        let entry = entry?;
+        let kept = fresh.join(entry.file_name());
+        if is_owned(&entry, owned) || entry.file_type()?.is_dir() {
+            continue;
+        }
+        // Not every file system has hard links.
+        if fs::hard_link(entry.path(), &kept).is_err() {
+            fs::copy(entry.path(), kept)?;
+        }
+    }
+    Ok(())
 }
 
 #[cfg(target_os = "linux")]
@@ -295,8 +317,16 @@ mod tests {
         };
         put("a", b"1").unwrap();
         fs::write(path.join("README.md"), "kept").unwrap();
+        fs::create_dir_all(path.join("notes/of")).unwrap();
         put("b", b"2").unwrap();
-        assert_eq!(names(&path), ["README.md", "b"]);
+        assert_eq!(names(&path), ["README.md", "b", "notes"]);
+        assert_eq!(names(&path.join("notes")), ["of"]);
+        fs::remove_dir_all(path.join("notes")).unwrap();
+        // Also the new folder has the file before it takes the place of the old one.
+        fs::create_dir(folder.path().join("fresh")).unwrap();
+        keep_files(&path, &["b"], &folder.path().join("fresh")).unwrap();
+        assert_eq!(fs::read(folder.path().join("fresh/README.md")).unwrap(), b"kept");
+        assert_eq!(names(&folder.path().join("fresh")), ["README.md"]);
         let failed = replace_folder(&path, &["b"], |fresh| {
             create(&fresh.join("c"), |_| Err(io::Error::from(io::ErrorKind::StorageFull)))
         });

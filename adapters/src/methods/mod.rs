@@ -5,9 +5,11 @@
 //! to `methods!`. A method whose [`Contribution`] has a kind of part that no other has also needs a branch where
 //! the model binds contributions.
 
+pub mod ia3;
 pub mod ln_tuning;
 pub mod lora;
 pub mod prefix;
+pub mod prompt_tuning;
 #[cfg(test)]
 #[path = "toy_tests.rs"]
 mod toy;
@@ -22,9 +24,11 @@ use crate::{
     layout::Slots,
     peft::{Fields, Files, Findings, TensorFile},
 };
+use ia3::Ia3Spec;
 use ln_tuning::LnTuningSpec;
 use lora::LoraSpec;
 use prefix::PrefixSpec;
+use prompt_tuning::PromptTuningSpec;
 
 /// Makes [`AdapterSpec`] and [`kinds`] out of a line for each method. Tensors, folders and lines for the user
 /// come in the order of the lines; methods after `in tests` exist in this crate's tests.
@@ -78,11 +82,16 @@ macro_rules! methods {
 methods! {
     /// Low-rank deltas on linear modules.
     lora: LoraSpec,
-    // PEFT can fold those before the prefix into a base, and wraps what they gave in a prefix.
+    // PEFT can fold those before prefix and prompt into a base, one after another, and wraps what they gave in one of
+    // the two. What scales an output stands after what adds to it: it scales the sum.
+    /// Vectors that scale modules.
+    ia3: Ia3Spec,
     /// Layer norms of their own.
     ln_tuning: LnTuningSpec,
     /// Learned keys and values in front of every sequence.
     prefix: PrefixSpec,
+    /// Learned embeddings in front of every text.
+    prompt_tuning: PromptTuningSpec,
     ; in tests:
     /// Has every kind of part.
     toy: toy::ToySpec,
@@ -148,6 +157,11 @@ pub(crate) trait Stored: Debug {
     /// The method for a description, as far as the files tell.
     fn spec(&self, tensors: &TensorFile) -> AdapterSpec;
 
+    /// A sentence for the user about what the files do not hold.
+    fn hint(&self) -> Option<&'static str> {
+        None
+    }
+
     /// The method resolved against `base`, if it fits; every reason why it does not goes to `findings`.
     fn fit(
         &self,
@@ -157,9 +171,22 @@ pub(crate) trait Stored: Debug {
     ) -> Option<AdapterSet>;
 }
 
+/// Every kind that a config may have: those of the registry, and those that are read and not trained.
+pub(crate) fn read_kinds() -> Vec<&'static Kind> {
+    [kinds(), vec![&prompt_tuning::P_TUNING]].concat()
+}
+
+/// Every `peft_type` that is read, the last one after `last`.
+pub(crate) fn peft_types(last: &str) -> String {
+    listed(read_kinds().into_iter().map(|kind| kind.peft_type.to_owned()).collect(), last)
+}
+
 /// The text of every kind, the last one after `last`: with " or " `lora, ln_tuning or prefix`.
 pub(crate) fn list(text: impl Fn(&Kind) -> String, last: &str) -> String {
-    let mut texts: Vec<String> = kinds().into_iter().map(text).collect();
+    listed(kinds().into_iter().map(text).collect(), last)
+}
+
+fn listed(mut texts: Vec<String>, last: &str) -> String {
     match texts.pop() {
         Some(end) if !texts.is_empty() => format!("{}{last}{end}", texts.join(", ")),
         end => end.unwrap_or_default(),

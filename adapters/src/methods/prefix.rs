@@ -13,12 +13,12 @@ use crate::{
     AdapterSet, BaseDescription, Contribution, Error, Prefix, PrefixValues, Problem, Result,
     init::Init,
     layout::Slots,
-    peft::{self, Fields, Files, Findings, Outgoing, TensorFile},
+    peft::{
+        self, Fields, Files, Findings, Outgoing, TensorFile,
+        virtual_tokens::{TENSOR, VirtualTokens},
+    },
     set::layer_ranges,
 };
-
-/// The one tensor of a prefix in PEFT's file, [P, 2Ld].
-const PROMPT: &str = "prompt_embeddings";
 
 /// A prefix: `length` learned keys and values per layer (Li and Liang 2021, arXiv:2101.00190).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,7 +55,7 @@ impl Method for PrefixSpec {
         }
         let (d, out) = (base.width, 2 * base.layers * base.width);
         let values = match self.projection {
-            None => PrefixValues::Direct { values: slots.push(PROMPT, &[length, out])? },
+            None => PrefixValues::Direct { values: slots.push(TENSOR, &[length, out])? },
             Some(0) => return Err(Error::ZeroProjection),
             Some(hidden) => PrefixValues::Projected {
                 hidden,
@@ -115,22 +115,15 @@ impl Method for PrefixSpec {
             _ => derived.unwrap_or_default(),
         };
         peft::check_count("the projected prefix", prefix, self.length * width)?;
-        peft::check_finite(PROMPT, prefix)?;
-        let config = peft::config_text(
-            &Self::KIND,
-            base,
-            [
-                ("encoder_hidden_size", json!(self.projection)),
-                ("num_attention_heads", json!(base.heads)),
-                ("num_layers", json!(base.layers)),
-                ("num_transformer_submodules", json!(1)),
-                ("num_virtual_tokens", json!(self.length)),
-                ("prefix_projection", json!(self.projection.is_some())),
-                ("token_dim", json!(base.width)),
-            ],
-        );
+        peft::check_finite(TENSOR, prefix)?;
+        let own = [
+            ("encoder_hidden_size", json!(self.projection)),
+            ("prefix_projection", json!(self.projection.is_some())),
+        ];
+        let fields = own.into_iter().chain(VirtualTokens::fields(self.length, base));
+        let config = peft::config_text(&Self::KIND, base, fields);
         let shape = vec![self.length, width];
-        let tensor = Outgoing { name: PROMPT.to_owned(), shape, values: Box::new(move || prefix.into()) };
+        let tensor = Outgoing { name: TENSOR.to_owned(), shape, values: Box::new(move || prefix.into()) };
         Ok(Files::new(config, vec![tensor], base))
     }
 
@@ -142,35 +135,25 @@ impl Method for PrefixSpec {
         values: &mut [f32],
         findings: &mut Findings,
     ) -> Result<()> {
-        if let Some(prompt) = findings.read_finite(tensors, PROMPT)? {
+        if let Some(prompt) = findings.read_finite(tensors, TENSOR)? {
             values.copy_from_slice(&prompt);
         }
         Ok(())
     }
 }
 
-/// A prefix as its config has it, and the base that the config says it is for.
+/// A prefix as its config has it.
 #[derive(Debug)]
 struct StoredPrefix {
-    length: usize,
-    layers: Option<usize>,
-    heads: Option<usize>,
-    width: Option<usize>,
+    tokens: VirtualTokens,
     projection: bool,
 }
 
 impl StoredPrefix {
     fn read(fields: &mut Fields) -> Option<Box<dyn Stored>> {
-        let whole = "a whole number is expected";
-        let submodules: Option<usize> = fields.take("num_transformer_submodules", whole);
-        if let Some(count) = submodules.filter(|&count| count != 1) {
-            fields.refuse("num_transformer_submodules", &json!(count), "1 is supported");
-        }
-        let length = fields.need("num_virtual_tokens", whole);
-        let (layers, heads) = (fields.take("num_layers", whole), fields.take("num_attention_heads", whole));
-        let width = fields.take("token_dim", whole);
+        let tokens = VirtualTokens::take(fields);
         let projection = fields.take("prefix_projection", "true or false is expected").unwrap_or_default();
-        Some(Box::new(Self { length: length?, layers, heads, width, projection }))
+        Some(Box::new(Self { tokens: tokens?, projection }))
     }
 }
 
@@ -180,7 +163,13 @@ impl Stored for StoredPrefix {
     }
 
     fn spec(&self, _: &TensorFile) -> AdapterSpec {
-        PrefixSpec { length: self.length, projection: None }.into()
+        PrefixSpec { length: self.tokens.length, projection: None }.into()
+    }
+
+    fn hint(&self) -> Option<&'static str> {
+        let text =
+            "the prefix was made by a projection, which the files do not hold; the prefix itself is read";
+        self.projection.then_some(text)
     }
 
     fn fit(
@@ -189,24 +178,7 @@ impl Stored for StoredPrefix {
         base: &BaseDescription,
         findings: &mut Findings,
     ) -> Option<AdapterSet> {
-        if let Some(found) = self.layers.filter(|&found| found != base.layers) {
-            findings.layers(found, base.layers);
-        }
-        for (name, found, expected) in
-            [("num_attention_heads", self.heads, base.heads), ("token_dim", self.width, base.width)]
-        {
-            if let Some(found) = found.filter(|&found| found != expected) {
-                findings.field(name, found, format!("the base has {expected}"));
-            }
-        }
-        if self.projection {
-            findings.hints.push(
-                "the prefix was made by a projection, which the files do not hold; the prefix itself is read"
-                    .to_owned(),
-            );
-        }
-        findings.tensor(tensors, PROMPT.to_owned(), &[self.length, 2 * base.layers * base.width]);
-        findings.extras(tensors, &[PROMPT.to_owned()]);
+        self.tokens.check(2 * base.layers * base.width, tensors, base, findings);
         let set = AdapterSet::new(&self.spec(tensors), base);
         set.map_err(|error| findings.problems.push(Problem::Spec(error.to_string()))).ok()
     }

@@ -53,11 +53,11 @@ impl Config {
         let base_name = fields.take("base_model_name_or_path", "a name is expected");
         let revision = fields.take("revision", "a revision is expected");
         fields.require("task_type", &["CAUSAL_LM"]);
-        let known = methods::list(|kind| kind.peft_type.to_owned(), " or ");
+        let known = methods::peft_types(" or ");
         let peft_type: Option<String> = fields.take("peft_type", &format!("{known} is expected"));
         let is_of =
             |kind: &&'static Kind| Some(kind.peft_type) == peft_type.as_deref() && (kind.claims)(&fields);
-        let stored = match methods::kinds().into_iter().rfind(is_of) {
+        let stored = match methods::read_kinds().into_iter().rfind(is_of) {
             Some(kind) => (kind.read)(&mut fields),
             None => {
                 let found = peft_type.unwrap_or("(none)".to_owned());
@@ -115,6 +115,11 @@ impl Fields {
             self.refuse(name, &Value::Null, expected);
         }
         self.take(name, expected)
+    }
+
+    /// Takes fields out whose values do not matter.
+    pub fn ignore(&mut self, names: &[&str]) {
+        names.iter().for_each(|name| drop(self.map.remove(*name)));
     }
 
     /// Refuses a field whose value is none of `allowed`, unless it is missing.

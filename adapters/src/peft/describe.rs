@@ -39,6 +39,8 @@ pub struct Described {
     pub tensors: Vec<DescribedTensor>,
     /// Reasons why this version cannot load it; empty if it can.
     pub unsupported: Vec<String>,
+    /// What the files do not hold of how it was trained; mostly nothing.
+    pub hint: Option<&'static str>,
 }
 
 /// A tensor in an adapter's file.
@@ -67,7 +69,9 @@ fn describe_folder(folder: PathBuf) -> Result<Described> {
     let tensors: Vec<_> = file.tensors().into_iter().map(|(name, info)| tensor(name, info)).collect();
     let a = tensors.iter().filter(|tensor| tensor.name.ends_with(".lora_A.weight"));
     let ranks: BTreeSet<usize> = a.filter_map(|tensor| tensor.shape.first().copied()).collect();
+    let hint = config.stored.as_ref().and_then(|stored| stored.hint());
     Ok(Described {
+        hint,
         spec: config.stored.map(|stored| stored.spec(&file)).unwrap_or_default(),
         base: config.base_name,
         revision: config.revision,
@@ -101,6 +105,9 @@ impl fmt::Display for Described {
         writeln!(f, "base         {}", or_none(&self.base))?;
         writeln!(f, "fingerprint  {}", or_none(&self.fingerprint))?;
         writeln!(f, "parameters   {}", self.parameters)?;
+        if let Some(hint) = self.hint {
+            writeln!(f, "hint         {hint}")?;
+        }
         for reason in &self.unsupported {
             writeln!(f, "unsupported  {reason}")?;
         }

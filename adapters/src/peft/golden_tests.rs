@@ -41,6 +41,11 @@ fn what_peft_wrote_is_read_and_written_again() {
         ("lora_and_prefix", &["lora", "prefix"]),
         ("ln_tuning", &[""]),
         ("lora_ln_tuning_and_prefix", &["lora", "ln_tuning", "prefix"]),
+        ("prompt_tuning", &[""]),
+        ("p_tuning", &[""]),
+        ("lora_and_prompt_tuning", &["lora", "prompt_tuning"]),
+        ("ia3", &[""]),
+        ("lora_ia3_and_prefix", &["lora", "ia3", "prefix"]),
     ] {
         let loaded = load(&fixture(name), &base(), false).unwrap();
         assert!(loaded.hints[0].contains("no base fingerprint"), "{:?}", loaded.hints);

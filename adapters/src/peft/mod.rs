@@ -11,6 +11,7 @@ pub(crate) mod modules;
 mod read;
 pub(crate) mod selection;
 mod tensors;
+pub(crate) mod virtual_tokens;
 mod write;
 
 pub use describe::{Described, DescribedTensor, Description, describe};

@@ -72,7 +72,9 @@ impl Source {
     fn fit(&mut self, base: &BaseDescription, findings: &mut Findings) -> Option<AdapterSet> {
         findings.problems.append(&mut self.config.problems);
         check_base(self, base, findings);
-        self.config.stored.as_ref()?.fit(&self.tensors, base, findings)
+        let stored = self.config.stored.as_ref()?;
+        findings.hints.extend(stored.hint().map(str::to_owned));
+        stored.fit(&self.tensors, base, findings)
     }
 }
 

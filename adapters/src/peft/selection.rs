@@ -36,6 +36,12 @@ impl Selection {
         Some(Self { targets, layers, layers_pattern, exclude })
     }
 
+    /// Takes the fields of a method that knows no layers, and that PEFT gives `usual` targets if the config has none.
+    pub fn without_layers(fields: &mut Fields, usual: Targets) -> Self {
+        let targets = modules_field(fields, TARGETS).unwrap_or(usual);
+        Self { targets, layers: None, layers_pattern: Vec::new(), exclude: excluded_field(fields) }
+    }
+
     /// Whether PEFT adapts a module of this path. Of a base no more than the path is known.
     pub fn chooses(&self, path: &str) -> Result<bool> {
         let is_excluded = match &self.exclude {
@@ -129,7 +135,12 @@ impl Selection {
 
 /// The field `target_modules`, if it is there.
 pub(crate) fn targets_field(fields: &mut Fields) -> Option<Targets> {
-    fields.take(TARGETS, NAMES_EXPECTED).map(written_targets)
+    modules_field(fields, TARGETS)
+}
+
+/// A field that chooses modules as `target_modules` does, if it is there.
+pub(crate) fn modules_field(fields: &mut Fields, name: &str) -> Option<Targets> {
+    fields.take(name, NAMES_EXPECTED).map(written_targets)
 }
 
 /// The field `exclude_modules`, if it excludes anything.

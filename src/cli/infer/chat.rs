@@ -17,7 +17,7 @@ use crate::{
         signals,
         values::ScaledAdapter,
     },
-    data::{self, Turn, turns::ASSISTANT},
+    data::{self, Turn, template::ASSISTANT},
     error::{Error, Result},
     generate::{Finish, GenerateOptions, Session},
 };

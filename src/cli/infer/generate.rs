@@ -194,9 +194,10 @@ fn check_together(loaded: &[Loaded], named: &[ScaledAdapter]) -> Result<()> {
     {
         if set.loras.is_empty() && set.embedding.is_none() && *scale != 1.0 {
             let what = match (&set.prompt, &set.prefix) {
-                (Some(_), _) => "prompt",
+                (Some(_), _) => "prompt of virtual tokens",
                 (_, Some(_)) => "prefix",
-                _ => "layer norm",
+                _ if set.vectors.is_empty() => "layer norm",
+                _ => "vector that scales a module",
             };
             return Err(Error::input(format!(
                 "--adapter {}={scale}: a {what} cannot be scaled; leave ={scale} out",
@@ -205,7 +206,7 @@ fn check_together(loaded: &[Loaded], named: &[ScaledAdapter]) -> Result<()> {
         }
         let before = &loaded[..index];
         if set.prompt.is_some() && before.iter().any(|other| other.set.prompt.is_some()) {
-            return refuse(index, "prompt");
+            return refuse(index, "prompt of virtual tokens");
         }
         if set.prefix.is_some() && before.iter().any(|other| other.set.prefix.is_some()) {
             return refuse(index, "prefix");

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use engraft_adapters::{Kinds, LnTuningSpec, LoraSpec, PrefixSpec, Targets};
+use engraft_adapters::{Ia3Spec, Kinds, LnTuningSpec, LoraSpec, PrefixSpec, PromptTuningSpec, Targets};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -16,8 +16,8 @@ use crate::{
         },
         progress::reading,
         values::{
-            FormatName, LayerList, MemoryName, Optimizer, Pattern, PrefixInit, RecomputeName, RowsName,
-            ScheduleName, Switch, Warmup,
+            FormatName, LayerList, MemoryName, Optimizer, Pattern, PrefixInit, PromptInit, RecomputeName,
+            RowsName, ScheduleName, Switch, Warmup,
         },
     },
     data::{Keys, ReadOptions},
@@ -100,8 +100,11 @@ const MOST_EPOCHS: f64 = 1e6;
 
 // The kinds of methods that an option belongs to.
 const LORA: &[&str] = &[LoraSpec::KIND.name];
+const WITH_TARGETS: &[&str] = &[LoraSpec::KIND.name, Ia3Spec::KIND.name];
+const IA3: &[&str] = &[Ia3Spec::KIND.name];
 const LN_TUNING: &[&str] = &[LnTuningSpec::KIND.name];
 const PREFIX: &[&str] = &[PrefixSpec::KIND.name];
+const PROMPT_TUNING: &[&str] = &[PromptTuningSpec::KIND.name];
 
 /// At least one row, or `auto`.
 const ROWS: Check<RowsName> = Check {
@@ -150,7 +153,7 @@ options! {
     }
 
     "Adapter" {
-        /// Kind of adapter to train: lora, ln_tuning, prefix, or several such as lora+prefix
+        /// Kind of adapter to train: lora, ia3, ln_tuning, prefix, prompt_tuning, or several such as lora+prefix
         method: Kinds => value("METHOD")
             .default(|args: &TrainArgs| args.init_adapter.is_none().then(AdapterOptions::default_kinds))
             .in_adapter(true)
@@ -163,7 +166,9 @@ options! {
         alpha: f64 = LoraSpec::default().alpha =>
             value("A").of(LORA).check(above_zero("give a number such as 16")).basic();
         /// c_attn, attn.c_proj, c_fc, mlp.c_proj, q, k, v, all-linear, a list of them, or /regex/
-        targets: Targets = LoraSpec::default().targets => value("LIST").of(LORA).basic();
+        targets: Targets => value("LIST").of(WITH_TARGETS).basic()
+            .default(|args: &TrainArgs| args.method.as_ref().and_then(default_targets))
+            .otherwise("c_attn, or with ia3 c_attn,mlp.c_proj");
         /// Layers with a LoRA, such as 0,2,5-11
         layers: LayerList => value("LIST").of(LORA)
             .default(|_| LoraSpec::default().layers.map(LayerList)).otherwise("all");
@@ -186,6 +191,9 @@ options! {
             fault: "has no finite alpha above 0",
             remedy: "give a number such as h.0.attn.c_attn=16",
         });
+        /// Targets whose input ia3 scales and not the output: a list, /regex/, or none
+        feedforward: Targets => value("LIST").of(IA3)
+            .otherwise("mlp.c_proj where it is a target");
         /// Layer norms that ln_tuning trains: ln_1, ln_2, ln_f, a list of them, or /regex/
         norms: Targets = LnTuningSpec::default().norms => value("LIST").of(LN_TUNING);
         /// Length of the prefix in virtual tokens
@@ -198,6 +206,13 @@ options! {
         prefix_text: String => value("TEXT").of(PREFIX).otherwise("the first training row");
         /// Train the prefix through a tanh layer of this width
         prefix_projection: usize => value("HIDDEN").of(PREFIX).check(FROM_ONE);
+        /// Virtual tokens that prompt_tuning trains in front of every text
+        prompt_len: usize = PromptTuningSpec::default().length =>
+            value("P").of(PROMPT_TUNING).check(FROM_ONE);
+        /// Initial virtual tokens: embeddings of a text, of random tokens of the vocabulary, or random numbers
+        prompt_init: PromptInit = PromptInit::Text => value("INIT").of(PROMPT_TUNING);
+        /// Text that --prompt-init text takes the virtual tokens from
+        prompt_text: String => value("TEXT").of(PROMPT_TUNING).otherwise("the first training row");
     }
 
     "Optimization" {
@@ -306,6 +321,18 @@ options! {
         /// Continue the run from its save of this step instead of the newest one; later saves are removed
         resume_from: u64 => value("STEP").on_resume(OnResume::OfTheCall);
     }
+}
+
+/// The targets of these methods if none are given; `None` where each has others.
+fn default_targets(kinds: &Kinds) -> Option<Targets> {
+    let of = |name: &str| match name {
+        _ if name == LoraSpec::KIND.name => Some(LoraSpec::default().targets),
+        _ if name == Ia3Spec::KIND.name => Some(Ia3Spec::default().targets),
+        _ => None,
+    };
+    let mut all = kinds.names().iter().filter_map(|name| of(name));
+    let first = all.next()?;
+    all.all(|other| other == first).then_some(first)
 }
 
 /// The first pattern whose number is not good, as text.

@@ -3,12 +3,14 @@
 
 use std::{collections::BTreeMap, path::PathBuf};
 
+use engraft_adapters::Targets;
+
 use super::{args::TrainArgs, config_file, layers, sampling};
 use crate::{
     cli::common::{
         open::{Compute, EMBEDDED},
         options::{Facts, OnResume, Options, Part},
-        values::{Optimizer, Pattern, Precision, PrefixInit, ScheduleName, Warmup},
+        values::{Optimizer, Pattern, Precision, PrefixInit, PromptInit, ScheduleName, Warmup},
     },
     cli::train::table,
     data::{self, Split},
@@ -18,7 +20,9 @@ use crate::{
         AdamWOptions, OptimizerKind,
         schedule::{Decay, Schedule},
     },
-    train::{self, AdapterOptions, Constraints, DataSource, Length, PrefixStart, RunOptions, Sampling},
+    train::{
+        self, AdapterOptions, Constraints, DataSource, Length, PrefixStart, PromptStart, RunOptions, Sampling,
+    },
 };
 
 /// The run that `args`, joined and with defaults, describe; `cache` is the folder for measured speeds.
@@ -38,6 +42,11 @@ pub fn run_options(args: &TrainArgs, machine: Machine, cache: Option<PathBuf>) -
             PrefixInit::Text => PrefixStart::Text(args.prefix_text.clone()),
             PrefixInit::Random => PrefixStart::Random,
             PrefixInit::Zero => PrefixStart::Zero,
+        },
+        prompt_start: match args.prompt_init.unwrap_or(PromptInit::Text) {
+            PromptInit::Text => PromptStart::Text(args.prompt_text.clone()),
+            PromptInit::Vocab => PromptStart::Vocab,
+            PromptInit::Random => PromptStart::Random,
         },
         data: data.data.clone().map_or(DataSource::Embedded, DataSource::Files),
         eval_data: args.eval_data.clone().unwrap_or_default(),
@@ -188,10 +197,17 @@ fn refuse_combinations(args: &TrainArgs) -> Result<()> {
             "--prefix-projection: starts from random numbers only; give --prefix-init random or leave the projection out",
         ));
     }
-    if args.init_adapter.is_some() && (args.prefix_init.is_some() || args.prefix_text.is_some()) {
-        return Err(Error::input(
-            "--prefix-init, --prefix-text: the prefix starts from --init-adapter; leave these options out",
-        ));
+    if args.prompt_text.is_some() && args.prompt_init.is_some_and(|init| init != PromptInit::Text) {
+        return Err(Error::input("--prompt-text: needs --prompt-init text; leave one of the two out"));
+    }
+    let starts = [
+        ("prefix", args.prefix_init.is_some() || args.prefix_text.is_some()),
+        ("prompt", args.prompt_init.is_some() || args.prompt_text.is_some()),
+    ];
+    if let Some((what, _)) = starts.into_iter().find(|(_, given)| *given && args.init_adapter.is_some()) {
+        return Err(Error::input(format!(
+            "--{what}-init, --{what}-text: the {what} starts from --init-adapter; leave these options out"
+        )));
     }
     args.base.refuse_revision()
 }
@@ -230,9 +246,20 @@ fn adapter_options(args: &TrainArgs) -> AdapterOptions {
         rslora: args.rslora,
         rank_pattern: args.rank_pattern.as_deref().map(ranks),
         alpha_pattern: args.alpha_pattern.as_deref().map(by_key),
+        feedforward: args.feedforward.clone().map(or_none),
         norms: args.norms.clone(),
         prefix_length: args.prefix_len,
         projection: args.prefix_projection,
+        prompt_length: args.prompt_len,
+    }
+}
+
+/// The targets, of which the word `none` means no one.
+fn or_none(targets: Targets) -> Targets {
+    let none = |names: &[String]| names == ["none"];
+    match targets {
+        Targets::List(names) if none(&names) => Targets::List(Vec::new()),
+        other => other,
     }
 }
 

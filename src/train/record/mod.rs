@@ -101,7 +101,8 @@ impl<'a> Recorder<'a> {
                 self.report(&metrics::path(&self.folder), &cause)?;
             }
         }
-        if let (Event::Saved(_) | Event::Done(_), Some(file)) = (event, &self.metrics) {
+        if let (Event::Saved(_) | Event::Interrupted(_) | Event::Done(_), Some(file)) = (event, &self.metrics)
+        {
             // So that a crash of the machine does not leave a save whose steps are on no record.
             let _ = file.sync();
         }
@@ -172,19 +173,35 @@ impl Reporter for Recorder<'_> {
     }
 }
 
+/// Tag in TensorBoard of the samples that are made when a run is over.
+const LAST_SAMPLES: &str = "sample/before_and_after";
+
 /// Adds samples to the record of a run in `folder` that is over.
 ///
 /// # Errors
 /// [`Error::Failed`] when they cannot be written.
 pub fn add_samples(folder: &Path, samples: Vec<SampleLine>) -> Result<()> {
+    let board = || -> io::Result<()> {
+        let Some(mut file) = EventFile::newest(folder)? else { return Ok(()) };
+        let mut add = |sample: &SampleLine| {
+            file.text(now(), sample.step, LAST_SAMPLES, &markdown(&sample.prompt, &sample.text))
+        };
+        samples.iter().try_for_each(&mut add)
+    };
+    board().map_err(|cause| Error::writing(folder, &cause))?;
     let path = metrics::path(folder);
-    let write = || {
+    let lines = || {
         let mut file = Appender::open(&path, u64::MAX)?;
         samples
             .into_iter()
             .try_for_each(|sample| file.append(Stamped::now(Line::Sample(sample)).text().as_bytes()))
     };
-    write().map_err(|cause| Error::writing(&path, &cause))
+    lines().map_err(|cause| Error::writing(&path, &cause))
+}
+
+/// A prompt with its continuation. TensorBoard reads texts as Markdown, which shows indented lines as they are.
+fn markdown(prompt: &str, text: &str) -> String {
+    format!("    {}", format!("{prompt}{text}").replace('\n', "\n    "))
 }
 
 fn has_event_files(folder: &Path) -> bool {
@@ -212,9 +229,8 @@ fn draw(file: &mut EventFile, time: f64, event: &Event<'_>, prompt: usize) -> io
             file.scalars(time, eval.step, &values)
         }
         Event::Sample(sample) => {
-            // TensorBoard reads texts as Markdown; indented lines are shown as they are.
-            let text = format!("{}{}", sample.prompt, sample.text).replace('\n', "\n    ");
-            file.text(time, sample.step, &format!("sample/{prompt}"), &format!("    {text}"))
+            let text = markdown(&sample.prompt, &sample.text);
+            file.text(time, sample.step, &format!("sample/{prompt}"), &text)
         }
         _ => Ok(()),
     }

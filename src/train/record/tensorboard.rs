@@ -41,6 +41,15 @@ impl EventFile {
         Ok(file)
     }
 
+    /// The event file in `folder` that TensorBoard reads last, to add to it.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn newest(folder: &Path) -> io::Result<Option<Self>> {
+        let newest = last_numbers(folder)?.map(|numbers| Appender::open(&path_of(folder, numbers), u64::MAX));
+        newest.transpose().map(|file| file.map(|file| Self { file }))
+    }
+
     /// Appends scalars of a step, each a tag and its value.
     ///
     /// # Errors
@@ -72,8 +81,22 @@ pub fn is_event_file(name: &str) -> bool {
     name.starts_with(PREFIX)
 }
 
-/// `events.out.tfevents.SECONDS.engraft.NUMBER`: after every event file in `folder`, also if the clock went back.
+/// The path of an event file after every one in `folder`, also if the clock went back.
 fn next_path(folder: &Path, time: f64) -> io::Result<PathBuf> {
+    let now = time as u64;
+    Ok(match last_numbers(folder)? {
+        Some((seconds, number)) if seconds >= now => path_of(folder, (seconds, number + 1)),
+        _ => path_of(folder, (now, 0)),
+    })
+}
+
+/// `events.out.tfevents.SECONDS.engraft.NUMBER`.
+fn path_of(folder: &Path, (seconds, number): (u64, u64)) -> PathBuf {
+    folder.join(format!("{PREFIX}{seconds:010}.engraft.{number:04}"))
+}
+
+/// Seconds and number of the last event file in `folder`.
+fn last_numbers(folder: &Path) -> io::Result<Option<(u64, u64)>> {
     let mut last = None;
     for entry in fs::read_dir(folder)? {
         let name = entry?.file_name().to_string_lossy().into_owned();
@@ -82,12 +105,7 @@ fn next_path(folder: &Path, time: f64) -> io::Result<PathBuf> {
             .and_then(|(seconds, number)| Some((seconds.parse::<u64>().ok()?, number.parse::<u64>().ok()?)));
         last = last.max(numbers);
     }
-    let now = time as u64;
-    let (seconds, number) = match last {
-        Some((seconds, number)) if seconds >= now => (seconds, number + 1),
-        _ => (now, 0),
-    };
-    Ok(folder.join(format!("{PREFIX}{seconds:010}.engraft.{number:04}")))
+    Ok(last)
 }
 
 /// What an event says.

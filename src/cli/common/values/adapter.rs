@@ -19,6 +19,18 @@ pub enum PrefixInit {
     Zero,
 }
 
+/// The value of `--prompt-init`: initial virtual tokens of a new prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PromptInit {
+    /// Embeddings of a text's tokens.
+    Text,
+    /// Embeddings of random tokens.
+    Vocab,
+    /// Normally distributed random numbers.
+    Random,
+}
+
 /// `--layers`: indices and ranges between commas, `0,2,5-11`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "LayersWritten", into = "Vec<usize>")]

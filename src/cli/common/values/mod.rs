@@ -6,7 +6,7 @@ mod device;
 mod memory;
 mod run;
 
-pub use adapter::{LayerList, Pattern, PrefixInit, ScaledAdapter};
+pub use adapter::{LayerList, Pattern, PrefixInit, PromptInit, ScaledAdapter};
 pub use data::FormatName;
 pub use device::{BaseDtypeName, DeviceName, Precision};
 pub use memory::{MemoryName, RecomputeName, RowsName, Switch};

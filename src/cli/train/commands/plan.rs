@@ -17,7 +17,7 @@ use crate::{
         },
         train::{args::TrainArgs, data_source, layers, resolve},
     },
-    data::{DataOptions, Dataset, Split, Tokenizer},
+    data::{Dataset, Tokenizer},
     embedded,
     error::Result,
     kernels::matmul::Arithmetic,
@@ -25,7 +25,7 @@ use crate::{
     plan::PlannedDevice,
     train as run,
     train::{
-        AdapterOptions, DataSource, PlanRequest, RunOptions,
+        AdapterOptions, DataSource, PlanRequest, RowOptions, RunOptions,
         sample::{self, PromptSource},
     },
 };
@@ -139,26 +139,12 @@ fn rows(
         return Ok(None);
     }
     let tokenizer = base.tokenizer.as_ref();
-    let data_options = DataOptions {
+    let row_options = RowOptions {
         seq_len: limit,
-        pack: true,
-        line_by_line: options.line_by_line,
-        train_on_prompt: options.train_on_prompt,
-        end_of_text: run::end_of_text(&base.config, tokenizer)?,
-        vocab: base.config.vocab,
         prompt: set.prompt_len(),
         spool: environment.cache().ok().filter(|cache| cache.is_dir()).map(Path::to_owned),
-        read: options.read.clone(),
     };
-    let (train, data_options) = run::load_train(options, tokenizer, data_options)?;
-    let load = |source: &DataSource, split| run::load_split(source, split, tokenizer, &data_options);
-    let held_out = if !options.eval_data.is_empty() {
-        Some(load(&DataSource::Files(options.eval_data.clone()), Split::Valid)?)
-    } else if options.eval_fraction.is_none() && run::brings_valid(&options.data)? {
-        Some(load(&options.data, Split::Valid)?)
-    } else {
-        None
-    };
+    let (train, held_out) = run::load_rows(options, &base.config, tokenizer, row_options)?;
     let longest = train.longest().max(held_out.as_ref().map_or(0, Dataset::longest));
     let prompts =
         PromptSource { config: &base.config, set, tokenizer, rows: held_out.as_ref().unwrap_or(&train) };

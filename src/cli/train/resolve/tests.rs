@@ -88,6 +88,15 @@ fn what_excludes_each_other_is_refused() {
         ("method = 'prefix'\nprefix-init = 'zero'\nprefix-text = 'x'", "needs --prefix-init text"),
         ("method = 'prefix'\nprefix-projection = 8\nprefix-init = 'text'", "--prefix-projection:"),
         ("init-adapter = 'x'\nprefix-init = 'zero'", "starts from --init-adapter"),
+        (
+            "prompt-len = 3",
+            "--prompt-len: means nothing with --method lora; leave it out or give --method prompt_tuning",
+        ),
+        (
+            "method = 'prompt_tuning'\nprompt-init = 'vocab'\nprompt-text = 'x'",
+            "--prompt-text: needs --prompt-init text",
+        ),
+        ("init-adapter = 'x'\nprompt-text = 'x'", "the prompt starts from --init-adapter"),
     ] {
         let error = resolve(text).unwrap_err();
         assert!(error.exit_code() == 2 && error.to_string().contains(part), "{text}: {error}");
@@ -111,6 +120,10 @@ fn only_what_changes_results_is_part_of_the_identity() {
 fn a_projection_starts_from_random_numbers() {
     let options = resolve("method = 'prefix'\nprefix-projection = 8").unwrap();
     assert_eq!(options.prefix_start, PrefixStart::Random);
+    let options = resolve("method = 'prompt_tuning'\nprompt-len = 3\nprompt-init = 'vocab'").unwrap();
+    assert_eq!((options.prompt_start, options.adapter.prompt_length), (PromptStart::Vocab, Some(3)));
+    let options = resolve("method = 'prompt_tuning'\nprompt-text = 'x'").unwrap();
+    assert_eq!(options.prompt_start, PromptStart::Text(Some("x".into())));
     let options = resolve("method = 'prefix'\nprefix-text = 'x'").unwrap();
     assert_eq!(options.prefix_start, PrefixStart::Text(Some("x".into())));
 }
