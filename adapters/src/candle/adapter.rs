@@ -50,6 +50,10 @@ pub fn with_adapter<'a>(
 /// [`Adapter::over`] takes any builder of candle's, also a `ShardedVarBuilder`: a shard of the folded weight comes
 /// out. The whole weight is in memory meanwhile, because ranks and norms run across shards.
 ///
+/// # Tied heads
+///
+/// A head that is tied to an embedding is the folded embedding, as in a model that PEFT has merged.
+///
 /// # Square weights
 ///
 /// Whether a weight is (outputs, inputs) or (inputs, outputs) shows in its shape. For square weights the config's
@@ -87,7 +91,8 @@ impl Adapter {
     }
 
     /// The adapter for a model with names of its own: `f` turns the name of a parameter in the model into its name
-    /// in Transformers, such as `model.layers.0.self_attn.q_proj.weight`. No prefix is guessed then.
+    /// in Transformers, such as `model.layers.0.self_attn.q_proj.weight`. No prefix is guessed then, and a module that
+    /// the config adapts and the tensor file lacks is not noticed.
     #[must_use]
     pub fn rename_f<F: Fn(&str) -> String + Send + Sync + 'static>(self, f: F) -> Self {
         Self { rename: Some(Arc::new(f)), ..self }

@@ -6,7 +6,7 @@ use candle_nn::{
     var_builder::{Backend, Shard, SimpleBackend, VarBuilderArgs},
 };
 
-use super::Adapter;
+use super::{Adapter, fold::working_dtype};
 
 /// Weights of a base with an adapter folded in; [`Adapter::over`] makes one.
 pub struct Adapted<'a, B: Backend> {
@@ -53,7 +53,7 @@ impl<'a, B: Backend> Adapted<'a, B> {
             self.adapter.check_absent(&name, &weight)?;
             return Ok(weight);
         };
-        let working = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let working = working_dtype(dtype);
         let before = match (fetch(working), self.adapter.replaces(&found)) {
             (Ok(before), _) => before,
             // The base lacks it, or has another vocabulary.

@@ -30,8 +30,6 @@ pub(super) struct Changes {
     pub by_parameter: BTreeMap<String, Vec<Change>>,
     /// Parameters that a base may lack: biases that are only scaled.
     pub optional: BTreeSet<String>,
-    /// Paths of modules that the adapter has tensors for.
-    pub modules: BTreeSet<String>,
 }
 
 /// Tensors of one module by the end of their names.
@@ -81,7 +79,6 @@ impl Changes {
                 let name = format!("{MODULE_PREFIX}{module}");
                 findings.field("target_modules", format!("at odds with {name}"), "both should name the same");
             }
-            self.modules.insert(module);
         }
         findings.or_refuse(&source.folder)
     }
@@ -98,6 +95,14 @@ impl Changes {
         let (rank, scale) = lora.rank_and_scale(module)?;
         let [a, b] = names.map(|name| need(module, name, &mut parts, findings));
         let (Some(a), Some(b)) = (a, b) else { return Ok(()) };
+        if a.rank() > 2 {
+            findings.field(
+                "target_modules",
+                module,
+                "a linear module or an embedding is supported, no convolution",
+            );
+            return Ok(());
+        }
         check(module, names[0], &a, |found| vec![rank, found.get(1).copied().unwrap_or_default()], findings);
         check(module, names[1], &b, |found| vec![found.first().copied().unwrap_or_default(), rank], findings);
         let outputs = b.dims().first().copied().unwrap_or_default();

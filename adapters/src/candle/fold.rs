@@ -63,6 +63,11 @@ pub(super) struct Place<'a> {
     pub parameter: &'a str,
 }
 
+/// The dtype in which a weight of dtype `dtype` is summed up.
+pub(super) fn working_dtype(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
+}
+
 impl Place<'_> {
     fn mismatch(self, found: &[usize], expected: &[usize]) -> candle_core::Error {
         let (found, expected) = (found.to_vec(), expected.to_vec());

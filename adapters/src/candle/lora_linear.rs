@@ -3,7 +3,7 @@
 use candle_core::{Module, ModuleT, Result, Tensor};
 use candle_nn::{Init, Linear, VarBuilder, ops};
 
-use super::source::rank_and_alpha;
+use super::{fold::working_dtype, source::rank_and_alpha};
 use crate::{Error, LoraSpec, methods::lora::check_values};
 
 /// `y = x W^T + b + s (dropout(x) A^T) B^T`: a frozen linear layer and a LoRA beside it.
@@ -145,8 +145,7 @@ impl LoraLinear {
     /// When candle fails, for example out of memory.
     pub fn merge(&self) -> Result<Linear> {
         let weight = self.base.weight();
-        let working =
-            if weight.dtype() == candle_core::DType::F64 { weight.dtype() } else { candle_core::DType::F32 };
+        let working = working_dtype(weight.dtype());
         let [a, b] = [self.a(), self.b()].map(|factor| factor.detach().to_dtype(working));
         let delta = (b?.matmul(&a?)? * self.scale)?;
         let merged = (weight.to_dtype(working)? + delta)?.to_dtype(weight.dtype())?;

@@ -28,7 +28,8 @@
 //! # Training
 //!
 //! [`LoraLinear`] is a frozen `candle_nn::Linear` with a trainable LoRA; [`save`] writes any number of them as a
-//! folder that PEFT reads, and [`load`] reads one.
+//! folder that PEFT reads, and [`load`] reads one. It is a layer for models of your own: those of candle-transformers
+//! hold layers of a fixed type, so to train one of them, copy its file and put a `LoraLinear` where a `Linear` was.
 
 mod adapter;
 mod builder;

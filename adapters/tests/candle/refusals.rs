@@ -75,6 +75,13 @@ fn config_and_tensors_must_belong_together() {
     );
     refused(
         &of(&|tensors| {
+            let convolution = tensors[a].reshape((3, 24, 1, 1)).unwrap();
+            tensors.insert(a.to_owned(), convolution);
+        }),
+        &["h.0.attn.c_attn where a linear module or an embedding is supported", "merge_and_unload"],
+    );
+    refused(
+        &of(&|tensors| {
             let nan = (&tensors[a] * f64::NAN).unwrap();
             tensors.insert(a.to_owned(), nan);
         }),
