@@ -7,8 +7,13 @@ use engraft_adapters::candle::{Adapter, with_adapter};
 
 use crate::support::{Tensors, adapter_of, base, builder, distance, expected};
 
-/// Absolute, on outputs of up to 10: sums of F32 in another order than PyTorch's.
-const TOLERANCE: f64 = 1e-5;
+/// For [`apart`]: sums of F32 in another order than PyTorch's, with other vector instructions on each CPU.
+const TOLERANCE: f64 = 5e-6;
+
+/// Largest difference, relative to the largest element of `expected`.
+fn apart(found: &Tensor, expected: &Tensor) -> f64 {
+    distance(found, expected) / distance(expected, &expected.zeros_like().unwrap())
+}
 
 /// Logits (b, t, v) of a causal model that gives those of the last token: one pass for each length.
 fn at_every_token(ids: &Tensor, mut last: impl FnMut(&Tensor) -> Tensor) -> Tensor {
@@ -110,8 +115,8 @@ fn every_model_computes_what_peft_merged() {
         let (vb, adapter) =
             with_adapter(builder(weights()), adapter_of(case), DType::F32, &Device::Cpu).unwrap();
         let found = run(name, vb, &expected["input_ids"]);
-        let apart = distance(&found, &expected["outputs"]);
-        assert!(apart < TOLERANCE, "{case}: {apart}");
+        let error = apart(&found, &expected["outputs"]);
+        assert!(error < TOLERANCE, "{case}: {error}");
         assert!(distance(&plain, &expected["outputs"]) > 1e-2, "{case}: the base alone gives the same");
         adapter.finish().unwrap();
     }
@@ -126,7 +131,7 @@ fn without_prefix(weights: Tensors, prefix: &str) -> Tensors {
 #[test]
 fn a_prefix_that_only_the_model_or_only_the_adapter_has_is_noticed() {
     let expected = expected("bert_lora_bias");
-    let hidden = |vb| distance(&bert_hidden(vb, &expected["input_ids"]), &expected["hidden"]);
+    let hidden = |vb| apart(&bert_hidden(vb, &expected["input_ids"]), &expected["hidden"]);
     let open = || Adapter::open(adapter_of("bert_lora_bias")).unwrap();
     let fold = |adapter: &Adapter, vb| adapter.fold_into(vb, DType::F32, &Device::Cpu);
 
