@@ -21,9 +21,10 @@ pub fn model() -> &'static [u8] {
 
 /// Options of `engraft train` when neither base nor data is given, as config files: the first one that is for a
 /// method of the run is taken.
-const DEFAULTS: [(&[&str], &str); 2] = [
+const DEFAULTS: [(&[&str], &str); 3] = [
     (&["lora", "dora"], include_str!("../examples/data/places/engraft.toml")),
-    (&["ia3", "ln_tuning", "prefix", "prompt_tuning"], include_str!("../examples/data/places/prefix.toml")),
+    (&["ia3", "ln_tuning", "prefix"], include_str!("../examples/data/places/prefix.toml")),
+    (&["prompt_tuning"], include_str!("../examples/data/places/prompt_tuning.toml")),
 ];
 
 /// The text of the config file for a run with these methods.

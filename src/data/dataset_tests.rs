@@ -179,8 +179,8 @@ fn batches_hold_every_row_once() {
     assert_eq!((chosen.rows, chosen.seq_len, &chosen.ids[..2]), (2, 2, &[ids("g")[0], 0][..]));
 }
 
-/// `seq_len` counts text: windows, counts and cuts are as without a prompt, and rows have its positions more. It predicts
-/// the first token of each document, which nothing predicts without it.
+/// `seq_len` counts text: windows, counts and cuts are as without a prompt, and rows have its positions more. It
+/// predicts the first token of each document, which nothing predicts without it.
 #[test]
 fn a_prompt_is_no_part_of_the_text() {
     let content = "hello the end\nab\nc\nit's the hell of a line\nd\n";

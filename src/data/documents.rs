@@ -69,8 +69,8 @@ impl Document {
         Self { ids: ids[..kept].to_vec(), targets, first, lost: ids.len() - kept }
     }
 
-    /// The first token of a document is a target of virtual tokens alone; every other token of a span with loss is one
-    /// exactly once.
+    /// The first token of a document is a target of virtual tokens alone; every other token of a span with loss is
+    /// one exactly once.
     fn from_spans(spans: Vec<Span>) -> Self {
         let length = spans.iter().map(|span| span.ids.len()).sum();
         let (ids, targets) = (Vec::with_capacity(length), Vec::with_capacity(length));

@@ -11,11 +11,11 @@ use crate::error::Result;
 /// in front of every window, and a row has the positions of one prompt more.
 ///
 /// A document longer than a row is cut into windows; the target of a window's last position is the
-/// first token of the next window, so that no target is lost at the border. The target of the virtual tokens before the
-/// first window, that of the last one of them, is the document's first token, if that is supervised; those before other
-/// windows have none, so that no token is a target twice. Without packing every window is a row of its own. With packing the next window joins the open row if all of it fits,
-/// else it opens a new one (next-fit: the order stays, and a window is never split further, so that
-/// the packed loss is the loss of the same windows alone). A window without any target is left out.
+/// first token of the next window, so that no target is lost at the border. The last virtual token before the
+/// first window predicts the document's first token, if that is supervised; those before other windows
+/// predict nothing, so that no token is a target twice. Without packing every window is a row of its own.
+/// With packing the next window joins the open row if all of it fits, else it opens a new one
+/// (next-fit: the order stays, and a window is never split further, so that the packed loss is the loss of the same windows alone). A window without any target is left out.
 ///
 /// No more than a window and a row are in memory; finished rows go to the store.
 #[derive(Debug)]

@@ -95,17 +95,20 @@ fn it_starts_from_text_the_vocabulary_or_random_numbers() {
         |text: &str| -> Vec<u32> { tokenizer.encode(text).unwrap().into_iter().cycle().take(5).collect() };
     // Shorter and longer than five tokens, and without a text the first row.
     assert!(tokenizer.encode("noodle").unwrap().len() < 5);
-    assert_eq!(started("short", "--prompt-text noodle"), rows(&repeated("noodle")));
+    assert!(started("short", "--prompt-text noodle") == rows(&repeated("noodle")), "not the text");
     let long = "a_longer_text_without_a_space";
-    assert_eq!(started("long", &format!("--prompt-init text --prompt-text {long}")), rows(&repeated(long)));
-    assert_eq!(started("row", "--no-shuffle"), rows(&repeated("row 0:")));
+    let found = started("long", &format!("--prompt-init text --prompt-text {long}"));
+    assert!(found == rows(&repeated(long)), "not the beginning of the text");
+    let pieces = ["row 0:", " ab "].map(|text| tokenizer.encode(text).unwrap()).concat();
+    let first: Vec<u32> = pieces.into_iter().cycle().take(5).collect();
+    assert!(started("row", "--no-shuffle") == rows(&first), "not the first row");
     // Rows of the table, which differ, and other ones with another seed.
     let vocab = started("vocab", "--prompt-init vocab --seed 3");
     for row in vocab.chunks(width) {
         assert!(wte.chunks(width).any(|token| token == row), "no row of the embedding");
     }
     assert!(vocab[..width] != vocab[width..2 * width]);
-    assert_ne!(started("other", "--prompt-init vocab --seed 4"), vocab);
+    assert!(started("other", "--prompt-init vocab --seed 4") != vocab, "not other tokens");
     let random = started("random", "--prompt-init random");
     let variance = random.iter().map(|x| x * x).sum::<f32>() / random.len() as f32;
     assert!((variance - 1.0).abs() < 0.2, "{variance}");
@@ -158,15 +161,26 @@ fn policies_change_no_bit_and_other_numbers_little() {
         assert_eq!(losses(&tune(&sandbox, &output, more)), plain, "{more}");
         assert!(files_below(&sandbox.path(&output).join("adapter")) == expected, "{more}");
     }
-    let near = |more: &str, bound: f64| {
-        let found = losses(&tune(&sandbox, &more.replace([' ', '-'], ""), more));
-        let worst = found.iter().zip(&plain).map(|(a, b)| (a / b - 1.0).abs()).fold(0.0, f64::max);
-        assert!(worst < bound, "{more}: {worst}");
+    // The largest distance of two curves, in parts of the first loss.
+    let distance = |found: &[f64], plain: &[f64]| {
+        assert!(found != plain);
+        found.iter().zip(plain).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max) / plain[0]
     };
-    near("--micro-batch 4", 1e-4);
-    near("--micro-batch 1 --head-rows 3", 1e-4);
-    near("--base-dtype q8", 0.05);
-    near("--optimizer adamw8bit", 0.1);
+    for (output, more, bound) in [
+        ("four", "--micro-batch 4", 1e-5),
+        ("one", "--micro-batch 1 --head-rows 3", 1e-5),
+        ("q8", "--base-dtype q8", 2e-2),
+    ] {
+        let worst = distance(&losses(&tune(&sandbox, output, more)), &plain);
+        assert!(worst < bound, "{more}: {worst}");
+    }
+    // Fewer values keep moments of 32 bits.
+    let [plain, coded] = ["adamw", "adamw8bit"].map(|optimizer| {
+        let line = RUN.replace("--prompt-len 5", "--prompt-len 40 --method prompt_tuning --micro-batch 2");
+        losses(&sandbox.engraft(&format!("{line} --optimizer {optimizer} --output {optimizer}")).succeeds())
+    });
+    let worst = distance(&coded, &plain);
+    assert!(worst < 2e-2, "8-bit moments: {worst}");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Prompt tuning: learned embeddings in front of the text (Lester et al. 2021, arXiv:2104.08691).
 //!
-//! Initial values: N(0, 1), as PEFT's `PromptEmbedding` holds them in a `torch.nn.Embedding`. Embeddings of tokens, as
-//! PEFT's other two ways have it, are for who holds the tokens.
+//! Initial values: N(0, 1), as PEFT's `PromptEmbedding` holds them in a `torch.nn.Embedding`. PEFT's other two ways
+//! take the base's embeddings of tokens; whoever knows the tokens writes them over these.
 //!
 //! P-tuning (Liu et al. 2021, arXiv:2103.10385) makes such embeddings by a small network. PEFT's files hold only what
 //! the network yields, so they are read as a prompt.

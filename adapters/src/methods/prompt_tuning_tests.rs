@@ -85,15 +85,15 @@ fn a_folder_is_read_as_it_was_written() {
 #[test]
 fn beside_other_methods_it_has_a_folder_and_changes_nothing_of_theirs() {
     let base = testing::base();
-    let lora = Some(LoraSpec::default());
-    let all = AdapterSpec { lora: lora.clone(), ..spec() };
+    let lora = LoraSpec::default();
+    let all = AdapterSpec { lora: Some(lora.clone()), ..spec() };
     let (set, folder) = (AdapterSet::new(&all, &base).unwrap(), tempfile::tempdir().unwrap());
     let (values, dir) = (set.init(1).unwrap(), folder.path().join("adapter"));
     peft::save(&dir, &set, &values, None, &base).unwrap();
     for name in ["lora", "prompt_tuning"] {
         assert!(dir.join(name).join(peft::CONFIG_FILE).is_file(), "{name}");
     }
-    let alone = AdapterSet::new(&lora.unwrap().into(), &base).unwrap();
+    let alone = AdapterSet::new(&lora.into(), &base).unwrap();
     assert_eq!(values[..alone.layout.len], alone.init(1).unwrap());
     let loaded = peft::load(&dir, &base, false).unwrap();
     assert_eq!((loaded.set, loaded.values), (set, values));
