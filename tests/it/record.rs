@@ -111,11 +111,11 @@ fn samples_of_the_end_are_on_record() {
     let run = sandbox.path("run");
     let samples = of_kind(&metrics(&run), "sample");
     assert_eq!(numbers(&samples, "step"), [0.0, 2.0]);
-    // Added to the file of the run, which stays whole.
+    // Evaluations before and after, two steps, and the samples at the end of the same file.
     let files = event_files(&run);
     assert_eq!(
         (files.len(), files[0].iter().map(|event| event.step).collect::<Vec<_>>()),
-        (1, vec![0, 1, 2, 0, 2])
+        (1, vec![0, 0, 1, 2, 2, 0, 2])
     );
     let file = crate::cli_support::names(&run).into_iter().find(|name| name.contains("tfevents")).unwrap();
     let bytes = fs::read(run.join(file)).unwrap();
