@@ -93,6 +93,7 @@ mod kinds;
 mod layout;
 mod methods;
 pub mod peft;
+mod problem;
 pub mod reference;
 mod set;
 mod targets;
@@ -109,7 +110,7 @@ pub use base::{
 pub use contribution::{
     Contribution, EmbeddingDelta, Lora, NormVectors, OutputScale, Prefix, PrefixValues, Prompt, SiteVectors,
 };
-pub use error::{Error, Problem, Result};
+pub use error::{Error, Result};
 pub use fold::{FoldPart, Folding};
 pub use kinds::Kinds;
 pub use layout::{Group, Layout, Segment, TensorSlot};
@@ -117,5 +118,6 @@ pub use methods::{
     AdapterSpec, Kind, dora::DoraSpec, ia3::Ia3Spec, kinds, ln_tuning::LnTuningSpec, lora::LoraSpec,
     prefix::PrefixSpec, prompt_tuning::PromptTuningSpec,
 };
+pub use problem::Problem;
 pub use set::AdapterSet;
 pub use targets::Targets;
