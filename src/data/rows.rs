@@ -15,7 +15,8 @@ use crate::error::Result;
 /// first window predicts the document's first token, if that is supervised; those before other windows
 /// predict nothing, so that no token is a target twice. Without packing every window is a row of its own.
 /// With packing the next window joins the open row if all of it fits, else it opens a new one
-/// (next-fit: the order stays, and a window is never split further, so that the packed loss is the loss of the same windows alone). A window without any target is left out.
+/// (next-fit: the order stays, and a window is never split further, so that the packed loss is the loss of
+/// the same windows alone). A window without any target is left out.
 ///
 /// No more than a window and a row are in memory; finished rows go to the store.
 #[derive(Debug)]
