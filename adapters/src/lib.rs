@@ -78,7 +78,12 @@ pub use error::{Error, Problem, Result};
 pub use kinds::Kinds;
 pub use layout::{Group, Layout, Segment, TensorSlot};
 pub use methods::{
-    AdapterSpec, Kind, dora::DoraSpec, kinds, ln_tuning::LnTuningSpec, lora::LoraSpec, prefix::PrefixSpec,
+    AdapterSpec, Kind,
+    dora::DoraSpec,
+    kinds,
+    ln_tuning::LnTuningSpec,
+    lora::{LoraSpec, beside::TrainedBiases},
+    prefix::PrefixSpec,
 };
 pub use set::AdapterSet;
 pub use targets::Targets;

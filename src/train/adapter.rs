@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, path::Path, sync::Arc};
 
 use engraft_adapters::{
     AdapterSet, AdapterSpec, BaseDescription, DoraSpec, Kind, Kinds, LnTuningSpec, LoraSpec, PrefixSpec,
-    PrefixValues, Targets, peft,
+    PrefixValues, Targets, TrainedBiases, peft,
 };
 
 use crate::{
@@ -45,6 +45,14 @@ pub struct AdapterOptions {
     pub rank_pattern: Option<BTreeMap<String, usize>>,
     /// Alphas by regular expression of the site.
     pub alpha_pattern: Option<BTreeMap<String, f64>>,
+    /// Biases that a LoRA trains.
+    pub bias: Option<TrainedBiases>,
+    /// Layer norms that a LoRA trains.
+    pub train_norms: Option<Targets>,
+    /// Factor of the learning rate of B. May differ from that of an adapter that a run starts from.
+    pub lora_plus_ratio: Option<f64>,
+    /// Whether A is frozen. May differ from that of an adapter that a run starts from.
+    pub freeze_a: Option<bool>,
     /// Layer norms that LN tuning trains.
     pub norms: Option<Targets>,
     /// Length p of the prefix in virtual tokens.
@@ -82,6 +90,10 @@ impl AdapterOptions {
             rslora: self.rslora.unwrap_or(default.rslora),
             rank_pattern: self.rank_pattern.clone().unwrap_or(default.rank_pattern),
             alpha_pattern: self.alpha_pattern.clone().unwrap_or(default.alpha_pattern),
+            bias: self.bias.unwrap_or(default.bias),
+            train_norms: self.train_norms.clone().or(default.train_norms),
+            lora_plus_ratio: self.lora_plus_ratio.unwrap_or(default.lora_plus_ratio),
+            freeze_a: self.freeze_a.unwrap_or(default.freeze_a),
         }
     }
 
@@ -127,6 +139,13 @@ impl AdapterOptions {
         lora!("rslora", rslora, |lora: &LoraSpec| lora.rslora.to_string());
         lora!("rank-pattern", rank_pattern, |lora: &LoraSpec| format!("{:?}", lora.rank_pattern));
         lora!("alpha-pattern", alpha_pattern, |lora: &LoraSpec| format!("{:?}", lora.alpha_pattern));
+        lora!("bias", bias, |lora: &LoraSpec| lora.bias.to_string());
+        compare(
+            "train-norms",
+            self.train_norms.is_some(),
+            asked.train_norms.iter().map(Targets::to_string).collect(),
+            spec.lora_options().and_then(|lora| lora.train_norms.as_ref()).map(Targets::to_string),
+        );
         compare(
             "norms",
             self.norms.is_some(),
@@ -181,8 +200,10 @@ pub fn load(
 ) -> Result<Fresh> {
     let mut loaded = peft::load(dir, base, allow_base_mismatch)?;
     options.check_against(&loaded.set.spec, dir)?;
-    if let (Some(lora), Some(dropout)) = (loaded.set.spec.lora_options_mut(), options.dropout) {
-        lora.dropout = dropout;
+    if let Some(lora) = loaded.set.spec.lora_options_mut() {
+        lora.dropout = options.dropout.unwrap_or(lora.dropout);
+        lora.lora_plus_ratio = options.lora_plus_ratio.unwrap_or(lora.lora_plus_ratio);
+        lora.freeze_a = options.freeze_a.unwrap_or(lora.freeze_a);
         loaded.set = AdapterSet::new(&loaded.set.spec, base)?;
     }
     Ok(Fresh { set: loaded.set, values: loaded.values, hints: loaded.hints })

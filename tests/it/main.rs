@@ -26,6 +26,7 @@ mod imports;
 mod interrupt;
 mod limits;
 mod ln_tuning;
+mod lora_variants;
 mod memory;
 mod optimizer;
 mod output_scales;

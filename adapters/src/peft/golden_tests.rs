@@ -41,6 +41,9 @@ fn what_peft_wrote_is_read_and_written_again() {
         ("lora_and_prefix", &["lora", "prefix"]),
         ("ln_tuning", &[""]),
         ("dora_all_rslora_patterns", &[""]),
+        ("dora_beside", &[""]),
+        ("lora_bias_all", &[""]),
+        ("lora_train_norms", &[""]),
         ("lora_ln_tuning_and_prefix", &["lora", "ln_tuning", "prefix"]),
     ] {
         let loaded = load(&fixture(name), &base(), false).unwrap();

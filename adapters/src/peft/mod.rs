@@ -17,7 +17,7 @@ pub use describe::{Described, DescribedTensor, Description, describe};
 pub use read::{Loaded, load};
 pub use write::save;
 
-pub(crate) use config::{Fields, config_text, number};
+pub(crate) use config::{Fields, OneOrMany, config_text, number};
 pub(crate) use read::Findings;
 pub(crate) use tensors::{Outgoing, TensorFile};
 pub(crate) use write::{Files, check_count, check_finite};

@@ -199,7 +199,9 @@ fn unsupported_features_are_refused_by_name() {
         ("use_qalora", json!(true)),
         ("lora_bias", json!(true)),
         ("modules_to_save", json!(["wte"])),
-        ("bias", json!("all")),
+        ("bias", json!("some")),
+        ("modules_to_save", json!(["c_fc"])),
+        ("modules_to_save", json!(["ln_f", "lm_head"])),
         ("task_type", json!("SEQ_CLS")),
         ("init_lora_weights", json!("pissa_niter_4")),
         ("exclude_modules", json!(3)),
@@ -255,7 +257,8 @@ fn what_peft_itself_writes_beside_is_accepted() {
 #[test]
 fn every_mismatch_is_in_one_error() {
     let saved = Saved::lora("c_attn");
-    let found = problems(saved.with(json!({"target_modules": ["c_attn", "c_fc"], "r": 3, "use_qalora": true})));
+    let found =
+        problems(saved.with(json!({"target_modules": ["c_attn", "c_fc"], "r": 3, "use_qalora": true})));
     let count = |is: fn(&Problem) -> bool| found.iter().filter(|problem| is(problem)).count();
     assert_eq!(count(|problem| matches!(problem, Problem::Missing(_))), 6);
     assert_eq!(count(|problem| matches!(problem, Problem::Shape { .. })), 6);
