@@ -72,6 +72,9 @@ pub trait BaseWeights {
     /// Euclidean norms `[outputs]` of the columns of that weight; `None` as for [`BaseWeights::matrix`].
     fn column_norms(&self, site: usize, layer: usize) -> Option<Vec<f32>>;
 
+    /// Bias `[outputs]` of that module; `None` as for [`BaseWeights::matrix`].
+    fn bias(&self, site: usize, layer: usize) -> Option<Vec<f32>>;
+
     /// Layer norm `norm` of `layer`, in the order in which a token meets them, or without a layer the one before the
     /// head; `None` where the base has no such norm at hand.
     fn norm(&self, layer: Option<usize>, norm: usize) -> Option<NormWeights>;

@@ -31,17 +31,25 @@ pub enum Error {
         sites: Vec<String>,
     },
     /// A name or an expression that matches no layer norm.
-    #[error("norms: `{target}` matches no layer norm; choose among {}", .norms.join(", "))]
+    #[error("{option}: `{target}` matches no layer norm; choose among {}", .norms.join(", "))]
     NoNormMatched {
+        /// The property with the name or expression: `norms` or `train_norms`.
+        option: &'static str,
         /// The name or expression as the user wrote it.
         target: String,
         /// Names of the base's layer norms.
         norms: Vec<String>,
     },
+    /// Trained norms whose biases are trained already.
+    #[error(
+        "train_norms: the biases of norms are trained by bias all already; give bias lora_only, or leave train_norms out"
+    )]
+    NormsTwice,
     /// A regular expression of a target or a pattern that cannot be compiled.
     #[error("{option}: `{pattern}` is no regular expression that can be used here ({cause}); correct it")]
     BadRegex {
-        /// Option with the expression: `targets`, `norms`, `feedforward`, `rank_pattern` or `alpha_pattern`.
+        /// Option with the expression: `targets`, `norms`, `feedforward`, `train_norms`, or a pattern such as
+        /// `rank_pattern`.
         option: &'static str,
         /// The regular expression as the user wrote it.
         pattern: String,
@@ -110,6 +118,12 @@ pub enum Error {
     Alpha {
         /// `alpha`, or the pattern key that gives it.
         option: String,
+        /// The value.
+        value: f64,
+    },
+    /// A factor of a learning rate that is not above 0.
+    #[error("lora_plus_ratio: {value} is no finite number above 0; give one such as 16")]
+    LoraPlusRatio {
         /// The value.
         value: f64,
     },

@@ -34,6 +34,15 @@ impl<'a> Init<'a> {
         found.ok_or(Error::WeightsNeeded { method })
     }
 
+    /// Bias `[outputs]` of a site of a layer, for `method`.
+    ///
+    /// # Errors
+    /// As [`Init::matrix`].
+    pub fn bias(&self, method: &'static str, site: usize, layer: usize) -> Result<Vec<f32>> {
+        let found = self.weights.and_then(|weights| weights.bias(site, layer));
+        found.ok_or(Error::WeightsNeeded { method })
+    }
+
     /// Gain and bias of a layer norm, as [`BaseWeights::norm`] names it, for `method`.
     ///
     /// # Errors

@@ -115,8 +115,14 @@ pub use fold::{FoldPart, Folding};
 pub use kinds::Kinds;
 pub use layout::{Group, Layout, Segment, TensorSlot};
 pub use methods::{
-    AdapterSpec, Kind, dora::DoraSpec, ia3::Ia3Spec, kinds, ln_tuning::LnTuningSpec, lora::LoraSpec,
-    prefix::PrefixSpec, prompt_tuning::PromptTuningSpec,
+    AdapterSpec, Kind,
+    dora::DoraSpec,
+    ia3::Ia3Spec,
+    kinds,
+    ln_tuning::LnTuningSpec,
+    lora::{LoraSpec, beside::TrainedBiases},
+    prefix::PrefixSpec,
+    prompt_tuning::PromptTuningSpec,
 };
 pub use problem::Problem;
 pub use set::AdapterSet;

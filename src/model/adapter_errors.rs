@@ -5,7 +5,7 @@ use engraft_adapters::Problem;
 use crate::error::Error;
 
 /// What the adapters crate calls a property, and the option that sets it.
-const OPTIONS: [(&str, &str); 14] = [
+const OPTIONS: [(&str, &str); 16] = [
     ("method:", "--method:"),
     ("targets:", "--targets:"),
     ("layers:", "--layers:"),
@@ -14,6 +14,8 @@ const OPTIONS: [(&str, &str); 14] = [
     ("rank_pattern", "--rank-pattern"),
     ("alpha_pattern", "--alpha-pattern"),
     ("dropout:", "--lora-dropout:"),
+    ("train_norms:", "--train-norms:"),
+    ("lora_plus_ratio:", "--lora-plus-ratio:"),
     ("feedforward:", "--feedforward:"),
     ("norms:", "--norms:"),
     ("prefix length:", "--prefix-len:"),

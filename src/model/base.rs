@@ -296,6 +296,11 @@ impl BaseWeights for Base {
         block.linears().get(site).map(|linear| column_norms::of_weight(linear.weight.view()))
     }
 
+    fn bias(&self, site: usize, layer: usize) -> Option<Vec<f32>> {
+        let block = self.weights.blocks.get(layer)?;
+        block.linears().get(site).map(|linear| linear.bias.view().to_floats())
+    }
+
     fn norm(&self, layer: Option<usize>, norm: usize) -> Option<NormWeights> {
         let norms = match layer {
             Some(layer) => {

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, path::Path, sync::Arc};
 
 use engraft_adapters::{
     AdapterSet, AdapterSpec, BaseDescription, BaseWeights, DoraSpec, Ia3Spec, Kind, Kinds, LnTuningSpec,
-    LoraSpec, Prefix, PrefixSpec, PrefixValues, Prompt, PromptTuningSpec, Targets, peft,
+    LoraSpec, Prefix, PrefixSpec, PrefixValues, Prompt, PromptTuningSpec, Targets, TrainedBiases, peft,
 };
 use engraft_util::rng;
 
@@ -58,6 +58,14 @@ pub struct AdapterOptions {
     pub rank_pattern: Option<BTreeMap<String, usize>>,
     /// Alphas by regular expression of the site.
     pub alpha_pattern: Option<BTreeMap<String, f64>>,
+    /// Biases that a LoRA trains.
+    pub bias: Option<TrainedBiases>,
+    /// Layer norms that a LoRA trains.
+    pub train_norms: Option<Targets>,
+    /// Factor of the learning rate of B. May differ from that of an adapter that a run starts from.
+    pub lora_plus_ratio: Option<f64>,
+    /// Whether A is frozen. May differ from that of an adapter that a run starts from.
+    pub freeze_a: Option<bool>,
     /// Sites whose input IA3 scales.
     pub feedforward: Option<Targets>,
     /// Layer norms that LN tuning trains.
@@ -101,6 +109,10 @@ impl AdapterOptions {
             rslora: self.rslora.unwrap_or(default.rslora),
             rank_pattern: self.rank_pattern.clone().unwrap_or(default.rank_pattern),
             alpha_pattern: self.alpha_pattern.clone().unwrap_or(default.alpha_pattern),
+            bias: self.bias.unwrap_or(default.bias),
+            train_norms: self.train_norms.clone().or(default.train_norms),
+            lora_plus_ratio: self.lora_plus_ratio.unwrap_or(default.lora_plus_ratio),
+            freeze_a: self.freeze_a.unwrap_or(default.freeze_a),
         }
     }
 
@@ -157,6 +169,13 @@ impl AdapterOptions {
         lora!("rslora", rslora, |lora: &LoraSpec| lora.rslora.to_string());
         lora!("rank-pattern", rank_pattern, |lora: &LoraSpec| format!("{:?}", lora.rank_pattern));
         lora!("alpha-pattern", alpha_pattern, |lora: &LoraSpec| format!("{:?}", lora.alpha_pattern));
+        lora!("bias", bias, |lora: &LoraSpec| lora.bias.to_string());
+        compare(
+            "train-norms",
+            self.train_norms.is_some(),
+            asked.train_norms.iter().map(Targets::to_string).collect(),
+            spec.lora_options().and_then(|lora| lora.train_norms.as_ref()).map(Targets::to_string),
+        );
         let targets = [spec.lora.as_ref().map(|own| &own.targets), spec.ia3.as_ref().map(|own| &own.targets)];
         let asked = self.targets.as_ref().map(Targets::to_string).unwrap_or_default();
         compare("targets", self.targets.is_some(), asked.clone(), shared(&targets, &asked));
@@ -237,8 +256,10 @@ pub fn load(
 ) -> Result<Fresh> {
     let mut loaded = peft::load(dir, base, allow_base_mismatch)?;
     options.check_against(&loaded.set.spec, dir)?;
-    if let (Some(lora), Some(dropout)) = (loaded.set.spec.lora_options_mut(), options.dropout) {
-        lora.dropout = dropout;
+    if let Some(lora) = loaded.set.spec.lora_options_mut() {
+        lora.dropout = options.dropout.unwrap_or(lora.dropout);
+        lora.lora_plus_ratio = options.lora_plus_ratio.unwrap_or(lora.lora_plus_ratio);
+        lora.freeze_a = options.freeze_a.unwrap_or(lora.freeze_a);
         loaded.set = AdapterSet::new(&loaded.set.spec, base)?;
     }
     Ok(Fresh { set: loaded.set, values: loaded.values, hints: loaded.hints })

@@ -93,8 +93,8 @@ class Case:
 
 def tensors_of(model):
     """file key -> parameter of a LoRA PeftModel, under exactly the keys PEFT writes."""
-    plain = lambda n: n.replace(".default.", ".").removesuffix(".default").replace("magnitude_vector.weight",
-                                                                                   "magnitude_vector")
+    plain = lambda n: (n.replace(".modules_to_save", "").replace(".default.", ".").removesuffix(".default")
+                       .replace("magnitude_vector.weight", "magnitude_vector"))
     found = {plain(n): p for n, p in model.named_parameters() if p.requires_grad}
     if sorted(found) != sorted(get_peft_model_state_dict(model)):
         raise SystemExit("PEFT's file keys are no longer the parameter names without the adapter's name")
@@ -188,6 +188,46 @@ def dora_layers():
 
 def dora_and_prefix():
     return with_prefix("dora", dora_case(117, r=2, lora_alpha=5, target_modules=["c_attn", "mlp.c_proj"]), 118)
+
+
+def beside_case(seed, **fields):
+    """Biases and norms start from the base's, moved a little; as in transformers' trainer they do not decay."""
+    model = lora_model(r=3, lora_alpha=7, **fields)
+    trained = tensors_of(model)
+    beside = {key: p for key, p in trained.items() if "lora_" not in key}
+    randomise({key: p for key, p in trained.items() if key not in beside}, seed, lora_scale)
+    g = torch.Generator().manual_seed(seed + 1000)
+    with torch.no_grad():
+        for key in sorted(beside):
+            beside[key].add_(0.2 * torch.randn(beside[key].shape, generator=g))
+    case = Case(model, trained, {"": model})
+    case.undecayed = set(beside)
+    return case
+
+
+def lora_bias_only():
+    return beside_case(119, target_modules=["c_attn", "mlp.c_proj"], layers_to_transform=[0, 2], bias="lora_only")
+
+
+def lora_bias_all():
+    return beside_case(120, target_modules=["c_fc"], bias="all")
+
+
+def lora_train_norms():
+    return beside_case(121, target_modules=["c_attn"], modules_to_save=["ln_f", "ln_2", "h.1.ln_1"])
+
+
+def dora_beside():
+    return beside_case(122, target_modules=["c_attn"], use_dora=True, bias="lora_only", modules_to_save=["ln_1"])
+
+
+def lora_frozen_a():
+    """A is in the files and does not change."""
+    case = lora_case(124, r=3, lora_alpha=7, target_modules=["c_attn", "attn.c_proj"])
+    for key in [key for key in case.trained if "lora_A" in key]:
+        frozen = case.trained.pop(key).requires_grad_(False)
+        case.extra[key] = lambda frozen=frozen: frozen
+    return case
 
 
 def prefix_case(base, seed, **fields):
@@ -355,7 +395,8 @@ def lora_ia3_and_prefix():
 
 CASES = [lora_c_attn, lora_all_rslora_patterns, lora_layers, lora_qv, prefix, prefix_projection, lora_and_prefix,
          ln_tuning, ln_tuning_regex, lora_ln_tuning_and_prefix, prompt_tuning, lora_and_prompt_tuning, p_tuning,
-         ia3, ia3_regex, lora_ia3_and_prefix, dora_c_attn, dora_all_rslora_patterns, dora_layers, dora_and_prefix]
+         ia3, ia3_regex, lora_ia3_and_prefix, dora_c_attn, dora_all_rslora_patterns, dora_layers, dora_and_prefix,
+         lora_bias_only, lora_bias_all, lora_train_norms, dora_beside, lora_frozen_a]
 
 
 # ---- running a case -------------------------------------------------------------------------
@@ -493,7 +534,7 @@ def make_case(build, ids, labels):
     initial = {k: x for k, x in case.snapshot().items() if k.startswith("proj.")}
     found = record(case, ids, labels)
     trained = stored if case.trained else {}
-    missing = [k for k in trained if f"grad.{k}" not in found or f"final.{k}" not in found]
+    missing = [k for k in trained if f"final.{k}" not in found or k in case.trained and f"grad.{k}" not in found]
     if missing or case.trained and found["losses"][0].float() != found["loss"][0]:
         raise SystemExit(f"{folder}: incomplete {missing} or the first training loss differs")
     with torch.no_grad():

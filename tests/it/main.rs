@@ -27,6 +27,7 @@ mod imports;
 mod interrupt;
 mod limits;
 mod ln_tuning;
+mod lora_variants;
 mod memory;
 mod merge;
 mod method_policies;

@@ -164,5 +164,6 @@ fn spec_of(first: &LoraLinear, layers: &[&LoraLinear]) -> LoraSpec {
         rslora: first.rslora(),
         rank_pattern: ranks.map(|layer| (key(layer), layer.rank())).collect(),
         alpha_pattern: alphas.map(|layer| (key(layer), layer.alpha())).collect(),
+        ..LoraSpec::default()
     }
 }

@@ -49,25 +49,26 @@ impl Method for DoraSpec {
     }
 
     fn resolve(&self, base: &BaseDescription, slots: &mut Slots) -> Result<Contribution> {
-        let loras = self.lora.deltas(base, slots)?;
+        let mut all = self.lora.contribution(base, slots)?;
         if self.lora.dropout > 0.0 {
             return Err(Error::DroppedInputs { value: self.lora.dropout, method: Self::KIND.name });
         }
-        let mut modules: Vec<(usize, usize)> = loras.iter().map(|lora| (lora.layer, lora.site)).collect();
+        let mut modules: Vec<(usize, usize)> = all.loras.iter().map(|lora| (lora.layer, lora.site)).collect();
         modules.dedup(); // its parts follow each other
         let magnitude = |(layer, site): (usize, usize)| {
             let description = &base.sites[site];
             let name = format!("{MODULE_PREFIX}{}.lora_magnitude_vector", description.module(layer));
-            let vector = slots.push(name, &[description.outputs])?;
+            let vector = slots.push_to(self.lora.vector_group(), name, &[description.outputs])?;
             let g = Some(OutputScale { vector, over_norms: true, with_bias: false });
             Ok(SiteVectors { layer, site, u: None, g, bias: None })
         };
         let vectors = modules.into_iter().map(magnitude).collect::<Result<_>>()?;
-        Ok(Contribution { loras, vectors, ..Contribution::default() })
+        all.extend(Contribution { vectors, ..Contribution::default() })?;
+        Ok(all)
     }
 
     fn init(&self, set: &AdapterSet, values: &mut [f32], from: &Init) -> Result<()> {
-        LoraSpec::init_deltas(&Self::KIND, set, values, from);
+        LoraSpec::init_as(&Self::KIND, set, values, from)?;
         for own in &set.vectors {
             let magnitude = own.g.map(|g| &set.layout.tensors[g.vector]);
             let Some(slot) = magnitude.filter(|slot| slot.method == Self::KIND.name) else { continue };

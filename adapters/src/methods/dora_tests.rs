@@ -22,6 +22,10 @@ impl BaseWeights for Counted {
         Some(testing::column_norms(&self.matrix(site, layer)?, testing::base().sites.get(site)?.outputs))
     }
 
+    fn bias(&self, site: usize, layer: usize) -> Option<Vec<f32>> {
+        Some(vec![0.25 + (site + 10 * layer) as f32; testing::base().sites.get(site)?.outputs])
+    }
+
     fn norm(&self, _: Option<usize>, _: usize) -> Option<NormWeights> {
         Some(NormWeights { gain: vec![2.0; testing::D], bias: vec![0.5; testing::D] })
     }

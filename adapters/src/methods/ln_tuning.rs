@@ -38,17 +38,17 @@ impl Default for LnTuningSpec {
 const GROUP: Group = Group { weight_decay: Some(0.0), ..Group::DEFAULT };
 
 /// A layer norm of a base.
-struct Norm<'a> {
+pub(super) struct Norm<'a> {
     /// `None` for the norm before the head.
-    layer: Option<usize>,
+    pub layer: Option<usize>,
     /// Which norm of the layer.
-    norm: usize,
-    description: &'a NormDescription,
-    path: String,
+    pub norm: usize,
+    pub description: &'a NormDescription,
+    pub path: String,
 }
 
 /// All layer norms of a base, in the order in which a token meets them.
-fn all(base: &BaseDescription) -> Vec<Norm<'_>> {
+pub(super) fn all(base: &BaseDescription) -> Vec<Norm<'_>> {
     let (inside, last): (Vec<_>, Vec<_>) = base.norms.iter().partition(|norm| norm.is_in_layers());
     let of = |layer: Option<usize>, norm: usize, description| {
         let path = NormDescription::module(description, layer.unwrap_or_default());
@@ -62,34 +62,58 @@ fn all(base: &BaseDescription) -> Vec<Norm<'_>> {
     norms
 }
 
+/// The norms that `targets`, the property `option`, choose.
+///
+/// # Errors
+/// When a name, or all of it, matches none.
+pub(super) fn chosen<'a>(
+    option: &'static str,
+    targets: &Targets,
+    base: &'a BaseDescription,
+) -> Result<Vec<Norm<'a>>> {
+    let nothing = |target: &str| Error::NoNormMatched {
+        option,
+        target: target.to_owned(),
+        norms: base.norms.iter().map(|norm| norm.name.clone()).collect(),
+    };
+    let mut norms = all(base);
+    match targets {
+        Targets::List(list) => {
+            let idle = |name: &&String| !norms.iter().any(|norm| names(name, &norm.path));
+            if let Some(name) = list.iter().find(idle) {
+                return Err(nothing(name));
+            }
+        }
+        Targets::AllLinear => return Err(nothing("all-linear")),
+        Targets::Regex(_) => {}
+    }
+    let is_chosen = matcher(option, targets)?;
+    norms.retain(|norm| is_chosen(&norm.path));
+    if norms.is_empty() { Err(nothing(&targets.to_string())) } else { Ok(norms) }
+}
+
+/// A line per name of the norms `chosen`: `ln_1: layers 0-11`, and `ln_f`.
+pub(super) fn matched(chosen: &[Norm], base: &BaseDescription) -> Vec<String> {
+    let line = |description: &NormDescription| {
+        let own = chosen.iter().filter(|norm| norm.description == description);
+        let layers: Vec<Option<usize>> = own.map(|norm| norm.layer).collect();
+        let in_layers: Vec<usize> = layers.iter().copied().flatten().collect();
+        match (layers.is_empty(), in_layers.is_empty()) {
+            (true, _) => None,
+            (false, true) => Some(description.name.clone()),
+            (false, false) => Some(format!("{}: {}", description.name, layer_ranges(&in_layers))),
+        }
+    };
+    base.norms.iter().filter_map(line).collect()
+}
+
 impl LnTuningSpec {
     /// The kind `ln_tuning`.
     pub const KIND: Kind =
         Kind { name: "ln_tuning", peft_type: "LN_TUNING", claims: |_| true, read: StoredLnTuning::read };
 
-    /// The norms that are trained.
-    ///
-    /// # Errors
-    /// When a name, or all of it, matches none.
     fn chosen<'a>(&self, base: &'a BaseDescription) -> Result<Vec<Norm<'a>>> {
-        let nothing = |target: &str| Error::NoNormMatched {
-            target: target.to_owned(),
-            norms: base.norms.iter().map(|norm| norm.name.clone()).collect(),
-        };
-        let mut norms = all(base);
-        match &self.norms {
-            Targets::List(list) => {
-                let idle = |name: &&String| !norms.iter().any(|norm| names(name, &norm.path));
-                if let Some(name) = list.iter().find(idle) {
-                    return Err(nothing(name));
-                }
-            }
-            Targets::AllLinear => return Err(nothing("all-linear")),
-            Targets::Regex(_) => {}
-        }
-        let is_chosen = matcher("norms", &self.norms)?;
-        norms.retain(|norm| is_chosen(&norm.path));
-        if norms.is_empty() { Err(nothing(&self.norms.to_string())) } else { Ok(norms) }
+        chosen("norms", &self.norms, base)
     }
 
     /// `target_modules` with which PEFT finds exactly these norms. A regular expression can match modules that are no
@@ -139,18 +163,7 @@ impl Method for LnTuningSpec {
 
     /// A line per name: `ln_1: layers 0-11`, and `ln_f`.
     fn matched(&self, _: &AdapterSet, base: &BaseDescription) -> Vec<String> {
-        let chosen = self.chosen(base).unwrap_or_default();
-        let line = |description: &NormDescription| {
-            let own = chosen.iter().filter(|norm| norm.description == description);
-            let layers: Vec<Option<usize>> = own.map(|norm| norm.layer).collect();
-            let in_layers: Vec<usize> = layers.iter().copied().flatten().collect();
-            match (layers.is_empty(), in_layers.is_empty()) {
-                (true, _) => None,
-                (false, true) => Some(description.name.clone()),
-                (false, false) => Some(format!("{}: {}", description.name, layer_ranges(&in_layers))),
-            }
-        };
-        base.norms.iter().filter_map(line).collect()
+        matched(&self.chosen(base).unwrap_or_default(), base)
     }
 
     fn lines(&self) -> Vec<(&'static str, String)> {

@@ -21,6 +21,10 @@ impl BaseWeights for Counted {
         None
     }
 
+    fn bias(&self, _: usize, _: usize) -> Option<Vec<f32>> {
+        None
+    }
+
     fn norm(&self, layer: Option<usize>, norm: usize) -> Option<NormWeights> {
         let (gain, bias) = layer.map_or((9.0, 0.25), |layer| (1.0 + layer as f32, 0.5 + norm as f32));
         Some(NormWeights { gain: vec![gain; testing::D], bias: vec![bias; testing::D] })

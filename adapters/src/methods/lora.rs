@@ -7,9 +7,9 @@ use std::collections::BTreeMap;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::{AdapterSpec, Kind, Method};
+use super::{AdapterSpec, Kind, Method, ln_tuning};
 use crate::{
-    AdapterSet, BaseDescription, Contribution, Error, Lora, Result, Targets,
+    AdapterSet, BaseDescription, Contribution, Error, Group, Lora, Result, Targets,
     init::Init,
     layout::Slots,
     peft::{self, Files, Findings, TensorFile},
@@ -17,8 +17,10 @@ use crate::{
     targets::{self, Patterns, Selected},
 };
 
+pub(crate) mod beside;
 pub(crate) mod files;
 
+use beside::TrainedBiases;
 use files::Variant;
 
 /// A LoRA: `y = x W + b + s (dropout(x) A^T) B^T`.
@@ -45,6 +47,19 @@ pub struct LoraSpec {
     pub rank_pattern: BTreeMap<String, usize>,
     /// Alphas that differ, keyed like `rank_pattern`.
     pub alpha_pattern: BTreeMap<String, f64>,
+    /// Biases that are trained, too.
+    #[serde(skip_serializing_if = "TrainedBiases::is_none")]
+    pub bias: TrainedBiases,
+    /// Layer norms that are trained as well: names, paths, or a regular expression for whole paths.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub train_norms: Option<Targets>,
+    /// Factor of the learning rate of B (LoRA+, Hayou et al. 2024, arXiv:2402.12354), and of vectors, as in PEFT. No
+    /// file of an adapter has it.
+    #[serde(skip_serializing_if = "is_one")]
+    pub lora_plus_ratio: f64,
+    /// Whether A stays as it starts (LoRA-FA, Zhang et al. 2023, arXiv:2308.03303). No file of an adapter has it.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub freeze_a: bool,
 }
 
 impl Default for LoraSpec {
@@ -58,8 +73,16 @@ impl Default for LoraSpec {
             rslora: false,
             rank_pattern: BTreeMap::new(),
             alpha_pattern: BTreeMap::new(),
+            bias: TrainedBiases::None,
+            train_norms: None,
+            lora_plus_ratio: 1.0,
+            freeze_a: false,
         }
     }
+}
+
+fn is_one(ratio: &f64) -> bool {
+    *ratio == 1.0
 }
 
 impl LoraSpec {
@@ -67,6 +90,16 @@ impl LoraSpec {
     pub fn scale(&self, rank: usize, alpha: f64) -> f64 {
         let rank = rank as f64;
         alpha / if self.rslora { rank.sqrt() } else { rank }
+    }
+
+    /// How an optimizer treats A.
+    fn a_group(&self) -> Group {
+        if self.freeze_a { Group::FROZEN } else { Group::DEFAULT }
+    }
+
+    /// How an optimizer treats B and vectors.
+    pub(super) fn vector_group(&self) -> Group {
+        Group { lr_factor: self.lora_plus_ratio, ..Group::DEFAULT }
     }
 }
 
@@ -79,12 +112,15 @@ impl LoraSpec {
     pub const KIND: Kind =
         Kind { name: "lora", peft_type: "LORA", claims: |_| true, read: |fields| PLAIN.stored(fields) };
 
-    /// The deltas, and their tensors.
-    pub(super) fn deltas(&self, base: &BaseDescription, slots: &mut Slots) -> Result<Vec<Lora>> {
+    /// The deltas and what is trained beside them, and their tensors.
+    pub(super) fn contribution(&self, base: &BaseDescription, slots: &mut Slots) -> Result<Contribution> {
         let chosen = targets::select(&self.targets, self.layers.as_deref(), base)?;
         let values = ranks_and_alphas(self, &chosen, base)?;
         let each = chosen.iter().zip(values);
-        each.map(|(&one, (rank, alpha))| self.push(one, rank, alpha, base, slots)).collect()
+        let loras = each.map(|(&one, (rank, alpha))| self.push(one, rank, alpha, base, slots));
+        let loras: Vec<Lora> = loras.collect::<Result<_>>()?;
+        let beside = self.beside(&loras, base, slots)?;
+        Ok(Contribution { loras, ..beside })
     }
 
     /// The delta of rank `rank` and scale [`Self::scale`] on `one`, and its two tensors.
@@ -107,20 +143,21 @@ impl LoraSpec {
             rank,
             alpha,
             scale: self.scale(rank, alpha) as f32,
-            a: slots.push(format!("{path}.lora_A.weight"), &[rank, site.inputs])?,
-            b: slots.push(format!("{path}.lora_B.weight"), &[columns.len(), rank])?,
+            a: slots.push_to(self.a_group(), format!("{path}.lora_A.weight"), &[rank, site.inputs])?,
+            b: slots.push_to(self.vector_group(), format!("{path}.lora_B.weight"), &[columns.len(), rank])?,
             d: None,
             e: None,
             columns,
         })
     }
 
-    /// Writes the initial values of the deltas that a method of `kind` has.
-    pub(super) fn init_deltas(kind: &Kind, set: &AdapterSet, values: &mut [f32], from: &Init) {
+    /// Writes the initial values of what a method of `kind` has of a LoRA.
+    pub(super) fn init_as(kind: &Kind, set: &AdapterSet, values: &mut [f32], from: &Init) -> Result<()> {
         for lora in set.loras_of(kind) {
             let a = &set.layout.tensors[lora.a];
             from.uniform(values, a, a.shape[1]);
         }
+        Self::init_beside(kind, set, values, from)
     }
 
     /// A line per site, part and rank of a method of `kind`: `attn.c_attn: layers 0-11`.
@@ -139,16 +176,37 @@ impl LoraSpec {
             let rank = if rank == self.rank { String::new() } else { format!(" (rank {rank})") };
             format!("{}{part}: {}{rank}", base.sites[site].name, layer_ranges(&layers))
         };
-        lines.into_iter().map(line).collect()
+        let mut lines: Vec<String> = lines.into_iter().map(line).collect();
+        match self.bias {
+            TrainedBiases::None => {}
+            TrainedBiases::LoraOnly => lines.push("biases of these modules".to_owned()),
+            TrainedBiases::All => lines.push("all biases".to_owned()),
+        }
+        let norms = self.train_norms.as_ref();
+        let norms =
+            norms.map(|norms| ln_tuning::chosen(beside::TRAIN_NORMS, norms, base).unwrap_or_default());
+        lines.extend(ln_tuning::matched(&norms.unwrap_or_default(), base));
+        lines
     }
 
     /// The lines that describe a method of `kind`.
     pub(super) fn lines_of(&self, kind: &Kind) -> Vec<(&'static str, String)> {
         let root = if self.rslora { " / sqrt(rank)" } else { " / rank" };
-        vec![
+        let mut lines = vec![
             ("kind", format!("{}, rank {}, alpha {}, scale alpha{root}", kind.name, self.rank, self.alpha)),
             ("targets", self.targets.to_string()),
-        ]
+        ];
+        if !self.bias.is_none() {
+            lines.push(("bias", self.bias.to_string()));
+        }
+        lines.extend(self.train_norms.iter().map(|norms| ("norms", norms.to_string())));
+        if !is_one(&self.lora_plus_ratio) {
+            lines.push(("lora+", format!("learning rate of B x {}", self.lora_plus_ratio)));
+        }
+        if self.freeze_a {
+            lines.push(("lora-fa", "A is frozen".to_owned()));
+        }
+        lines
     }
 }
 
@@ -170,12 +228,11 @@ impl Method for LoraSpec {
     }
 
     fn resolve(&self, base: &BaseDescription, slots: &mut Slots) -> Result<Contribution> {
-        Ok(Contribution { loras: self.deltas(base, slots)?, ..Contribution::default() })
+        self.contribution(base, slots)
     }
 
     fn init(&self, set: &AdapterSet, values: &mut [f32], from: &Init) -> Result<()> {
-        Self::init_deltas(&Self::KIND, set, values, from);
-        Ok(())
+        Self::init_as(&Self::KIND, set, values, from)
     }
 
     fn matched(&self, set: &AdapterSet, base: &BaseDescription) -> Vec<String> {
@@ -254,6 +311,9 @@ pub(crate) fn check_values(lora: &LoraSpec) -> Result<()> {
     // The scale is F32: an alpha beyond its range is as good as infinite.
     if let Some((key, value)) = alphas.into_iter().find(|&(_, alpha)| !(alpha as f32).is_finite()) {
         return Err(Error::Alpha { option: option("alpha", key), value });
+    }
+    if !(lora.lora_plus_ratio.is_finite() && lora.lora_plus_ratio > 0.0) {
+        return Err(Error::LoraPlusRatio { value: lora.lora_plus_ratio });
     }
     if !(0.0..1.0).contains(&lora.dropout) {
         return Err(Error::Dropout { value: lora.dropout });

@@ -202,6 +202,10 @@ impl BaseWeights for Counted {
         Some(testing::column_norms(&self.matrix(site, layer)?, testing::base().sites.get(site)?.outputs))
     }
 
+    fn bias(&self, site: usize, layer: usize) -> Option<Vec<f32>> {
+        Some(vec![0.25 + (site + 10 * layer) as f32; testing::base().sites.get(site)?.outputs])
+    }
+
     fn norm(&self, layer: Option<usize>, _: usize) -> Option<NormWeights> {
         let gain = layer.map_or(9.0, |layer| 1.0 + layer as f32);
         Some(NormWeights { gain: vec![gain; testing::D], bias: vec![0.5; testing::D] })
@@ -374,15 +378,12 @@ fn adding_a_method_touches_its_file_and_the_registry() {
     assert_eq!(named(&own, &["toy", "ToySpec"]), ["adapters/src/methods/mod.rs"]);
     let lora = ["LoraSpec", "StoredLora", "LORA", "META_SPEC"];
     let files = ["adapters/src/lib.rs", "adapters/src/methods/lora.rs", "adapters/src/methods/mod.rs"];
-    // DoRA has a LoRA's deltas and files.
-    let shared = [
-        &["adapters/src/lib.rs", "adapters/src/methods/dora.rs"],
-        &files[1..2],
-        &["adapters/src/methods/lora/files.rs"],
-        &files[2..],
-    ]
-    .concat();
-    assert_eq!(named(&own, &lora), shared);
+    // DoRA has a LoRA's deltas and files; a LoRA has files of its own below it.
+    let more =
+        ["dora.rs", "lora/beside.rs", "lora/files.rs"].map(|file| format!("adapters/src/methods/{file}"));
+    let mut all: Vec<String> = files.iter().map(ToString::to_string).chain(more).collect();
+    all.sort();
+    assert_eq!(named(&own, &lora), all);
     let prefix = ["PrefixSpec", "StoredPrefix", "PREFIX_TUNING"];
     let mut files = files.map(|file| file.replace("lora.rs", "prefix.rs"));
     files.sort();

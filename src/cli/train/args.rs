@@ -6,7 +6,7 @@ use std::{
 };
 
 use engraft_adapters::{
-    DoraSpec, Ia3Spec, Kinds, LnTuningSpec, LoraSpec, PrefixSpec, PromptTuningSpec, Targets,
+    DoraSpec, Ia3Spec, Kinds, LnTuningSpec, LoraSpec, PrefixSpec, PromptTuningSpec, Targets, TrainedBiases,
 };
 use serde::{Deserialize, Serialize};
 
@@ -193,6 +193,15 @@ options! {
             fault: "has no finite alpha above 0",
             remedy: "give a number such as h.0.attn.c_attn=16",
         });
+        /// Biases that are trained with a LoRA: none, lora_only (of the adapted modules) or all
+        bias: TrainedBiases = LoraSpec::default().bias => value("WHICH").of(LORA);
+        /// Layer norms that are trained with a LoRA: ln_1, ln_2, ln_f, a list of them, or /regex/
+        train_norms: Targets => value("LIST").of(LORA).otherwise("none");
+        /// Learning rate of B over that of A (LoRA+)
+        lora_plus_ratio: f64 = LoraSpec::default().lora_plus_ratio =>
+            value("R").of(LORA).in_adapter(false).check(above_zero("give a number such as 16"));
+        /// Keep A as it starts (LoRA-FA)
+        freeze_a: bool => switch().of(LORA).in_adapter(false);
         /// Targets whose input ia3 scales and not the output: a list, /regex/, or none
         feedforward: Targets => value("LIST").of(IA3)
             .otherwise("mlp.c_proj where it is a target");
@@ -261,7 +270,7 @@ options! {
             fault: "is no part from 0 to below 1",
             remedy: "give a number of steps such as 100, or a part such as 0.1",
         });
-        /// Decoupled weight decay on every trainable but layer norms
+        /// Decoupled weight decay on every trainable but layer norms and biases
         weight_decay: f64 = AdamWOptions::default().weight_decay =>
             value("W").check(from_zero("give a number such as 0.01"));
         /// Largest global gradient norm; 0 turns clipping off

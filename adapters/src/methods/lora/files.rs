@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use super::LoraSpec;
+use super::{LoraSpec, beside};
 use crate::{
-    AdapterSet, AdapterSpec, BaseDescription, Problem, Result, TensorSlot,
-    methods::{Kind, Stored},
+    AdapterSet, AdapterSpec, BaseDescription, Problem, Result, Targets, TensorSlot,
+    methods::{Kind, Stored, ln_tuning},
     peft::{
-        self, CONFIG_FILE, Fields, Files, Findings, Outgoing, TensorFile,
+        self, CONFIG_FILE, Fields, Files, Findings, OneOrMany, Outgoing, TensorFile,
         modules::{Module, modules},
         selection::{Selection, check_layers, idle_keys, target_fields},
     },
@@ -69,7 +69,8 @@ impl Variant {
         tensors.extend(self.others(set).map(|slot| Outgoing::plain(slot, values)));
         let mut files = Files::new(config, tensors, base);
         if fused {
-            files.note(META_SPEC, serde_json::to_string(spec).unwrap_or_default());
+            let finished = LoraSpec { lora_plus_ratio: 1.0, freeze_a: false, ..spec.clone() };
+            files.note(META_SPEC, serde_json::to_string(&finished).unwrap_or_default());
         }
         files
     }
@@ -104,12 +105,12 @@ impl Variant {
     /// The config, in fields that old versions of PEFT read too; PEFT's formulas then give our scales.
     fn config(&self, spec: &LoraSpec, modules: &[Module], fused: bool, base: &BaseDescription) -> String {
         let fields = [
-            ("bias", json!("none")),
+            ("bias", json!(spec.bias)),
             ("fan_in_fan_out", json!(base.sites.iter().any(|site| site.fan_in_fan_out))),
             ("init_lora_weights", json!(true)),
             ("layers_pattern", Value::Null),
             ("lora_dropout", peft::number(spec.dropout)),
-            ("modules_to_save", Value::Null),
+            ("modules_to_save", json!(spec.modules_to_save(base))),
             ("use_rslora", json!(spec.rslora)),
         ];
         let ranks = if fused { fused_ranks(modules) } else { plain_ranks(spec) };
@@ -173,7 +174,17 @@ impl LoraSpec {
             fields.take("alpha_pattern", "numbers by pattern are expected").unwrap_or_default();
         let (rank, alpha, selection) = (rank?, alpha?, selection?);
         let (targets, layers) = (selection.targets.clone(), selection.layers.clone());
-        let spec = Self { rank, alpha, targets, layers, dropout, rslora, rank_pattern, alpha_pattern };
+        let spec = Self {
+            rank,
+            alpha,
+            targets,
+            layers,
+            dropout,
+            rslora,
+            rank_pattern,
+            alpha_pattern,
+            ..Self::default()
+        };
         Some((spec, selection))
     }
 }
@@ -184,13 +195,20 @@ struct StoredLora {
     variant: &'static Variant,
     spec: LoraSpec,
     selection: Selection,
+    /// The field `modules_to_save`.
+    saved: Vec<String>,
 }
 
 impl StoredLora {
     fn read(variant: &'static Variant, fields: &mut Fields) -> Option<Box<dyn Stored>> {
-        fields.require("bias", &["none"]);
+        let bias = fields.take("bias", "none, lora_only or all is expected").unwrap_or_default();
+        let saved = fields.take::<OneOrMany<String>>("modules_to_save", "names are expected");
+        let mut saved = saved.map(OneOrMany::into_vec).unwrap_or_default();
+        saved.sort(); // PEFT writes them out of a set
         let (spec, selection) = LoraSpec::read(fields)?;
-        Some(Box::new(Self { variant, spec, selection }))
+        let train_norms = (!saved.is_empty()).then(|| Targets::List(saved.clone()));
+        let spec = LoraSpec { bias, train_norms, ..spec };
+        Some(Box::new(Self { variant, spec, selection, saved }))
     }
 
     /// The spec without what PEFT passes over.
@@ -208,6 +226,18 @@ impl StoredLora {
             let names = idle.join(", ");
             findings.hints.push(format!("the config's {names} applies to no module of this base"));
         }
+        for name in self.saved.iter().filter(|name| !beside::names_norms(name, base)) {
+            findings.field("modules_to_save", format!("{name:?}"), "layer norms alone are supported");
+        }
+        if let Some(Targets::List(names)) = &mut spec.train_norms {
+            let by_name = ln_tuning::chosen(beside::TRAIN_NORMS, &Targets::List(names.clone()), base);
+            let by_name: Vec<String> = by_name.into_iter().flatten().map(|norm| norm.path).collect();
+            let by_end = beside::saved_by_peft(names, base);
+            if by_name != by_end {
+                *names = by_end;
+            }
+        }
+        spec.train_norms = spec.train_norms.filter(|norms| *norms != Targets::List(Vec::new()));
         // A finished adapter does not depend on it.
         if !self.variant.drops && spec.dropout != 0.0 {
             let (name, dropout) = (self.variant.kind.name, spec.dropout);

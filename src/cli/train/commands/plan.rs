@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use engraft_adapters::{AdapterSet, peft};
+use engraft_adapters::AdapterSet;
 
 use super::train::joined;
 use crate::{
@@ -122,7 +122,7 @@ fn open_sizes(args: &TrainArgs, environment: &Environment) -> Result<BaseSizes> 
 fn adapter(options: &RunOptions, base: &BaseSizes) -> Result<AdapterSet> {
     let description = base.config.describe(&base.name, None);
     match &options.init_adapter {
-        Some(dir) => Ok(peft::load(dir, &description, true)?.set),
+        Some(dir) => Ok(run::adapter::load(dir, &options.adapter, &description, true)?.set),
         None => Ok(AdapterSet::new(&AdapterOptions::spec(&options.adapter), &description)?),
     }
 }
