@@ -1,4 +1,4 @@
-//! Adapters (LoRA, IA3, prefix, layer norms) as data, for any candle user.
+//! Adapters (LoRA, VeRA, IA3, prefix, layer norms) as data, for any candle user.
 //!
 //! An adapter is described by an [`AdapterSpec`], resolved against a [`BaseDescription`] into an
 //! [`AdapterSet`] (which tensors exist, and where in one flat F32 store), and read from or written to
@@ -60,6 +60,7 @@ mod error;
 mod init;
 mod kinds;
 mod layout;
+mod mersenne;
 mod methods;
 pub mod peft;
 pub mod reference;
@@ -79,6 +80,7 @@ pub use kinds::Kinds;
 pub use layout::{Group, Layout, Segment, TensorSlot};
 pub use methods::{
     AdapterSpec, Kind, ia3::Ia3Spec, kinds, ln_tuning::LnTuningSpec, lora::LoraSpec, prefix::PrefixSpec,
+    vera::VeraSpec,
 };
 pub use set::AdapterSet;
 pub use targets::Targets;

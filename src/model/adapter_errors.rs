@@ -5,7 +5,7 @@ use engraft_adapters::Problem;
 use crate::error::Error;
 
 /// What the adapters crate calls a property, and the option that sets it.
-const OPTIONS: [(&str, &str); 11] = [
+const OPTIONS: [(&str, &str); 12] = [
     ("targets:", "--targets:"),
     ("layers:", "--layers:"),
     ("rank:", "--rank:"),
@@ -13,6 +13,7 @@ const OPTIONS: [(&str, &str); 11] = [
     ("rank_pattern", "--rank-pattern"),
     ("alpha_pattern", "--alpha-pattern"),
     ("dropout:", "--lora-dropout:"),
+    ("d_initial:", "--d-initial:"),
     ("feedforward:", "--feedforward:"),
     ("norms:", "--norms:"),
     ("prefix length:", "--prefix-len:"),

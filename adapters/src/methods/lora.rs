@@ -130,6 +130,10 @@ impl Method for LoraSpec {
         Ok(())
     }
 
+    fn dropout(&self) -> Option<f64> {
+        Some(self.dropout)
+    }
+
     /// A line per site, part and rank: `attn.c_attn: layers 0-11`.
     fn matched(&self, set: &AdapterSet, base: &BaseDescription) -> Vec<String> {
         type Key<'a> = (usize, Option<&'a str>, usize); // site, part, rank

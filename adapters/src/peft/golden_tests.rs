@@ -43,6 +43,7 @@ fn what_peft_wrote_is_read_and_written_again() {
         ("lora_ln_tuning_and_prefix", &["lora", "ln_tuning", "prefix"]),
         ("ia3", &[""]),
         ("lora_ia3_and_prefix", &["lora", "ia3", "prefix"]),
+        ("vera", &[""]),
     ] {
         let loaded = load(&fixture(name), &base(), false).unwrap();
         assert!(loaded.hints[0].contains("no base fingerprint"), "{:?}", loaded.hints);
