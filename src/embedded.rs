@@ -23,7 +23,7 @@ pub fn model() -> &'static [u8] {
 /// method of the run is taken.
 const DEFAULTS: [(&[&str], &str); 3] = [
     (&["lora", "dora"], include_str!("../examples/data/places/engraft.toml")),
-    (&["ia3", "ln_tuning", "prefix"], include_str!("../examples/data/places/prefix.toml")),
+    (&["vera", "ia3", "ln_tuning", "prefix"], include_str!("../examples/data/places/prefix.toml")),
     (&["prompt_tuning"], include_str!("../examples/data/places/prompt_tuning.toml")),
 ];
 

@@ -48,7 +48,7 @@ pub struct Lora {
     pub scale: f32,
     /// A, [rank, inputs].
     pub a: usize,
-    /// B, [columns.len(), rank].
+    /// B, [columns.len(), rank], or more rows than that, of which it reads the first.
     pub b: usize,
     /// d `[rank]`: multiplies `x A^T`.
     pub d: Option<usize>,

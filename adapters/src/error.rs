@@ -143,6 +143,20 @@ pub enum Error {
         /// Name of the method.
         method: &'static str,
     },
+    /// Methods with low-rank deltas that drop their input with different probabilities.
+    #[error("dropout: one method drops {first} of its input and another one {second}; give them the same")]
+    DropoutsDiffer {
+        /// Probability of the first method.
+        first: f64,
+        /// Another one.
+        second: f64,
+    },
+    /// An initial value of VeRA that FP32 cannot hold.
+    #[error("d_initial: {value} is not finite in FP32; give a number such as 0.1")]
+    DInitial {
+        /// The value.
+        value: f64,
+    },
     /// A choice of layers that chooses none.
     #[error("layers: the list is empty; name layers or leave it out for all of them")]
     NoLayers,

@@ -117,7 +117,10 @@ mod tests {
     fn names_that_are_unknown_or_twice_there_are_refused() {
         for wrong in ["", "lora+", "loar", "lora+lora", "lora prefix", "LoRA"] {
             let remedy = wrong.parse::<Kinds>().unwrap_err();
-            assert!(remedy.starts_with("give lora, ia3") && remedy.ends_with("such as lora+ia3"), "{remedy}");
+            assert!(
+                remedy.starts_with("give lora, vera") && remedy.ends_with("such as lora+vera"),
+                "{remedy}"
+            );
         }
     }
 

@@ -91,6 +91,7 @@ mod fold;
 mod init;
 mod kinds;
 mod layout;
+mod mersenne;
 mod methods;
 pub mod peft;
 mod problem;
@@ -123,6 +124,7 @@ pub use methods::{
     lora::{LoraSpec, beside::TrainedBiases},
     prefix::PrefixSpec,
     prompt_tuning::PromptTuningSpec,
+    vera::VeraSpec,
 };
 pub use problem::Problem;
 pub use set::AdapterSet;

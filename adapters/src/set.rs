@@ -55,11 +55,17 @@ impl AdapterSet {
             all.extend(method.resolve(base, &mut slots)?)?;
         }
         refuse_deltas_of_scaled_inputs(&all, &layout, base)?;
+        refuse_different_dropouts(spec)?;
         let Contribution { loras, vectors, norms, embedding, prefix, prompt } = all;
         if prefix.is_some() && prompt.is_some() {
             return Err(Error::PrefixAndPrompt);
         }
         Ok(Self { spec: spec.clone(), layout, loras, vectors, norms, embedding, prefix, prompt })
+    }
+
+    /// Probability that an input element of its low-rank deltas is dropped.
+    pub fn dropout(&self) -> f64 {
+        self.spec.methods().iter().find_map(|method| method.dropout()).unwrap_or(0.0)
     }
 
     /// Number of values that are learned.
@@ -90,6 +96,15 @@ impl AdapterSet {
     /// The deltas of a method of this kind.
     pub(crate) fn loras_of(&self, kind: &Kind) -> impl Iterator<Item = &Lora> {
         self.loras.iter().filter(move |lora| self.is_of(lora, kind))
+    }
+}
+
+/// All deltas of a model drop with one probability.
+fn refuse_different_dropouts(spec: &AdapterSpec) -> Result<()> {
+    let all: Vec<f64> = spec.methods().iter().filter_map(|method| method.dropout()).collect();
+    match all.iter().find(|&&other| other != all[0]) {
+        None => Ok(()),
+        Some(&second) => Err(Error::DropoutsDiffer { first: all[0], second }),
     }
 }
 

@@ -70,7 +70,7 @@ impl TrainerOptions {
             // The gradient of a vector takes as much as that of rank 1.
             rank: set.loras.iter().map(|lora| lora.rank).max().unwrap_or(0).max(set.vectors.len().min(1)),
             embedding_rank: set.embedding.as_ref().map_or(0, |delta| delta.rank),
-            dropout: set.spec.lora_options().is_some_and(|lora| lora.dropout > 0.0),
+            dropout: set.dropout() > 0.0,
             scaled_deltas: set.loras.iter().any(|lora| lora.d.is_some() || lora.e.is_some()),
             derived_ranks: derived_ranks(set),
             trained_norms: !set.norms.is_empty(),
@@ -196,7 +196,7 @@ impl Trainer {
         base.device.reserve(options.device_scratch(&base.config, &set))?;
         let scale = if options.policy.activations == F16 { LossScale::dynamic() } else { LossScale::NONE };
         let stack = Stack::new(base, bindings, options.limits(), options.policy, true, &mut arenas)?;
-        let dropout = set.spec.lora_options().map_or(0.0, |lora| lora.dropout);
+        let dropout = set.dropout();
         let table = arenas.into_rows();
         let mut trainer = Self {
             set,

@@ -5,8 +5,7 @@ use engraft_adapters::Problem;
 use crate::error::Error;
 
 /// What the adapters crate calls a property, and the option that sets it.
-const OPTIONS: [(&str, &str); 16] = [
-    ("method:", "--method:"),
+const OPTIONS: &[(&str, &str)] = &[
     ("targets:", "--targets:"),
     ("layers:", "--layers:"),
     ("rank:", "--rank:"),
@@ -16,6 +15,7 @@ const OPTIONS: [(&str, &str); 16] = [
     ("dropout:", "--lora-dropout:"),
     ("train_norms:", "--train-norms:"),
     ("lora_plus_ratio:", "--lora-plus-ratio:"),
+    ("d_initial:", "--d-initial:"),
     ("feedforward:", "--feedforward:"),
     ("norms:", "--norms:"),
     ("prefix length:", "--prefix-len:"),

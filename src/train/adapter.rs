@@ -4,7 +4,8 @@ use std::{collections::BTreeMap, path::Path, sync::Arc};
 
 use engraft_adapters::{
     AdapterSet, AdapterSpec, BaseDescription, BaseWeights, DoraSpec, Ia3Spec, Kind, Kinds, LnTuningSpec,
-    LoraSpec, Prefix, PrefixSpec, PrefixValues, Prompt, PromptTuningSpec, Targets, TrainedBiases, peft,
+    LoraSpec, Prefix, PrefixSpec, PrefixValues, Prompt, PromptTuningSpec, Targets, TrainedBiases, VeraSpec,
+    peft,
 };
 use engraft_util::rng;
 
@@ -42,13 +43,13 @@ pub enum PromptStart {
 pub struct AdapterOptions {
     /// Kinds of methods to train, such as `lora+prefix`.
     pub kinds: Option<Kinds>,
-    /// Rank r of every delta that no pattern names.
+    /// Rank r of every delta of a LoRA that no pattern names, and of a VeRA.
     pub rank: Option<usize>,
     /// Numerator of the LoRA's scale alpha / r.
     pub alpha: Option<f64>,
-    /// Sites that a LoRA and IA3 adapt.
+    /// Sites that a LoRA, VeRA and IA3 adapt.
     pub targets: Option<Targets>,
-    /// Layers that the LoRA adapts, from 0.
+    /// Layers that a LoRA and a VeRA adapt, from 0.
     pub layers: Option<Vec<usize>>,
     /// Dropout on the LoRA's input, in 0 .. 1. May differ from that of an adapter that a run starts from.
     pub dropout: Option<f64>,
@@ -66,6 +67,12 @@ pub struct AdapterOptions {
     pub lora_plus_ratio: Option<f64>,
     /// Whether A is frozen. May differ from that of an adapter that a run starts from.
     pub freeze_a: Option<bool>,
+    /// Dropout on the VeRA's input, in 0 .. 1. May differ from that of an adapter that a run starts from.
+    pub vera_dropout: Option<f64>,
+    /// Initial value of the VeRA's lambda_d.
+    pub d_initial: Option<f64>,
+    /// Seed of the VeRA's projections.
+    pub projection_prng_key: Option<u64>,
     /// Sites whose input IA3 scales.
     pub feedforward: Option<Targets>,
     /// Layer norms that LN tuning trains.
@@ -90,6 +97,7 @@ impl AdapterOptions {
         let has = |kind: Kind| kinds.contains(kind.name);
         AdapterSpec {
             lora: has(LoraSpec::KIND).then(|| self.lora()),
+            vera: has(VeraSpec::KIND).then(|| self.vera()),
             ia3: has(Ia3Spec::KIND).then(|| self.ia3()),
             ln_tuning: has(LnTuningSpec::KIND).then(|| self.ln_tuning()),
             dora: has(DoraSpec::KIND).then(|| DoraSpec { lora: self.lora() }),
@@ -113,6 +121,18 @@ impl AdapterOptions {
             train_norms: self.train_norms.clone().or(default.train_norms),
             lora_plus_ratio: self.lora_plus_ratio.unwrap_or(default.lora_plus_ratio),
             freeze_a: self.freeze_a.unwrap_or(default.freeze_a),
+        }
+    }
+
+    fn vera(&self) -> VeraSpec {
+        let default = VeraSpec::default();
+        VeraSpec {
+            rank: self.rank.unwrap_or(default.rank),
+            targets: self.targets.clone().unwrap_or(default.targets),
+            layers: self.layers.clone().or(default.layers),
+            dropout: self.vera_dropout.unwrap_or(default.dropout),
+            d_initial: self.d_initial.unwrap_or(default.d_initial),
+            projection_prng_key: self.projection_prng_key.unwrap_or(default.projection_prng_key),
         }
     }
 
@@ -160,12 +180,7 @@ impl AdapterOptions {
                 compare($option, self.$field.is_some(), show(&asked), spec.lora_options().map(show));
             };
         }
-        lora!("rank", rank, |lora: &LoraSpec| lora.rank.to_string());
         lora!("alpha", alpha, |lora: &LoraSpec| lora.alpha.to_string());
-        lora!("layers", layers, |lora: &LoraSpec| format!(
-            "{:?}",
-            lora.layers.as_deref().unwrap_or_default()
-        ));
         lora!("rslora", rslora, |lora: &LoraSpec| lora.rslora.to_string());
         lora!("rank-pattern", rank_pattern, |lora: &LoraSpec| format!("{:?}", lora.rank_pattern));
         lora!("alpha-pattern", alpha_pattern, |lora: &LoraSpec| format!("{:?}", lora.alpha_pattern));
@@ -176,9 +191,33 @@ impl AdapterOptions {
             asked.train_norms.iter().map(Targets::to_string).collect(),
             spec.lora_options().and_then(|lora| lora.train_norms.as_ref()).map(Targets::to_string),
         );
-        let targets = [spec.lora.as_ref().map(|own| &own.targets), spec.ia3.as_ref().map(|own| &own.targets)];
+        let (low_rank, vera) = (spec.lora_options(), spec.vera.as_ref());
+        let ranks = [low_rank.map(|own| own.rank), vera.map(|own| own.rank)];
+        let asked = self.rank.map(|rank| rank.to_string()).unwrap_or_default();
+        compare("rank", self.rank.is_some(), asked.clone(), shared(&ranks, &asked));
+        let targets = [
+            low_rank.map(|own| &own.targets),
+            vera.map(|own| &own.targets),
+            spec.ia3.as_ref().map(|own| &own.targets),
+        ];
         let asked = self.targets.as_ref().map(Targets::to_string).unwrap_or_default();
         compare("targets", self.targets.is_some(), asked.clone(), shared(&targets, &asked));
+        let show = |layers: &Option<Vec<usize>>| format!("{:?}", layers.as_deref().unwrap_or_default());
+        let layers = [low_rank.map(|own| show(&own.layers)), vera.map(|own| show(&own.layers))];
+        let asked = show(&self.layers);
+        compare("layers", self.layers.is_some(), asked.clone(), shared(&layers, &asked));
+        compare(
+            "d-initial",
+            self.d_initial.is_some(),
+            self.vera().d_initial.to_string(),
+            vera.map(|vera| vera.d_initial.to_string()),
+        );
+        compare(
+            "projection-prng-key",
+            self.projection_prng_key.is_some(),
+            self.vera().projection_prng_key.to_string(),
+            vera.map(|vera| vera.projection_prng_key.to_string()),
+        );
         compare(
             "feedforward",
             self.feedforward.is_some(),
@@ -262,7 +301,12 @@ pub fn load(
         lora.freeze_a = options.freeze_a.unwrap_or(lora.freeze_a);
         loaded.set = AdapterSet::new(&loaded.set.spec, base)?;
     }
-    Ok(Fresh { set: loaded.set, values: loaded.values, hints: loaded.hints })
+    if let (Some(vera), Some(dropout)) = (&mut loaded.set.spec.vera, options.vera_dropout) {
+        vera.dropout = dropout;
+    }
+    // Of several methods the dropouts must be one.
+    let set = AdapterSet::new(&loaded.set.spec, base)?;
+    Ok(Fresh { set, values: loaded.values, hints: loaded.hints })
 }
 
 /// The values a new adapter starts from; `text` are ids of the text that a prefix or a prompt starts from.

@@ -3,7 +3,7 @@
     python tests/golden/check_ours.py ADAPTER_DIR BASE_DIR IDS.safetensors
 
 ADAPTER_DIR holds adapter_config.json and adapter_model.safetensors, or such folders as `lora/`,
-`dora/`, `ia3/`, `ln_tuning/` and `prefix/`. IDS holds `input_ids` i64 [b, t], `labels` i64 [b, t] (unshifted, -100 = unsupervised) and,
+`dora/`, `vera/`, `ia3/`, `ln_tuning/` and `prefix/`. IDS holds `input_ids` i64 [b, t], `labels` i64 [b, t] (unshifted, -100 = unsupervised) and,
 if wanted, `logits` f32 [b, t, V] to compare with. Base weights are rounded to F16 and run in F32.
 Prints one JSON line; exits 1 with a sentence at an unknown config key, a missing, unexpected or
 wrongly shaped tensor, a value PEFT did not take over, or any warning.
@@ -50,7 +50,7 @@ def check_tensors(folder, model):
     that match no module (an adapter of more layers than the base has), so the set is compared here."""
     stored = load_file(folder / "adapter_model.safetensors")
     loaded = get_peft_model_state_dict(model)
-    own = getattr(model.base_model, "prefix", "")  # of two tuners on one base PEFT lists the tensors of both
+    own = getattr(model.base_model, "prefix", "").removesuffix("lambda_")  # of two tuners on one base PEFT lists the tensors of both
     loaded = {key: x for key, x in loaded.items() if own in key}
     for what, keys in [("missing", set(loaded) - set(stored)), ("unexpected", set(stored) - set(loaded))]:
         if keys:
@@ -89,7 +89,7 @@ def main():
     transformers.utils.logging.set_verbosity_error()
     model = gpt2_bases.load(a.base)
     # Only prefix and prompt tuning can wrap a base that already holds LoRA, DoRA, IA3 or norms, so these come first.
-    methods = ("lora", "ia3", "ln_tuning", "dora", "prefix", "prompt_tuning")
+    methods = ("lora", "vera", "ia3", "ln_tuning", "dora", "prefix", "prompt_tuning")
     folders = [a.adapter] if (a.adapter / "adapter_config.json").is_file() else \
         [f for f in (a.adapter / name for name in methods) if f.is_dir()]
     if not folders:

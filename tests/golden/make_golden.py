@@ -26,7 +26,7 @@ import safetensors
 import torch
 import transformers
 from peft import (IA3Config, LNTuningConfig, LoraConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig,
-                  PromptTuningConfig, get_peft_model)
+                  PromptTuningConfig, VeraConfig, get_peft_model)
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
@@ -34,6 +34,7 @@ import gpt2_bases
 
 STEPS, LR, BETAS, EPS, DECAY, CLIP = 10, 1e-2, (0.9, 0.999), 1e-8, 0.01, 1.0
 TINY = "bases/tiny"
+PROJECTIONS = {"base_model.vera_A", "base_model.vera_B"}
 NORMS = "Unsupported layer type '<class 'torch.nn.modules.normalization.LayerNorm'>'"
 SECOND_TIME = "You are trying to modify a model with PEFT for a second time"
 
@@ -79,11 +80,11 @@ def check_loss(out, labels):
 class Case:
     """`trained`: file key -> parameter. `extra`: file key -> function giving a further tensor to record.
     `masks`: file key -> 0/1 tensor that multiplies the gradient in the training run only.
-    `undecayed`: file keys of tensors on which no weight decay acts."""
+    `undecayed`: file keys of tensors on which no weight decay acts. `frozen`: file keys of tensors that are not trained."""
 
     def __init__(self, model, trained, adapters):
         self.model, self.trained, self.adapters = model, trained, adapters
-        self.extra, self.masks, self.projected, self.undecayed = {}, {}, None, set()
+        self.extra, self.masks, self.projected, self.undecayed, self.frozen = {}, {}, None, set(), set()
 
     def snapshot(self):
         now = {key: p.detach().clone() for key, p in self.trained.items()}
@@ -96,7 +97,8 @@ def tensors_of(model):
     plain = lambda n: (n.replace(".modules_to_save", "").replace(".default.", ".").removesuffix(".default")
                        .replace("magnitude_vector.weight", "magnitude_vector"))
     found = {plain(n): p for n, p in model.named_parameters() if p.requires_grad}
-    if sorted(found) != sorted(get_peft_model_state_dict(model)):
+    stored = [key for key in get_peft_model_state_dict(model) if not key.endswith(("vera_A", "vera_B"))]
+    if sorted(found) != sorted(stored):
         raise SystemExit("PEFT's file keys are no longer the parameter names without the adapter's name")
     return found
 
@@ -122,14 +124,14 @@ def lora_scale(key):
     return 0.15 if "lora_B" in key else 0.3
 
 
-def lora_model(**fields):
+def lora_model(base=None, **fields):
     fields = {"lora_dropout": 0.0, "fan_in_fan_out": True, "task_type": "CAUSAL_LM", **fields}
-    return get_peft_model(gpt2_bases.load(TINY), LoraConfig(**fields))
+    return get_peft_model(base or gpt2_bases.load(TINY), LoraConfig(**fields))
 
 
 def lora_case(seed, **fields):
     model = lora_model(**fields)
-    trained = tensors_of(model)
+    trained = {key: p for key, p in tensors_of(model).items() if "lora_" in key}
     randomise(trained, seed, lora_scale)
     return Case(model, trained, {"": model})
 
@@ -393,10 +395,57 @@ def lora_ia3_and_prefix():
     return Case(last.model, trained, {name: part.model for name, part in alone.items()})
 
 
+def vera_case(base, seed, **fields):
+    """A and B as PEFT draws them from the key, frozen; lambda_b not zero."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", SECOND_TIME)
+        warnings.filterwarnings("ignore", "Specified to not save vera_A")
+        model = get_peft_model(base, VeraConfig(task_type="CAUSAL_LM", fan_in_fan_out=True, **fields))
+    trained = {key: p for key, p in tensors_of(model).items() if "vera_lambda" in key}
+    randomise(trained, seed, lambda key: 0.4)
+    case = Case(model, trained, {"": model})
+    case.frozen = PROJECTIONS
+    return case
+
+
+def vera():
+    return vera_case(gpt2_bases.load(TINY), 131, r=5, target_modules=["c_attn", "mlp.c_proj"], projection_prng_key=3)
+
+
+def vera_without_projections():
+    return vera_case(gpt2_bases.load(TINY), 132, r=3, target_modules=["c_fc"], layers_to_transform=[0, 2],
+                     projection_prng_key=7, save_projection=False)
+
+
+def lora_vera_and_ia3():
+    """The deltas of two methods on c_attn, and vectors around them. The LoRA comes second: PEFT does not see the sizes
+    of modules that already have one when it draws A and B."""
+    def make_vera():
+        return vera_case(gpt2_bases.load(TINY), 134, r=3, target_modules=["c_attn", "attn.c_proj"])
+
+    def make_lora(base=None):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", SECOND_TIME)
+            return lora_case(133, base=base, r=2, lora_alpha=5, target_modules=["c_attn"])
+
+    low_rank = make_vera()
+    lora = make_lora(low_rank.model.get_base_model())
+    last = ia3_case(lora.model.get_base_model(), 135)
+    parts = {"vera": low_rank, "lora": lora, "ia3": last}
+    trained = {f"{name}.{key}": p for name, part in parts.items() for key, p in part.trained.items()}
+    for p in trained.values():
+        p.requires_grad_(True)  # each wrapping froze what was there
+    alone = {"vera": make_vera(), "lora": make_lora(), "ia3": ia3_case(gpt2_bases.load(TINY), 135)}
+    case = Case(last.model, trained, {name: part.model for name, part in alone.items()})
+    case.frozen = {f"vera.{key}" for key in PROJECTIONS}
+    return case
+
+
 CASES = [lora_c_attn, lora_all_rslora_patterns, lora_layers, lora_qv, prefix, prefix_projection, lora_and_prefix,
          ln_tuning, ln_tuning_regex, lora_ln_tuning_and_prefix, prompt_tuning, lora_and_prompt_tuning, p_tuning,
          ia3, ia3_regex, lora_ia3_and_prefix, dora_c_attn, dora_all_rslora_patterns, dora_layers, dora_and_prefix,
-         lora_bias_only, lora_bias_all, lora_train_norms, dora_beside, lora_frozen_a]
+         lora_bias_only, lora_bias_all, lora_train_norms, dora_beside, lora_frozen_a,
+         vera, vera_without_projections, lora_vera_and_ia3]
 
 
 # ---- running a case -------------------------------------------------------------------------
@@ -514,7 +563,7 @@ def reload(folder, names):
         warnings.filterwarnings("ignore", SECOND_TIME)
         for name in names:
             model = PeftModel.from_pretrained(model, str(folder / "adapter" / name))
-            if name in ("lora", "dora", "ia3", "ln_tuning") and name != list(names)[-1]:
+            if name in ("lora", "dora", "vera", "ia3", "ln_tuning") and name != list(names)[-1]:
                 model = model.get_base_model()
     return model.eval()
 
@@ -533,7 +582,7 @@ def make_case(build, ids, labels):
     stored = save_adapters(case, folder)
     initial = {k: x for k, x in case.snapshot().items() if k.startswith("proj.")}
     found = record(case, ids, labels)
-    trained = stored if case.trained else {}
+    trained = set(stored) - case.frozen if case.trained else set()
     missing = [k for k in trained if f"final.{k}" not in found or k in case.trained and f"grad.{k}" not in found]
     if missing or case.trained and found["losses"][0].float() != found["loss"][0]:
         raise SystemExit(f"{folder}: incomplete {missing} or the first training loss differs")

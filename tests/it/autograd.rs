@@ -168,7 +168,8 @@ impl<'a> Twin<'a> {
         for lora in self.case.set.loras.iter().filter(|lora| (lora.layer, lora.site) == place) {
             let low = self.drop(x, lora, index)?.matmul(&self.vars[lora.a].t()?)?;
             let low = lora.d.map_or(Ok(low.clone()), |d| low.broadcast_mul(&var(d)?))?;
-            let delta = (low.matmul(&self.vars[lora.b].t()?)? * f64::from(lora.scale))?;
+            let b = self.vars[lora.b].narrow(0, 0, lora.columns.len())?;
+            let delta = (low.matmul(&b.t()?)? * f64::from(lora.scale))?;
             let delta = lora.e.map_or(Ok(delta.clone()), |e| delta.broadcast_mul(&var(e)?))?;
             let behind = outputs - lora.columns.end;
             y = (y + delta.pad_with_zeros(1, lora.columns.start, behind)?)?;
@@ -202,7 +203,7 @@ impl<'a> Twin<'a> {
 
     /// The documented mask: element `column` of token `t` of row `index` of step 0.
     fn drop(&self, x: &Tensor, lora: &Lora, index: usize) -> Result<Tensor> {
-        let p = self.case.set.spec.lora.as_ref().map_or(0.0, |lora| lora.dropout) as f32;
+        let p = self.case.set.dropout() as f32;
         let (t, inputs) = x.dims2()?;
         let (loras, layout) = (&self.case.set.loras, &self.case.set.layout);
         // The place of A, or a number beyond the store where several deltas have the same A.
@@ -337,7 +338,16 @@ pub fn check(base: &Arc<Base>, case: &Case, smoothing: f64, recompute: Recompute
         let found = difference(&gradient[slot.range()], &expected);
         let what = format!("{} of {} on {}: {found:.2e}", slot.name, case.name, base.name);
         assert!(found <= GRADIENT, "{what} above {GRADIENT:.0e}");
-        let kind = ["lora_A", "lora_B", "ia3_l", "vector", "prompt_encoder", "prompt"];
+        let kind = [
+            "lora_A",
+            "lora_B",
+            "vera_lambda_b",
+            "vera_lambda_d",
+            "ia3_l",
+            "vector",
+            "prompt_encoder",
+            "prompt",
+        ];
         let kind = kind.iter().find(|kind| slot.name.contains(**kind)).copied().unwrap_or("prompt");
         let entry = worst.entry(kind.to_owned()).or_default();
         *entry = entry.max(found);

@@ -53,6 +53,7 @@ mod terminal;
 mod tfevents;
 mod tidy;
 mod trained_norms;
+mod vera;
 mod virtual_tokens;
 
 #[global_allocator]

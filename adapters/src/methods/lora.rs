@@ -235,6 +235,10 @@ impl Method for LoraSpec {
         Self::init_as(&Self::KIND, set, values, from)
     }
 
+    fn dropout(&self) -> Option<f64> {
+        Some(self.dropout)
+    }
+
     fn matched(&self, set: &AdapterSet, base: &BaseDescription) -> Vec<String> {
         self.matched_by(&Self::KIND, set, base)
     }

@@ -14,6 +14,7 @@ pub mod prompt_tuning;
 #[cfg(test)]
 #[path = "toy_tests.rs"]
 mod toy;
+pub mod vera;
 
 use std::fmt::Debug;
 
@@ -31,6 +32,7 @@ use ln_tuning::LnTuningSpec;
 use lora::LoraSpec;
 use prefix::PrefixSpec;
 use prompt_tuning::PromptTuningSpec;
+use vera::VeraSpec;
 
 /// Makes [`AdapterSpec`] and [`kinds`] out of a line for each method. Tensors, folders and lines for the user
 /// come in the order of the lines; methods after `in tests` exist in this crate's tests.
@@ -86,6 +88,8 @@ methods! {
     lora: LoraSpec,
     // PEFT can fold those before prefix and prompt into a base, one after another, and wraps what they gave in one of
     // the two. What scales an output stands after what adds to it: it scales the sum.
+    /// Low-rank deltas with frozen, shared factors.
+    vera: VeraSpec,
     /// Vectors that scale modules.
     ia3: Ia3Spec,
     /// Layer norms of their own.
@@ -125,6 +129,11 @@ pub(crate) trait Method: Debug {
 
     /// Writes the initial values of the method's tensors into `values`, the flat store, which holds zeros.
     fn init(&self, set: &AdapterSet, values: &mut [f32], from: &Init) -> Result<()>;
+
+    /// Probability that an input element of its low-rank deltas is dropped; `None` where it has no such deltas.
+    fn dropout(&self) -> Option<f64> {
+        None
+    }
 
     /// A line for each site or other part of the model that it changes.
     fn matched(&self, set: &AdapterSet, base: &BaseDescription) -> Vec<String>;

@@ -50,6 +50,7 @@ fn what_peft_wrote_is_read_and_written_again() {
         ("lora_and_prompt_tuning", &["lora", "prompt_tuning"]),
         ("ia3", &[""]),
         ("lora_ia3_and_prefix", &["lora", "ia3", "prefix"]),
+        ("vera", &[""]),
     ] {
         let loaded = load(&fixture(name), &base(), false).unwrap();
         assert!(loaded.hints[0].contains("no base fingerprint"), "{:?}", loaded.hints);

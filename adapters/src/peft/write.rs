@@ -17,7 +17,7 @@ use super::{
     CONFIG_FILE, META_FINGERPRINT, TENSOR_FILE,
     tensors::{self, Outgoing},
 };
-use crate::{AdapterSet, BaseDescription, Error, Result, methods};
+use crate::{AdapterSet, BaseDescription, Error, Result, TensorSlot, methods};
 
 /// Folders of methods that are saved together.
 fn method_folders() -> Vec<&'static str> {
@@ -80,8 +80,17 @@ impl<'a> Files<'a> {
         values: &'a [f32],
         base: &BaseDescription,
     ) -> Self {
-        let own = set.layout.tensors.iter().filter(|slot| slot.method == kind.name);
-        Self::new(config, own.map(|slot| Outgoing::plain(slot, values)).collect(), base)
+        Self::of(config, set.layout.tensors.iter().filter(|slot| slot.method == kind.name), values, base)
+    }
+
+    /// A config, and these tensors of the flat store.
+    pub fn of(
+        config: String,
+        slots: impl Iterator<Item = &'a TensorSlot>,
+        values: &'a [f32],
+        base: &BaseDescription,
+    ) -> Self {
+        Self::new(config, slots.map(|slot| Outgoing::plain(slot, values)).collect(), base)
     }
 
     /// Sets a field of the config.

@@ -7,6 +7,7 @@ use std::{
 
 use engraft_adapters::{
     DoraSpec, Ia3Spec, Kinds, LnTuningSpec, LoraSpec, PrefixSpec, PromptTuningSpec, Targets, TrainedBiases,
+    VeraSpec,
 };
 use serde::{Deserialize, Serialize};
 
@@ -102,7 +103,10 @@ const MOST_EPOCHS: f64 = 1e6;
 
 // The kinds of methods that an option belongs to.
 const LORA: &[&str] = &[LoraSpec::KIND.name, DoraSpec::KIND.name];
-const WITH_TARGETS: &[&str] = &[LoraSpec::KIND.name, DoraSpec::KIND.name, Ia3Spec::KIND.name];
+const LOW_RANK: &[&str] = &[LoraSpec::KIND.name, DoraSpec::KIND.name, VeraSpec::KIND.name];
+const WITH_TARGETS: &[&str] =
+    &[LoraSpec::KIND.name, DoraSpec::KIND.name, VeraSpec::KIND.name, Ia3Spec::KIND.name];
+const VERA: &[&str] = &[VeraSpec::KIND.name];
 const IA3: &[&str] = &[Ia3Spec::KIND.name];
 const LN_TUNING: &[&str] = &[LnTuningSpec::KIND.name];
 const PREFIX: &[&str] = &[PrefixSpec::KIND.name];
@@ -155,15 +159,18 @@ options! {
     }
 
     "Adapter" {
-        /// Kind of adapter to train: lora, ia3, ln_tuning, dora, prefix, prompt_tuning, or several such as lora+prefix
+        /// Kind of adapter to train: lora, vera, ia3, ln_tuning, dora, prefix, prompt_tuning, or several such as
+        /// lora+prefix
         method: Kinds => value("METHOD")
             .default(|args: &TrainArgs| args.init_adapter.is_none().then(AdapterOptions::default_kinds))
             .in_adapter(true)
             .basic();
         /// Start from this adapter (PEFT files), whose config gives the method and the options below
         init_adapter: PathBuf => value("DIR").basic();
-        /// Rank of the LoRA, or of the DoRA
-        rank: usize = LoraSpec::default().rank => value("R").of(LORA).check(FROM_ONE).basic();
+        /// Rank of the LoRA, DoRA or VeRA
+        rank: usize => value("R").of(LOW_RANK).check(FROM_ONE).basic()
+            .default(|args: &TrainArgs| args.method.as_ref().and_then(default_rank))
+            .otherwise("8, or with vera 256");
         /// Scale the LoRA's delta by alpha / rank
         alpha: f64 = LoraSpec::default().alpha =>
             value("A").of(LORA).check(above_zero("give a number such as 16")).basic();
@@ -171,8 +178,8 @@ options! {
         targets: Targets => value("LIST").of(WITH_TARGETS).basic()
             .default(|args: &TrainArgs| args.method.as_ref().and_then(default_targets))
             .otherwise("c_attn, or with ia3 c_attn,mlp.c_proj");
-        /// Layers with a LoRA, such as 0,2,5-11
-        layers: LayerList => value("LIST").of(LORA)
+        /// Layers with a LoRA or VeRA, such as 0,2,5-11
+        layers: LayerList => value("LIST").of(LOW_RANK)
             .default(|_| LoraSpec::default().layers.map(LayerList)).otherwise("all");
         /// Dropout on the LoRA's input
         lora_dropout: f64 = LoraSpec::default().dropout =>
@@ -202,6 +209,17 @@ options! {
             value("R").of(LORA).in_adapter(false).check(above_zero("give a number such as 16"));
         /// Keep A as it starts (LoRA-FA)
         freeze_a: bool => switch().of(LORA).in_adapter(false);
+        /// Dropout on the VeRA's input
+        vera_dropout: f64 = VeraSpec::default().dropout =>
+            value("P").of(VERA).in_adapter(false).check(BELOW_ONE);
+        /// Initial value of the VeRA's lambda_d
+        d_initial: f64 = VeraSpec::default().d_initial => value("D").of(VERA).check(Check {
+            refused: |&value| unless((value as f32).is_finite(), value),
+            fault: "is not finite",
+            remedy: "give a number such as 0.1",
+        });
+        /// Seed of the VeRA's random projections, which PEFT draws alike
+        projection_prng_key: u64 = VeraSpec::default().projection_prng_key => value("N").of(VERA);
         /// Targets whose input ia3 scales and not the output: a list, /regex/, or none
         feedforward: Targets => value("LIST").of(IA3)
             .otherwise("mlp.c_proj where it is a target");
@@ -336,14 +354,29 @@ options! {
 
 /// The targets of these methods if none are given; `None` where each has others.
 fn default_targets(kinds: &Kinds) -> Option<Targets> {
-    let of = |name: &str| match name {
-        _ if name == LoraSpec::KIND.name => Some(LoraSpec::default().targets),
-        _ if name == Ia3Spec::KIND.name => Some(Ia3Spec::default().targets),
-        _ => None,
-    };
-    let mut all = kinds.names().iter().filter_map(|name| of(name));
-    let first = all.next()?;
-    all.all(|other| other == first).then_some(first)
+    common(
+        kinds,
+        &[
+            (LORA, LoraSpec::default().targets),
+            (VERA, VeraSpec::default().targets),
+            (IA3, Ia3Spec::default().targets),
+        ],
+    )
+}
+
+/// The rank of these methods if none is given; `None` where each has another.
+fn default_rank(kinds: &Kinds) -> Option<usize> {
+    common(kinds, &[(LORA, LoraSpec::default().rank), (VERA, VeraSpec::default().rank)])
+}
+
+/// The default of those methods that are trained; `None` where they differ.
+fn common<T: Clone + PartialEq>(kinds: &Kinds, defaults: &[(&[&str], T)]) -> Option<T> {
+    let mut trained = defaults
+        .iter()
+        .filter(|(names, _)| names.iter().any(|name| kinds.contains(name)))
+        .map(|(_, own)| own);
+    let first = trained.next()?;
+    trained.all(|other| other == first).then(|| first.clone())
 }
 
 /// The first pattern whose number is not good, as text.

@@ -32,7 +32,7 @@ use super::common::{
 };
 use crate::error::Result;
 
-/// Trains small adapters (LoRA, IA3, prefix, prompt, layer norms) on a frozen GPT-2
+/// Trains small adapters (LoRA, DoRA, VeRA, IA3, prefix, prompt, layer norms) on a frozen GPT-2
 #[derive(Debug, Parser)]
 #[command(name = "engraft", version, subcommand_required = true, arg_required_else_help = true)]
 struct Engraft {

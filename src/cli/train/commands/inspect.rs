@@ -109,6 +109,7 @@ fn adapter(description: &Description) -> Value {
             "revision": adapter.revision,
             "fingerprint": adapter.fingerprint,
             "lora": adapter.spec.lora,
+            "vera": adapter.spec.vera,
             "ia3": adapter.spec.ia3,
             "ln_tuning": adapter.spec.ln_tuning,
             "dora": adapter.spec.dora,
