@@ -14,7 +14,7 @@ const OPTIONS: [(&str, &str); 13] = [
     ("rank_pattern", "--rank-pattern"),
     ("alpha_pattern", "--alpha-pattern"),
     ("dropout:", "--lora-dropout:"),
-    ("train_norms:", "--train-norms:"),
+    ("saved_norms:", "--train-norms:"),
     ("lora_plus_ratio:", "--lora-plus-ratio:"),
     ("norms:", "--norms:"),
     ("prefix length:", "--prefix-len:"),
