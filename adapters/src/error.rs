@@ -33,7 +33,7 @@ pub enum Error {
     /// A name or an expression that matches no layer norm.
     #[error("{option}: `{target}` matches no layer norm; choose among {}", .norms.join(", "))]
     NoNormMatched {
-        /// The property with the name or expression: `norms` or `train_norms`.
+        /// The property with the name or expression: `norms` or `saved_norms`.
         option: &'static str,
         /// The name or expression as the user wrote it.
         target: String,
@@ -42,13 +42,13 @@ pub enum Error {
     },
     /// Trained norms whose biases are trained already.
     #[error(
-        "train_norms: the biases of norms are trained by bias all already; give bias lora_only, or leave train_norms out"
+        "saved_norms: the biases of norms are trained by bias all already; give bias lora_only, or leave saved_norms out"
     )]
     NormsTwice,
     /// A regular expression of a target or a pattern that cannot be compiled.
     #[error("{option}: `{pattern}` is no regular expression that can be used here ({cause}); correct it")]
     BadRegex {
-        /// Option with the expression: `targets`, `norms`, `feedforward`, `train_norms`, or a pattern such as
+        /// Option with the expression: `targets`, `norms`, `feedforward`, `saved_norms`, or a pattern such as
         /// `rank_pattern`.
         option: &'static str,
         /// The regular expression as the user wrote it.

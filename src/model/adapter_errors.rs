@@ -13,7 +13,7 @@ const OPTIONS: &[(&str, &str)] = &[
     ("rank_pattern", "--rank-pattern"),
     ("alpha_pattern", "--alpha-pattern"),
     ("dropout:", "--lora-dropout:"),
-    ("train_norms:", "--train-norms:"),
+    ("saved_norms:", "--train-norms:"),
     ("lora_plus_ratio:", "--lora-plus-ratio:"),
     ("d_initial:", "--d-initial:"),
     ("feedforward:", "--feedforward:"),

@@ -118,7 +118,7 @@ impl AdapterOptions {
             rank_pattern: self.rank_pattern.clone().unwrap_or(default.rank_pattern),
             alpha_pattern: self.alpha_pattern.clone().unwrap_or(default.alpha_pattern),
             bias: self.bias.unwrap_or(default.bias),
-            train_norms: self.train_norms.clone().or(default.train_norms),
+            saved_norms: self.train_norms.clone().or(default.saved_norms),
             lora_plus_ratio: self.lora_plus_ratio.unwrap_or(default.lora_plus_ratio),
             freeze_a: self.freeze_a.unwrap_or(default.freeze_a),
         }
@@ -188,8 +188,8 @@ impl AdapterOptions {
         compare(
             "train-norms",
             self.train_norms.is_some(),
-            asked.train_norms.iter().map(Targets::to_string).collect(),
-            spec.lora_options().and_then(|lora| lora.train_norms.as_ref()).map(Targets::to_string),
+            asked.saved_norms.iter().map(Targets::to_string).collect(),
+            spec.lora_options().and_then(|lora| lora.saved_norms.as_ref()).map(Targets::to_string),
         );
         let (low_rank, vera) = (spec.lora_options(), spec.vera.as_ref());
         let ranks = [low_rank.map(|own| own.rank), vera.map(|own| own.rank)];

@@ -52,7 +52,7 @@ pub struct LoraSpec {
     pub bias: TrainedBiases,
     /// Layer norms that are trained as well: names, paths, or a regular expression for whole paths.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub train_norms: Option<Targets>,
+    pub saved_norms: Option<Targets>,
     /// Factor of the learning rate of B (LoRA+, Hayou et al. 2024, arXiv:2402.12354), and of vectors, as in PEFT. No
     /// file of an adapter has it.
     #[serde(skip_serializing_if = "is_one")]
@@ -74,7 +74,7 @@ impl Default for LoraSpec {
             rank_pattern: BTreeMap::new(),
             alpha_pattern: BTreeMap::new(),
             bias: TrainedBiases::None,
-            train_norms: None,
+            saved_norms: None,
             lora_plus_ratio: 1.0,
             freeze_a: false,
         }
@@ -182,9 +182,9 @@ impl LoraSpec {
             TrainedBiases::LoraOnly => lines.push("biases of these modules".to_owned()),
             TrainedBiases::All => lines.push("all biases".to_owned()),
         }
-        let norms = self.train_norms.as_ref();
+        let norms = self.saved_norms.as_ref();
         let norms =
-            norms.map(|norms| ln_tuning::chosen(beside::TRAIN_NORMS, norms, base).unwrap_or_default());
+            norms.map(|norms| ln_tuning::chosen(beside::SAVED_NORMS, norms, base).unwrap_or_default());
         lines.extend(ln_tuning::matched(&norms.unwrap_or_default(), base));
         lines
     }
@@ -199,7 +199,7 @@ impl LoraSpec {
         if !self.bias.is_none() {
             lines.push(("bias", self.bias.to_string()));
         }
-        lines.extend(self.train_norms.iter().map(|norms| ("norms", norms.to_string())));
+        lines.extend(self.saved_norms.iter().map(|norms| ("norms", norms.to_string())));
         if !is_one(&self.lora_plus_ratio) {
             lines.push(("lora+", format!("learning rate of B x {}", self.lora_plus_ratio)));
         }

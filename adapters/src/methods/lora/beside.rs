@@ -16,7 +16,7 @@ use crate::{
 };
 
 /// Name of the property with trained norms.
-pub(super) const TRAIN_NORMS: &str = "train_norms";
+pub(super) const SAVED_NORMS: &str = "saved_norms";
 
 /// The biases that are trained beside the deltas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -69,11 +69,11 @@ impl LoraSpec {
         let mut all = Contribution::default();
         let group = Group { weight_decay: Some(0.0), ..self.vector_group() };
         self.add_biases(loras, base, &mut |name, len| slots.push_to(group, name, &[len]), &mut all)?;
-        let Some(norms) = &self.train_norms else { return Ok(all) };
+        let Some(norms) = &self.saved_norms else { return Ok(all) };
         if self.bias == TrainedBiases::All {
             return Err(Error::NormsTwice);
         }
-        for norm in ln_tuning::chosen(TRAIN_NORMS, norms, base)? {
+        for norm in ln_tuning::chosen(SAVED_NORMS, norms, base)? {
             let mut push = |what: &str| {
                 slots.push_to(group, format!("{MODULE_PREFIX}{}.{what}", norm.path), &[base.width])
             };
@@ -143,9 +143,9 @@ impl LoraSpec {
     /// `modules_to_save` with which PEFT trains exactly these norms; `None` without any. PEFT takes every module whose
     /// path ends with a name.
     pub(super) fn modules_to_save(&self, base: &BaseDescription) -> Option<Vec<String>> {
-        let chosen = ln_tuning::chosen(TRAIN_NORMS, self.train_norms.as_ref()?, base).ok()?;
+        let chosen = ln_tuning::chosen(SAVED_NORMS, self.saved_norms.as_ref()?, base).ok()?;
         let paths: Vec<String> = chosen.into_iter().map(|norm| norm.path).collect();
-        match &self.train_norms {
+        match &self.saved_norms {
             Some(Targets::List(names)) if saved_by_peft(names, base) == paths => Some(names.clone()),
             _ => Some(paths),
         }

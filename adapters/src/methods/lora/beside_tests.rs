@@ -34,8 +34,8 @@ impl BaseWeights for Counted {
 }
 
 fn spec(bias: TrainedBiases, norms: Option<&str>) -> LoraSpec {
-    let train_norms = norms.map(|norms| norms.parse().unwrap());
-    LoraSpec { rank: 2, bias, train_norms, layers: Some(vec![0, 2]), ..LoraSpec::default() }
+    let saved_norms = norms.map(|norms| norms.parse().unwrap());
+    LoraSpec { rank: 2, bias, saved_norms, layers: Some(vec![0, 2]), ..LoraSpec::default() }
 }
 
 fn resolve(spec: &LoraSpec) -> Result<AdapterSet> {
@@ -110,7 +110,7 @@ fn norms_start_from_the_base_and_nothing_beside_decays() {
     assert_eq!(lines[1..], ["biases of these modules", "ln_2: layers 0-2", "ln_f"]);
     assert!(matches!(resolve(&spec(TrainedBiases::All, Some("ln_f"))), Err(Error::NormsTwice)));
     let error = resolve(&spec(TrainedBiases::None, Some("ln_3"))).unwrap_err().to_string();
-    assert!(error.starts_with("train_norms: `ln_3` matches no layer norm"), "{error}");
+    assert!(error.starts_with("saved_norms: `ln_3` matches no layer norm"), "{error}");
 }
 
 #[test]

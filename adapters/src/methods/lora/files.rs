@@ -206,8 +206,8 @@ impl StoredLora {
         let mut saved = saved.map(OneOrMany::into_vec).unwrap_or_default();
         saved.sort(); // PEFT writes them out of a set
         let (spec, selection) = LoraSpec::read(fields)?;
-        let train_norms = (!saved.is_empty()).then(|| Targets::List(saved.clone()));
-        let spec = LoraSpec { bias, train_norms, ..spec };
+        let saved_norms = (!saved.is_empty()).then(|| Targets::List(saved.clone()));
+        let spec = LoraSpec { bias, saved_norms, ..spec };
         Some(Box::new(Self { variant, spec, selection, saved }))
     }
 
@@ -229,15 +229,15 @@ impl StoredLora {
         for name in self.saved.iter().filter(|name| !beside::names_norms(name, base)) {
             findings.field("modules_to_save", format!("{name:?}"), "layer norms alone are supported");
         }
-        if let Some(Targets::List(names)) = &mut spec.train_norms {
-            let by_name = ln_tuning::chosen(beside::TRAIN_NORMS, &Targets::List(names.clone()), base);
+        if let Some(Targets::List(names)) = &mut spec.saved_norms {
+            let by_name = ln_tuning::chosen(beside::SAVED_NORMS, &Targets::List(names.clone()), base);
             let by_name: Vec<String> = by_name.into_iter().flatten().map(|norm| norm.path).collect();
             let by_end = beside::saved_by_peft(names, base);
             if by_name != by_end {
                 *names = by_end;
             }
         }
-        spec.train_norms = spec.train_norms.filter(|norms| *norms != Targets::List(Vec::new()));
+        spec.saved_norms = spec.saved_norms.filter(|norms| *norms != Targets::List(Vec::new()));
         // A finished adapter does not depend on it.
         if !self.variant.drops && spec.dropout != 0.0 {
             let (name, dropout) = (self.variant.kind.name, spec.dropout);
