@@ -55,8 +55,11 @@
 //! ```
 
 mod base;
+mod combine;
+mod compare;
 mod contribution;
 mod error;
+mod extract;
 mod fold;
 mod init;
 mod kinds;
@@ -65,6 +68,7 @@ mod methods;
 pub mod peft;
 pub mod reference;
 mod set;
+mod svd;
 mod targets;
 #[cfg(test)]
 mod testing;
@@ -72,10 +76,13 @@ mod testing;
 pub use base::{
     BaseDescription, BaseWeights, NormDescription, NormWeights, PartDescription, SiteDescription,
 };
+pub use combine::{CombineMethod, CombineOptions, CombinePart, Combined, MajoritySign, combine};
+pub use compare::{DeltaSize, SiteDifference, compare_deltas};
 pub use contribution::{
     Contribution, EmbeddingDelta, Lora, NormVectors, OutputScale, Prefix, PrefixValues, Prompt, SiteVectors,
 };
 pub use error::{Error, Problem, Result};
+pub use extract::{Extracted, extract};
 pub use fold::{FoldPart, Folding};
 pub use kinds::Kinds;
 pub use layout::{Group, Layout, Segment, TensorSlot};
