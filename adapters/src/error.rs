@@ -248,6 +248,12 @@ pub enum Error {
         /// The part.
         what: &'static str,
     },
+    /// Adapters that cannot be combined into one.
+    #[error("{why}")]
+    NotCombinable {
+        /// The reason and the remedy, a sentence.
+        why: String,
+    },
     /// Initial values that are computed from base weights, which are not available.
     #[error("{method}: the initial values are computed from the base's weights, which are not available")]
     WeightsNeeded {

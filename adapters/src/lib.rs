@@ -85,8 +85,11 @@
 
 mod base;
 pub mod candle;
+mod combine;
+mod compare;
 mod contribution;
 mod error;
+mod extract;
 mod fold;
 mod init;
 mod kinds;
@@ -97,6 +100,7 @@ pub mod peft;
 mod problem;
 pub mod reference;
 mod set;
+mod svd;
 mod targets;
 #[cfg(test)]
 mod testing;
@@ -108,10 +112,13 @@ struct Readme;
 pub use base::{
     BaseDescription, BaseWeights, NormDescription, NormWeights, PartDescription, SiteDescription,
 };
+pub use combine::{CombineMethod, CombineOptions, CombinePart, Combined, MajoritySign, combine};
+pub use compare::{DeltaSize, SiteDifference, compare_deltas};
 pub use contribution::{
     Contribution, EmbeddingDelta, Lora, NormVectors, OutputScale, Prefix, PrefixValues, Prompt, SiteVectors,
 };
 pub use error::{Error, Result};
+pub use extract::{Extracted, extract};
 pub use fold::{FoldPart, Folding};
 pub use kinds::Kinds;
 pub use layout::{Group, Layout, Segment, TensorSlot};

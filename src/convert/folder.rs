@@ -39,6 +39,25 @@ const COPIED: [&str; 9] = [
     "generation_config.json",
 ];
 
+/// Checks that `output` can become a new folder: it is not there, or empty.
+///
+/// # Errors
+/// [`Error::Input`] when it is something else.
+pub fn check_output(output: &Path) -> Result<()> {
+    let refuse = |what: &str| {
+        let output = output.display();
+        Err(Error::input(format!("--output {output}: {what}; name a folder that is new or empty")))
+    };
+    match fs::read_dir(output) {
+        Ok(mut entries) => match entries.next() {
+            Some(_) => refuse("is not empty"),
+            None => Ok(()),
+        },
+        Err(_) if output.symlink_metadata().is_err() => Ok(()),
+        Err(_) => refuse("is no folder"),
+    }
+}
+
 impl WeightDtype {
     /// Its name in options.
     pub fn name(self) -> &'static str {

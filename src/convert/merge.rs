@@ -1,13 +1,15 @@
 //! Adapters folded into their base: a folder of a plain GPT-2, written one module at a time.
 
-use std::{collections::HashMap, fs, path::Path};
+use std::{collections::HashMap, path::Path};
 
 use engraft_adapters::{BaseDescription, Folding};
 use engraft_util::atomic::{self, WriteError};
 
-use super::folder::{Stop, WeightDtype, WeightFiles, changed_config, copy_companions, write_json};
+use super::folder::{
+    Stop, WeightDtype, WeightFiles, changed_config, check_output, copy_companions, write_json,
+};
 use crate::{
-    error::{Error, Result},
+    error::Result,
     model::{
         Base, SourceTensors,
         arch::{HEAD, TOKEN_EMBEDDING, Tensor},
@@ -57,33 +59,14 @@ enum Role {
 }
 
 impl Merge<'_> {
-    /// Checks that `output` can become the folder: it is not there, or empty.
-    ///
-    /// # Errors
-    /// [`Error::Input`] when it is something else.
-    pub fn check_output(output: &Path) -> Result<()> {
-        let refuse = |what: &str| {
-            let output = output.display();
-            Err(Error::input(format!("--output {output}: {what}; name a folder that is new or empty")))
-        };
-        match fs::read_dir(output) {
-            Ok(mut entries) => match entries.next() {
-                Some(_) => refuse("is not empty"),
-                None => Ok(()),
-            },
-            Err(_) if output.symlink_metadata().is_err() => Ok(()),
-            Err(_) => refuse("is no folder"),
-        }
-    }
-
     /// Writes the folder `output`, beside its place until it is complete. `on_bytes` hears how many bytes of tensors
     /// are done, and of how many.
     ///
     /// # Errors
-    /// [`Error::Input`] as [`Merge::check_output`], for a base that cannot be read, and for a weight that the type cannot hold;
+    /// [`Error::Input`] as [`check_output`], for a base that cannot be read, and for a weight that the type cannot hold;
     /// [`Error::Failed`] when the folder cannot be written. Nothing is left of it then.
     pub fn write(&self, output: &Path, on_bytes: OnBytes) -> Result<Merged> {
-        Self::check_output(output)?;
+        check_output(output)?;
         let source = self.base.source_tensors()?;
         let untied = self.base.config.tied && self.folding.changes_embedding();
         let config = changed_config(&self.base.config_text()?, self.dtype, untied)?;

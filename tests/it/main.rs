@@ -12,6 +12,7 @@ mod cli_config;
 mod cli_data;
 mod cli_input;
 mod cli_support;
+mod combine;
 mod course;
 mod decoder;
 mod decoder_rows;

@@ -19,7 +19,13 @@ use crate::error::Error;
 const COMMANDS: &[(&[&str], &str)] = &[
     (&["generate", "chat"], "engraft-infer"),
     (&["sample", "complete", "infer", "run"], "engraft-infer generate"),
-    (&["train", "plan", "eval", "inspect", "data", "merge", "report", "doctor", "cache", "push"], "engraft"),
+    (
+        &[
+            "train", "plan", "eval", "inspect", "data", "merge", "combine", "diff", "extract", "report",
+            "doctor", "cache", "push",
+        ],
+        "engraft",
+    ),
     (&["finetune", "fine-tune", "fit", "lora", "sft"], "engraft train"),
     (&["test", "evaluate", "perplexity", "ppl"], "engraft eval"),
     (&["info", "show", "describe"], "engraft inspect"),

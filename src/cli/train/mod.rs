@@ -23,7 +23,10 @@ use clap::{CommandFactory, Parser, Subcommand};
 
 use self::{
     args::TrainArgs,
-    commands::{cache, data, doctor, eval, inspect, merge, plan, push, report as report_command, train},
+    commands::{
+        cache, combine, data, diff, doctor, eval, extract, inspect, merge, plan, push,
+        report as report_command, train,
+    },
 };
 use super::common::{
     options::{Facts, Options},
@@ -62,6 +65,14 @@ enum Command {
     /// Fold adapters into their base: a plain GPT-2 that needs no adapter
     #[command(args_override_self = true, allow_negative_numbers = true)]
     Merge(merge::MergeArgs),
+    /// Make one LoRA of several, as PEFT's add_weighted_adapter does
+    #[command(args_override_self = true, allow_negative_numbers = true)]
+    Combine(combine::CombineArgs),
+    /// Lay the deltas of two adapters side by side: how alike and how large they are, the ranks that they use
+    Diff(diff::DiffArgs),
+    /// Make a LoRA of what a full fine-tuning changed
+    #[command(args_override_self = true, allow_negative_numbers = true)]
+    Extract(extract::ExtractArgs),
     /// Lay runs side by side: a table, and a page with curves; also while they go on
     #[command(args_override_self = true)]
     Report(report_command::ReportArgs),
@@ -91,6 +102,9 @@ fn run(typed: Engraft) -> Result<()> {
         Command::Data(args) => data::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Merge(args) => merge::run(&args),
+        Command::Combine(args) => combine::run(&args),
+        Command::Diff(args) => diff::run(&args),
+        Command::Extract(args) => extract::run(&args),
         Command::Report(args) => report_command::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Cache(args) => cache::run(&args),
@@ -107,6 +121,8 @@ pub(super) fn options(command: &str) -> Vec<Facts> {
         "eval" => eval::EvalArgs::facts(),
         "data" => data::SurveyArgs::facts(),
         "merge" => merge::MergeArgs::facts(),
+        "combine" => combine::CombineArgs::facts(),
+        "extract" => extract::ExtractArgs::facts(),
         _ => Vec::new(),
     }
 }

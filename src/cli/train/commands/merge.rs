@@ -24,7 +24,7 @@ use crate::{
         },
         train::{args::DataArgs, data_source},
     },
-    convert::{LogitDifference, Merge, Merged, compare},
+    convert::{LogitDifference, Merge, Merged, check_output, compare},
     data::{DataOptions, Split},
     error::{Error, Result},
     model::{Base, BaseDType, BaseSource},
@@ -69,7 +69,7 @@ pub fn run(args: &MergeArgs) -> Result<()> {
     signals::install()?;
     args.check()?;
     let output = args.output.as_deref().unwrap_or(Path::new(""));
-    Merge::check_output(output)?;
+    check_output(output)?;
     if args.base.base_dtype() != BaseDtypeName::F16 {
         return Err(Error::input(
             "--base-dtype q8: merging reads the base's own files, not 8-bit codes; leave it out",

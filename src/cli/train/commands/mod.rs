@@ -1,9 +1,12 @@
 //! The commands of `engraft`, a file each.
 
 pub mod cache;
+pub mod combine;
 pub mod data;
+pub mod diff;
 pub mod doctor;
 pub mod eval;
+pub mod extract;
 pub mod inspect;
 pub mod merge;
 pub mod plan;
