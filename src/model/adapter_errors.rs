@@ -21,6 +21,7 @@ const OPTIONS: &[(&str, &str)] = &[
     ("prefix length:", "--prefix-len:"),
     ("prefix projection:", "--prefix-projection:"),
     ("prompt length:", "--prompt-len:"),
+    ("method:", "--method:"),
     ("methods:", "--method:"),
 ];
 

@@ -132,7 +132,8 @@ fn adapters_that_are_not_read_come_with_a_remedy() {
         sandbox.infer("generate --base embedded --adapter run --prompt x")
     };
     with("\"LORA\"", "\"LOHA\"").refused(&["peft_type LOHA is not supported", "merge_and_unload()"]);
-    with("\"bias\": \"none\"", "\"bias\": \"all\"").refused(&["bias", "merge_and_unload()"]);
+    let pissa = with("\"init_lora_weights\": true", "\"init_lora_weights\": \"pissa\"");
+    pissa.refused(&["init_lora_weights", "merge_and_unload()"]);
     with("\"r\": 3", "\"r\": 4").refused(&["shape", "give the base that it was trained on"]);
     let other = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/bases/tiny");
     fs::write(&path, &text).unwrap();

@@ -117,8 +117,9 @@ fn samples_of_the_end_are_on_record() {
         (files.len(), files[0].iter().map(|event| event.step).collect::<Vec<_>>()),
         (1, vec![0, 0, 1, 2, 2, 0, 2])
     );
-    let file = crate::cli_support::names(&run).into_iter().find(|name| name.contains("tfevents")).unwrap();
-    let bytes = fs::read(run.join(file)).unwrap();
+    let mut entries = fs::read_dir(&run).unwrap().map(|entry| entry.unwrap().path());
+    let file = entries.find(|path| path.to_string_lossy().contains("events.out.tfevents")).unwrap();
+    let bytes = fs::read(file).unwrap();
     let text = String::from_utf8_lossy(&bytes);
     for sample in samples {
         let said = format!("{}{}", sample["prompt"].as_str().unwrap(), sample["text"].as_str().unwrap());
