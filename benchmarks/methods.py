@@ -20,7 +20,7 @@ import tempfile
 from common import RELEASE, events, measured_run, save, words
 
 # The option that sets how many values a method trains, as far as one does.
-SIZES = {"lora": "rank", "prefix": "prefix-len", "prompt_tuning": "prompt-len"}
+SIZES = {"lora": "rank", "dora": "rank", "prefix": "prefix-len", "prompt_tuning": "prompt-len"}
 
 
 def fail(text):

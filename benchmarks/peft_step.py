@@ -1,4 +1,4 @@
-"""Trains a LoRA or a prefix with PEFT on the rows of a JSONL file; prints one JSON line.
+"""Trains an adapter with PEFT on the rows of a JSONL file; prints one JSON line.
 
     python benchmarks/peft_step.py BASE ROWS.jsonl --batch 4 --steps 4 [--method prefix] [--compile] ...
 
@@ -17,10 +17,30 @@ import time
 import peft
 import torch
 import transformers
-from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from peft import (IA3Config, LNTuningConfig, LoraConfig, PrefixTuningConfig, PromptTuningConfig, VeraConfig,
+                  get_peft_model)
 from transformers import AutoModelForCausalLM
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+METHODS = ["lora", "dora", "vera", "ia3", "ln_tuning", "prefix", "prompt_tuning"]
+
+
+def config(method, rank, targets):
+    """PEFT's config of a method; rank and targets are those of methods that have them."""
+    modules = ["c_attn", "c_proj", "c_fc"] if targets == "all-linear" else [targets]
+    low_rank = {"target_modules": modules, "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
+    if method in ("lora", "dora"):
+        return LoraConfig(r=rank, lora_alpha=16, use_dora=method == "dora", **low_rank)
+    if method == "vera":
+        return VeraConfig(r=rank, **low_rank)
+    if method == "ia3":
+        return IA3Config(task_type="CAUSAL_LM", fan_in_fan_out=True)
+    kinds = {"ln_tuning": (LNTuningConfig, {}), "prefix": (PrefixTuningConfig, {"num_virtual_tokens": 20}),
+             "prompt_tuning": (PromptTuningConfig, {"num_virtual_tokens": 20})}
+    kind, options = kinds[method]
+    return kind(task_type="CAUSAL_LM", **options)
 
 
 def peak_bytes():
@@ -32,7 +52,7 @@ def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("base")
     p.add_argument("rows")
-    p.add_argument("--method", choices=["lora", "prefix"], default="lora")
+    p.add_argument("--method", choices=METHODS, default="lora")
     p.add_argument("--rank", type=int, default=8)
     p.add_argument("--targets", choices=["c_attn", "all-linear"], default="c_attn")
     p.add_argument("--batch", type=int, default=4)
@@ -48,13 +68,7 @@ def main():
     imports = peak_bytes()
     model = AutoModelForCausalLM.from_pretrained(a.base, dtype=DTYPES[a.dtype], attn_implementation="sdpa",
                                                  resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)
-    if a.method == "lora":
-        modules = ["c_attn", "c_proj", "c_fc"] if a.targets == "all-linear" else [a.targets]
-        config = LoraConfig(r=a.rank, lora_alpha=16, target_modules=modules, fan_in_fan_out=True,
-                            task_type="CAUSAL_LM")
-    else:
-        config = PrefixTuningConfig(num_virtual_tokens=20, task_type="CAUSAL_LM")
-    model = get_peft_model(model, config).to(a.device)
+    model = get_peft_model(model, config(a.method, a.rank, a.targets)).to(a.device)
     if a.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
