@@ -175,7 +175,8 @@ fn a_lora_comes_back_out_of_the_model_that_it_was_merged_into() {
         text.stderr().contains("changed more than these modules")
             && text.stderr().contains("h.0.attn.c_attn.weight")
     );
-    let text = sandbox.engraft("extract --tuned merged --rank 1 --output less").succeeds().stdout();
+    let text =
+        sandbox.engraft("extract --base embedded --tuned merged --rank 1 --output less").succeeds().stdout();
     assert!(text.contains("all modules: rank 1 loses ") && !text.contains("loses 0.00%"), "{text}");
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/bases/tiny");
     let other = sandbox.engraft(&format!("extract --tuned {} --output other", tiny.display()));

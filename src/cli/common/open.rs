@@ -101,7 +101,8 @@ pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute, stream
     // Before anything is downloaded or converted.
     check_weights(compute.device.kind(), dtype)?;
     hint_at_f32(compute.device.kind(), compute.activations);
-    let source = match &args.base {
+    let is_embedded = |name: &&String| *name == EMBEDDED && !Path::new(name).is_dir();
+    let source = match args.base.as_ref().filter(|name| !is_embedded(name)) {
         None => BaseSource::Embedded,
         Some(name) => {
             let options = hub_options(Path::new(name), args.revision.as_deref(), args, environment)?;
