@@ -196,7 +196,8 @@ fn trained_with(case: Case, base: &Base, change: fn(&mut LoraSpec)) -> Case {
 /// query, so its gradient is 0, and AdamW divides what rounding leaves of it by its own size.
 fn defined(name: &str, len: usize) -> Vec<Range<usize>> {
     let is_fused = name.ends_with("c_attn.base_layer.bias") || name.ends_with("c_attn.bias");
-    if is_fused { vec![0..len / 3, 2 * len / 3..len] } else { Vec::from([0..len]) }
+    let keys = if is_fused { len / 3..2 * len / 3 } else { len..len };
+    [0..keys.start, keys.end..len].into_iter().filter(|part| !part.is_empty()).collect()
 }
 
 /// Logits, loss and gradients, then ten steps, under one policy.
