@@ -63,8 +63,9 @@ impl Merge<'_> {
     /// are done, and of how many.
     ///
     /// # Errors
-    /// [`Error::Input`] as [`check_output`], for a base that cannot be read, and for a weight that the type cannot hold;
-    /// [`Error::Failed`] when the folder cannot be written. Nothing is left of it then.
+    /// [`Input`](crate::error::Error::Input) as [`check_output`], for a base that cannot be read, and for a weight that
+    /// the type cannot hold; [`Failed`](crate::error::Error::Failed) when the folder cannot be written. Nothing is
+    /// left of it then.
     pub fn write(&self, output: &Path, on_bytes: OnBytes) -> Result<Merged> {
         check_output(output)?;
         let source = self.base.source_tensors()?;
