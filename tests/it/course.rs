@@ -410,9 +410,8 @@ fn few_records_train_something() {
     assert!(said.contains("hint: --epochs 1 makes 3 steps") && said.contains("--steps 200"), "{said}");
 }
 
-/// Minutes in a debug build: cargo test --release --test it -- --ignored few_records_train_at_every_size
+/// Nine runs; seconds in a release build, minutes in a debug one.
 #[test]
-#[ignore = "takes minutes"]
 fn few_records_train_at_every_size() {
     for records in [20, 100, 500] {
         let sandbox = few(records);
