@@ -69,7 +69,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     save(&folder, &[&network.up, &network.down], "a random base", None)?;
 
-    // What is read again computes the same.
+    // The layers that are loaded from the files compute the same.
     let varmap = VarMap::new();
     let saved = load(&folder, &varmap, DType::F32, &device)?;
     let vb = VarBuilder::from_varmap(&varmap, DType::F32, &device);

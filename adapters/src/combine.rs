@@ -8,8 +8,8 @@
 //! To mix is to add up tensors times weights, after the following.
 //!
 //! - `magnitude_prune` and `ties` keep the share `density` of each tensor that is the largest in magnitude.
-//! - `dare` keeps each value with the probability `density`, over which what is kept is divided (Yu et al. 2024,
-//!   arXiv:2311.03099).
+//! - `dare` keeps each value with the probability `density`, and divides those that it keeps by `density` (Yu et al.
+//!   2024, arXiv:2311.03099).
 //! - `ties` elects a sign for each place, that of the sum of the tensors (`total`) or of their signs (`frequency`), and
 //!   takes the mean of the values that have it (Yadav et al. 2023, arXiv:2306.01708).
 //!
@@ -35,7 +35,7 @@ pub struct CombineMethod {
     form: Form,
 }
 
-/// What is left out before tensors are mixed.
+/// Which values are set to 0 before tensors are mixed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Sparse {
     Nothing,
@@ -43,7 +43,7 @@ enum Sparse {
     Random,
 }
 
-/// What is mixed.
+/// The tensors that are mixed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Form {
     Factors,
@@ -91,7 +91,7 @@ impl CombineMethod {
         self.sparse != Sparse::Nothing
     }
 
-    /// Whether it draws what is kept.
+    /// Whether it keeps values at random.
     pub fn is_random(self) -> bool {
         self.sparse == Sparse::Random
     }

@@ -9,7 +9,7 @@ const SHIFT: usize = 397;
 /// A generator in the state after `torch.Generator().manual_seed(seed)`.
 pub(crate) struct MersenneTwister {
     state: [u32; WORDS],
-    /// The next word of the state; as many as there are when new ones are due.
+    /// Index of the next word in `state`; at the end of it all words are made anew.
     next: usize,
 }
 

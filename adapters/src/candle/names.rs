@@ -49,7 +49,7 @@ pub(super) fn find<T>(asked: &str, parameters: &BTreeMap<String, T>) -> Option<F
     });
     let mut all = longer.chain(shorter);
     let (parameter, shift) = all.next()?;
-    // Several would be a guess: none of them, and `Adapter::finish` names what is missing.
+    // To take one of several would be a guess: none is taken, and `Adapter::finish` names what is missing.
     all.next().is_none().then(|| Found { parameter: parameter.clone(), shift: Some(shift) })
 }
 
