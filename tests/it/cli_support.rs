@@ -188,3 +188,17 @@ pub fn names(folder: &Path) -> Vec<String> {
     names.dedup();
     names
 }
+
+/// Losses of a run's steps.
+pub fn losses(run: &Finished) -> Vec<f64> {
+    run.events_of("step").iter().map(|step| step["loss"].as_f64().unwrap()).collect()
+}
+
+/// Loss of the embedded base on the data, with the adapter of that folder if there is one; it generates, too.
+pub fn evaluated(sandbox: &Sandbox, adapter: Option<&str>) -> f64 {
+    let with = adapter.map(|folder| format!("--adapter {folder}")).unwrap_or_default();
+    let line = format!("generate --base embedded --prompt row --max-new-tokens 8 --temperature 0 {with}");
+    assert!(!sandbox.infer(&line).succeeds().stdout().is_empty());
+    let line = format!("eval --base embedded --data data.jsonl --no-pack --seq-len 24 --json {with}");
+    sandbox.engraft(&line).succeeds().events()[0]["loss"].as_f64().unwrap()
+}

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::cli_support::{Finished, Sandbox, files_below, names};
+use crate::cli_support::{Finished, Sandbox, evaluated, files_below, losses, names};
 
 /// A run that takes no time, of 20 steps.
 const RUN: &str = "train --data data.jsonl --no-pack --seq-len 24 --batch 4 --threads 1 --lr 0.01 --steps 20 \
@@ -10,19 +10,6 @@ const RUN: &str = "train --data data.jsonl --no-pack --seq-len 24 --batch 4 --th
 
 fn train(sandbox: &Sandbox, output: &str, more: &str) -> Finished {
     sandbox.engraft(&format!("{RUN} --output {output} {more}")).succeeds()
-}
-
-fn losses(run: &Finished) -> Vec<f64> {
-    run.events_of("step").iter().map(|step| step["loss"].as_f64().unwrap()).collect()
-}
-
-/// Loss of the embedded base on the data, with the adapter of that folder if there is one; it generates, too.
-fn evaluated(sandbox: &Sandbox, adapter: Option<&str>) -> f64 {
-    let with = adapter.map(|folder| format!("--adapter {folder}")).unwrap_or_default();
-    let line = format!("generate --base embedded --prompt row --max-new-tokens 8 --temperature 0 {with}");
-    assert!(!sandbox.infer(&line).succeeds().stdout().is_empty());
-    let line = format!("eval --base embedded --data data.jsonl --no-pack --seq-len 24 --json {with}");
-    sandbox.engraft(&line).succeeds().events()[0]["loss"].as_f64().unwrap()
 }
 
 fn config(sandbox: &Sandbox, folder: &str) -> Value {

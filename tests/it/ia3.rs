@@ -4,8 +4,8 @@ use engraft_adapters::{AdapterSpec, Ia3Spec, LoraSpec};
 use serde_json::{Value, json};
 
 use crate::{
-    cli_support::{Finished, Sandbox, files_below, names},
-    method_policies::{self, losses},
+    cli_support::{Finished, Sandbox, evaluated, files_below, losses, names},
+    method_policies,
 };
 
 /// A run that takes no time, of 20 steps.
@@ -53,15 +53,6 @@ fn options_of_memory_give_what_they_must() {
 
 fn train(sandbox: &Sandbox, output: &str, more: &str) -> Finished {
     sandbox.engraft(&format!("{RUN} --output {output} {more}")).succeeds()
-}
-
-/// Loss of the embedded base on the data, with the adapter of that folder if there is one; it generates, too.
-fn evaluated(sandbox: &Sandbox, adapter: Option<&str>) -> f64 {
-    let with = adapter.map(|folder| format!("--adapter {folder}")).unwrap_or_default();
-    let line = format!("generate --base embedded --prompt row --max-new-tokens 8 --temperature 0 {with}");
-    assert!(!sandbox.infer(&line).succeeds().stdout().is_empty());
-    let line = format!("eval --base embedded --data data.jsonl --no-pack --seq-len 24 --json {with}");
-    sandbox.engraft(&line).succeeds().events()[0]["loss"].as_f64().unwrap()
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use candle_core::{Device, Tensor, safetensors};
 use serde_json::{Value, json};
 
-use crate::cli_support::{Finished, Sandbox, files_below};
+use crate::cli_support::{Finished, Sandbox, files_below, losses};
 
 /// A run that takes no time, of 12 steps.
 const RUN: &str = "train --data data.jsonl --no-pack --seq-len 24 --batch 4 --threads 1 --lr 0.01 --steps 12 \
@@ -13,10 +13,6 @@ const RUN: &str = "train --data data.jsonl --no-pack --seq-len 24 --batch 4 --th
 
 fn train(sandbox: &Sandbox, output: &str, more: &str) -> Finished {
     sandbox.engraft(&format!("{RUN} --output {output} {more}")).succeeds()
-}
-
-fn losses(run: &Finished) -> Vec<f64> {
-    run.events_of("step").iter().map(|step| step["loss"].as_f64().unwrap()).collect()
 }
 
 fn config(sandbox: &Sandbox, run: &str) -> Value {

@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use crate::{
     autograd,
-    cli_support::{Finished, Sandbox, files_below},
+    cli_support::{Sandbox, files_below, losses},
     policies::{LOSS, SEQ_LEN, cut, options, rows, same, trainer},
     setup::{Case, TrainerState, bits, by_tensor, golden, restore, row, state, wide, within},
 };
@@ -149,11 +149,6 @@ pub fn generation(name: &'static str, spec: &AdapterSpec) {
     let last = wide(one_by_one.feed(&of.ids[SEQ_LEN - 1..]).unwrap());
     let at_once = decoder().feed(&of.ids).unwrap().to_vec();
     within(crate::setup::difference(&at_once, &last), 5e-6, "logits of a prefill");
-}
-
-/// Losses of a run's steps.
-pub fn losses(run: &Finished) -> Vec<f64> {
-    run.events_of("step").iter().map(|step| step["loss"].as_f64().unwrap()).collect()
 }
 
 /// Runs the program with `line` and with further options; what each must give beside the run without them.

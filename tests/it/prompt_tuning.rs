@@ -6,7 +6,7 @@ use std::path::Path;
 use candle_core::{DType, Device};
 use engraft::data::Tokenizer;
 
-use crate::cli_support::{Finished, Sandbox, files_below, names};
+use crate::cli_support::{Finished, Sandbox, files_below, losses, names};
 
 /// A run that takes no time, of 20 steps.
 const RUN: &str = "train --data data.jsonl --no-pack --seq-len 24 --batch 4 --threads 1 --lr 0.1 --steps 20 \
@@ -20,10 +20,6 @@ fn train(sandbox: &Sandbox, output: &str, more: &str) -> Finished {
 /// [`train`] with prompt tuning alone.
 fn tune(sandbox: &Sandbox, output: &str, more: &str) -> Finished {
     train(sandbox, output, &format!("--method prompt_tuning {more}"))
-}
-
-fn losses(run: &Finished) -> Vec<f64> {
-    run.events_of("step").iter().map(|step| step["loss"].as_f64().unwrap()).collect()
 }
 
 /// Loss of the embedded base on a file and number of tokens that it is the mean of, with adapter and options.
