@@ -38,7 +38,12 @@ fn of_type(device: Device, activations: DType, size: Size) -> Result<Vec<Line>> 
     let taken = held(device) - scratch(device) - before;
     let planned = BaseBytes::on_device(&base.config, memory()).total() as usize;
     lines.push(beyond("memory: base", activations, taken, planned));
-    for (kind, optimizer) in [(Kind::Both, OptimizerKind::AdamW), (Kind::Prefix, OptimizerKind::AdamW8bit)] {
+    for (kind, optimizer) in [
+        (Kind::Both, OptimizerKind::AdamW),
+        (Kind::Prefix, OptimizerKind::AdamW8bit),
+        (Kind::Dora, OptimizerKind::AdamW),
+        (Kind::Several, OptimizerKind::AdamW),
+    ] {
         lines.extend(training(&base, before, Recipe { optimizer, ..Recipe::of(kind, size) })?);
     }
     drop(base);

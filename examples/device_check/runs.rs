@@ -44,6 +44,9 @@ pub fn check(device: Device, types: &[DType], size: Size, report: &mut Report) -
             report.add(kind.name(), against_cpu(&cpu, &base, Recipe::of(kind, size)));
         }
         report.add("policies", same_bits(&base, size));
+        for kind in [Kind::Dora, Kind::Several] {
+            report.add("policies", same_bits_of(&base, Recipe::of(kind, size)));
+        }
         if activations != DType::F32 {
             report.add("heads of 64", wide_heads(device, activations, size.with_wide_heads()));
         }
@@ -166,9 +169,24 @@ fn same_bits(base: &Arc<Base>, size: Size) -> Result<Vec<Line>> {
     let (resident, moving) = (evaluated(base, recipe.policy)?, evaluated(&streamed, policy)?);
     let other = f64::from(u8::from(resident.to_bits() != moving.to_bits()));
     lines.push(Line::new("streamed base: other loss of an evaluation", base.activations, other, 0.0));
-    let (resident, moving) = (decode(base, size)?, decode(&streamed, size)?);
+    let (resident, moving) = (decode(base, Kind::Both, size)?, decode(&streamed, Kind::Both, size)?);
     lines.push(Line::new("streamed base: other logits", base.activations, bits(&resident, &moving), 0.0));
     Ok(lines)
+}
+
+/// Two settings that change all about memory and no bit, for other kinds of parts than [`same_bits`] has.
+fn same_bits_of(base: &Arc<Base>, recipe: Recipe) -> Result<Vec<Line>> {
+    let recipe = Recipe { micro_batch: recipe.size.rows / 2, ..recipe };
+    let (name, kept) = (recipe.kind.name(), recipe.run(base)?);
+    let policy = Policy { recompute: Recompute::All, ..recipe.policy };
+    let recomputed = Recipe { policy, ..recipe }.run(base)?;
+    let policy = Policy { stream: true, inputs: Placement::Host, moments: Placement::Host, ..policy };
+    let streamed = streamed(recipe.size, base.device, base.activations)?;
+    let moved = Recipe { policy, ..recipe }.run(&streamed)?;
+    let line = |what: &str, found: &Outcome| {
+        Line::new(format!("{name}, {what}: other bits"), base.activations, different(&kept, found), 0.0)
+    };
+    Ok(vec![line("recompute all", &recomputed), line("streamed base, all offloaded, recompute all", &moved)])
 }
 
 /// Tensor cores in attention: as the CPU, and the same bits again.
@@ -251,22 +269,23 @@ fn text(base: &Base, size: Size) -> Vec<u32> {
     (0..size.tokens as u64).map(|at| (rng::bits(9, at) % base.config.vocab as u64) as u32).collect()
 }
 
-fn decoder(base: &Arc<Base>, size: Size) -> Result<Decoder> {
-    let set = Recipe::of(Kind::Both, size).set(base)?;
+fn decoder(base: &Arc<Base>, kind: Kind, size: Size) -> Result<Decoder> {
+    let set = Recipe::of(kind, size).set(base)?;
     let bindings = AdapterBindings::new(&[(&set, 1.0)], base.config.layers)?;
-    Decoder::new(Arc::clone(base), bindings, start(&set), 2, size.tokens)
+    let values = start(&set, self::base(size, Device::Cpu, DType::F32)?.as_ref())?;
+    Decoder::new(Arc::clone(base), bindings, values, 2, size.tokens)
 }
 
 /// Logits after a text that is read in one pass.
-fn decode(base: &Arc<Base>, size: Size) -> Result<Vec<f32>> {
-    Ok(decoder(base, size)?.feed(&text(base, size))?.to_vec())
+fn decode(base: &Arc<Base>, kind: Kind, size: Size) -> Result<Vec<f32>> {
+    Ok(decoder(base, kind, size)?.feed(&text(base, size))?.to_vec())
 }
 
 /// Logits after the same text, a token at a time, the last four by two rows that began alike; then once more from the
 /// middle, with work that was recorded for one row, for two and for one again; and whether it was.
 fn stepwise(base: &Arc<Base>, size: Size) -> Result<([Vec<f32>; 2], bool)> {
     let ids = text(base, size);
-    let mut decoder = decoder(base, size)?;
+    let mut decoder = decoder(base, Kind::Both, size)?;
     let (begin, end) = ids.split_at(ids.len() - 4);
     let mut passes = [0, begin.len() / 2].into_iter().map(|from| -> Result<Vec<f32>> {
         decoder.rewind(from);
@@ -289,7 +308,7 @@ fn stepwise(base: &Arc<Base>, size: Size) -> Result<([Vec<f32>; 2], bool)> {
 /// Logits after a text, with an adapter: fed whole against the CPU's, and token by token against whole; recorded work against
 /// that of a streamed base, which is never recorded.
 fn generation(cpu: &Arc<Base>, base: &Arc<Base>, size: Size) -> Result<Vec<Line>> {
-    let (expected, whole) = (decode(cpu, size)?, decode(base, size)?);
+    let (expected, whole) = (decode(cpu, Kind::Both, size)?, decode(base, Kind::Both, size)?);
     let ([rows, again], recorded) = stepwise(base, size)?;
     let streamed = streamed(size, base.device, base.activations)?;
     let ([launched, _], streams) = stepwise(&streamed, size)?;
@@ -298,7 +317,7 @@ fn generation(cpu: &Arc<Base>, base: &Arc<Base>, size: Size) -> Result<Vec<Line>
     let line = |what: &str, error| {
         Line::new(format!("generation: {what}"), base.activations, error, element_bound(base.activations))
     };
-    Ok(vec![
+    let mut lines = vec![
         line("logits", largest_error(&expected, &whole)),
         line("token by token", largest_error(&whole, first)),
         Line::new("generation: two rows alike, other bits", base.activations, bits(first, second), 0.0),
@@ -310,7 +329,12 @@ fn generation(cpu: &Arc<Base>, base: &Arc<Base>, size: Size) -> Result<Vec<Line>
             0.0,
         ),
         Line::new("generation: rewound, other bits", base.activations, bits(&rows, &again), 0.0),
-    ])
+    ];
+    for kind in [Kind::Dora, Kind::Several] {
+        let error = largest_error(&decode(cpu, kind, size)?, &decode(base, kind, size)?);
+        lines.push(line(&format!("logits, {}", kind.name()), error));
+    }
+    Ok(lines)
 }
 
 fn bits(a: &[f32], b: &[f32]) -> f64 {

@@ -2,6 +2,7 @@
 //! computes at the speed of an interpreter, the embedded base on a real device.
 
 use std::{
+    ops::Range,
     path::{Path, PathBuf},
     sync::{Arc, OnceLock},
 };
@@ -17,7 +18,10 @@ use engraft::{
     model::{Base, BaseSource, Policy},
     optim::{AdamWOptions, OptimizerKind},
 };
-use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, PrefixSpec, Targets};
+use engraft_adapters::{
+    AdapterSet, AdapterSpec, DoraSpec, Ia3Spec, LnTuningSpec, LoraSpec, PrefixSpec, PromptTuningSpec,
+    Targets, VeraSpec,
+};
 use engraft_util::rng;
 
 use crate::wide;
@@ -143,6 +147,9 @@ pub fn load(source: &BaseSource, name: &str, device: Device, activations: DType)
     Ok(Arc::new(Base::load(source, name, &cache())?.on(device, activations)?))
 }
 
+/// Virtual tokens of a prompt.
+const PROMPT: usize = 2;
+
 /// The adapters of a training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
@@ -154,11 +161,34 @@ pub enum Kind {
     Projected,
     /// LoRA on every linear site and a prefix with a projection.
     Both,
+    /// DoRA on every linear site.
+    Dora,
+    /// VeRA on every linear site, whose factors are frozen and shared.
+    Vera,
+    /// IA3 on every linear site: inputs of the feed-forward modules, outputs of the others.
+    Ia3,
+    /// Every layer norm.
+    Norms,
+    /// A prompt of virtual tokens.
+    Prompt,
+    /// VeRA, IA3, layer norms and a prompt in one training.
+    Several,
 }
 
 impl Kind {
     /// Every kind, in the order of the table.
-    pub const ALL: [Self; 4] = [Self::Lora, Self::Prefix, Self::Projected, Self::Both];
+    pub const ALL: [Self; 10] = [
+        Self::Lora,
+        Self::Prefix,
+        Self::Projected,
+        Self::Both,
+        Self::Dora,
+        Self::Vera,
+        Self::Ia3,
+        Self::Norms,
+        Self::Prompt,
+        Self::Several,
+    ];
 
     /// Name in the table.
     pub fn name(self) -> &'static str {
@@ -167,19 +197,41 @@ impl Kind {
             Self::Prefix => "prefix",
             Self::Projected => "projected prefix",
             Self::Both => "lora and projected prefix",
+            Self::Dora => "dora",
+            Self::Vera => "vera",
+            Self::Ia3 => "ia3",
+            Self::Norms => "ln_tuning",
+            Self::Prompt => "prompt_tuning",
+            Self::Several => "vera, ia3, norms and prompt",
         }
     }
 
     fn spec(self, dropout: f64) -> AdapterSpec {
-        let targets = "all-linear".parse::<Targets>().unwrap_or_else(|never| match never {});
-        let lora = LoraSpec { rank: 5, targets, dropout, ..LoraSpec::default() };
-        let lora = matches!(self, Self::Lora | Self::Both).then_some(lora);
-        let prefix = match self {
-            Self::Lora => None,
-            Self::Prefix => Some(PrefixSpec { length: 29, projection: None }),
-            Self::Projected | Self::Both => Some(PrefixSpec { length: 7, projection: Some(12) }),
-        };
-        AdapterSpec { lora, prefix, ..AdapterSpec::default() }
+        let targets = || "all-linear".parse::<Targets>().unwrap_or_else(|never| match never {});
+        let lora = || LoraSpec { rank: 5, targets: targets(), dropout, ..LoraSpec::default() };
+        let projected = || PrefixSpec { length: 7, projection: Some(12) };
+        let vera = || VeraSpec { rank: 6, targets: targets(), dropout, ..VeraSpec::default() };
+        let ia3 = || Ia3Spec { targets: targets(), feedforward: None };
+        let prompt = || PromptTuningSpec { length: PROMPT };
+        match self {
+            Self::Lora => lora().into(),
+            Self::Prefix => PrefixSpec { length: 29, projection: None }.into(),
+            Self::Projected => projected().into(),
+            Self::Both => AdapterSpec { prefix: Some(projected()), ..lora().into() },
+            // Its dropout is always 0.
+            Self::Dora => DoraSpec { lora: LoraSpec { dropout: 0.0, ..lora() } }.into(),
+            Self::Vera => vera().into(),
+            Self::Ia3 => ia3().into(),
+            Self::Norms => LnTuningSpec::default().into(),
+            Self::Prompt => prompt().into(),
+            // PEFT has no order for a delta and a vector of inputs at one module.
+            Self::Several => AdapterSpec {
+                ia3: Some(ia3()),
+                ln_tuning: Some(LnTuningSpec::default()),
+                prompt_tuning: Some(prompt()),
+                ..VeraSpec { targets: Targets::List(vec!["c_attn".into(), "c_fc".into()]), ..vera() }.into()
+            },
+        }
     }
 }
 
@@ -229,9 +281,11 @@ impl Recipe {
 
     /// The rows of a step, cut into micro-batches.
     pub fn batches(&self, base: &Base) -> Vec<Batch> {
-        let vocab = base.config.vocab as u64;
-        let rows: Vec<Row> =
-            (0..self.size.rows as u64).map(|row| tokens(row, self.size.tokens, vocab)).collect();
+        let vocab = base.config.vocab as u32;
+        let prompt = if matches!(self.kind, Kind::Prompt | Kind::Several) { PROMPT } else { 0 };
+        let virtual_ids = vocab..vocab + prompt as u32;
+        let row = |row| tokens(row, self.size.tokens, &virtual_ids);
+        let rows: Vec<Row> = (0..self.size.rows as u64).map(row).collect();
         rows.chunks(self.micro_batch).map(|rows| Batch::new(&rows.iter().collect::<Vec<_>>())).collect()
     }
 
@@ -242,7 +296,8 @@ impl Recipe {
         let table = Trainer::plan(&base.config, &set, options)?;
         let table = table.iter().filter(|row| !row.place.is_away()).map(TableRow::bytes).sum();
         let scratch = options.device_scratch(&base.config, &set);
-        let values = start(&set);
+        // A device's copy in BF16 has other weights to start from.
+        let values = start(&set, self::base(self.size, Device::Cpu, DType::F32)?.as_ref())?;
         let arenas = Arenas::real(Some(std::env::temp_dir())).on(base.device);
         let trainer = Trainer::new(Arc::clone(base), set, &values, options, arenas)?;
         Ok(Prepared { trainer, batches: self.batches(base), table, scratch })
@@ -255,12 +310,12 @@ impl Recipe {
     }
 }
 
-/// Values to begin with: those of the initialiser, and something else than zero for B.
-pub fn start(set: &AdapterSet) -> Vec<f32> {
-    let mut values = set.init(3).expect("initial values that need no weights");
+/// Values to begin with: the initial ones on the weights of `base`, each with a little added, so that no factor is 0 or 1.
+pub fn start(set: &AdapterSet, base: &Base) -> Result<Vec<f32>> {
+    let mut values = set.init_from(3, Some(base))?;
     let small = |at: u64| 0.1 * (rng::uniform(17, at) - 0.5);
-    values.iter_mut().zip(0..).filter(|(value, _)| **value == 0.0).for_each(|(value, at)| *value = small(at));
-    values
+    values.iter_mut().zip(0..).for_each(|(value, at)| *value += small(at));
+    Ok(values)
 }
 
 /// A trainer with its rows and its plan.
@@ -294,13 +349,20 @@ impl Prepared {
     }
 }
 
-/// A row of repeatable tokens in two documents, half of them without a loss.
-fn tokens(row: u64, len: usize, vocab: u64) -> Row {
-    let key = rng::key(&[row]);
-    let ids: Vec<u32> = (0..len as u64).map(|at| (rng::bits(key, at) % vocab) as u32).collect();
-    let supervised = |at: usize| at.is_multiple_of(2) && at + 1 < len;
-    let targets = (0..len).map(|at| if supervised(at) { ids[at + 1] as i32 } else { NO_LOSS }).collect();
-    let second = (len / 3) as u32;
-    let starts = (0..len as u32).map(|at| if at < second { 0 } else { second }).collect();
-    Row { ids, targets, starts }
+/// A row of `len` repeatable tokens in two documents, each after virtual tokens of the ids `prompt`; about half of the
+/// tokens have a loss.
+fn tokens(row: u64, len: usize, prompt: &Range<u32>) -> Row {
+    let (key, vocab) = (rng::key(&[row]), u64::from(prompt.start));
+    let mut tokens = Row::default();
+    for cells in [len / 3, len - len / 3] {
+        let first = tokens.ids.len() as u64;
+        let ids: Vec<u32> = (first..first + (cells - prompt.len()) as u64)
+            .map(|at| (rng::bits(key, at) % vocab) as u32)
+            .collect();
+        let next = |at: usize| ids.get(at).map_or(NO_LOSS, |&id| id as i32);
+        let targets: Vec<i32> =
+            (0..ids.len()).map(|at| if at.is_multiple_of(2) { next(at + 1) } else { NO_LOSS }).collect();
+        tokens.push(prompt.clone(), next(0), &ids, &targets);
+    }
+    tokens
 }

@@ -217,5 +217,5 @@ fn sample(base: &Arc<Base>, tokens: usize) -> Result<Decoder> {
     let lora = LoraSpec { rank: 16, targets, ..LoraSpec::default() };
     let set = AdapterSet::new(&lora.into(), &base.description())?;
     let bindings = AdapterBindings::new(&[(&set, 1.0)], base.config.layers)?;
-    Decoder::new(Arc::clone(base), bindings, start(&set), 1, tokens + 2)
+    Decoder::new(Arc::clone(base), bindings, start(&set, base)?, 1, tokens + 2)
 }

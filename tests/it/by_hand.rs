@@ -1,11 +1,20 @@
-//! Adapter sets made by hand, tensor by tensor, with any part that a model has room for.
+//! Adapter sets made by hand, tensor by tensor, with any part that a model has room for, and trainings of them.
 
+use std::sync::Arc;
+
+use engraft::{
+    engine::Trainer,
+    model::{Base, Policy},
+};
 use engraft_adapters::{
     AdapterSet, AdapterSpec, Group, Layout, Lora, NormVectors, OutputScale, SiteVectors, TensorSlot,
 };
 use engraft_util::rng;
 
-use crate::setup::{Case, RandomBase, Sizes, lora, random_base};
+use crate::{
+    policies,
+    setup::{Case, RandomBase, Sizes, TrainerState, bits, lora, random_base, state},
+};
 
 /// Sizes of [`base`]: odd ones, and layers without anything trained.
 pub const SIZES: Sizes = Sizes { layers: 3, heads: 2, width: 10, inner: 14, positions: 13, vocab: 61 };
@@ -119,4 +128,25 @@ impl ByHand {
             AdapterSet { spec, layout, loras, vectors, norms, embedding: None, prefix: None, prompt: None };
         Case { name, set, values }
     }
+}
+
+/// A trainer of `case` with the options of [`policies`].
+pub fn trainer(base: &Arc<Base>, case: &Case, policy: Policy) -> Trainer {
+    policies::trainer(base, case, policies::options(policy))
+}
+
+/// Bits of the gradient of the first step, losses and evaluations of three steps, and the state after them.
+pub type Outcome = (Vec<u32>, Vec<u64>, TrainerState);
+
+pub fn run(base: &Arc<Base>, case: &Case, policy: Policy) -> Outcome {
+    let mut trainer = trainer(base, case, policy);
+    let batches = policies::cut(&policies::rows(), 2);
+    trainer.accumulate(&batches).unwrap();
+    let gradient = bits(&trainer.gradient());
+    let mut losses = Vec::new();
+    for _ in 0..3 {
+        losses.push(trainer.step(&batches, 1e-2).unwrap().loss.to_bits());
+        losses.push(trainer.evaluate(&mut batches.iter().cloned()).unwrap().loss.to_bits());
+    }
+    (gradient, losses, state(&trainer))
 }

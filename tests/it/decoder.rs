@@ -11,7 +11,8 @@ use engraft::{
 use engraft_util::rng;
 
 use crate::setup::{
-    Case, RandomBase, Sizes, batch, bits, cases, difference, golden, random_base, row, wide, within,
+    self, Case, RandomBase, Sizes, batch, bindings, bits, cases, difference, golden, random_base, row, wide,
+    within,
 };
 
 /// Bounds of docs/NUMERICS.md: logits relative to the largest, a loss relative to itself. Rows of
@@ -25,12 +26,8 @@ fn long() -> RandomBase {
     random_base(LONG, "gelu_new")
 }
 
-fn bindings(base: &Base, case: &Case) -> AdapterBindings {
-    AdapterBindings::new(&[(&case.set, 1.0)], base.config.layers).unwrap()
-}
-
 fn decoder(base: &Arc<Base>, case: &Case, capacity: usize) -> Decoder {
-    Decoder::new(Arc::clone(base), bindings(base, case), case.values.clone(), 1, capacity).unwrap()
+    setup::decoder(base, case, 1, capacity)
 }
 
 /// Logits after `ids`, read at once.

@@ -6,7 +6,7 @@ use engraft::model::{AdapterBindings, Base, Decoder, RowTokens};
 use engraft_adapters::LoraSpec;
 
 use crate::setup::{
-    Case, RandomBase, Sizes, bits, case, difference, lora, prefix, random_base, row, wide, within,
+    Case, RandomBase, Sizes, bindings, bits, case, difference, lora, prefix, random_base, row, wide, within,
 };
 
 /// The bound of docs/NUMERICS.md: rows of products are summed in an order that depends on how many of them there are.
@@ -28,10 +28,6 @@ fn adapters(base: &Base) -> Vec<Case> {
         case("lora and a shorter prefix", base, rank(2), Some(prefix(2, None))),
         case("projected prefix", base, None, Some(prefix(3, Some(13)))),
     ]
-}
-
-fn bindings(base: &Base, case: &Case) -> AdapterBindings {
-    AdapterBindings::new(&[(&case.set, 1.0)], base.config.layers).unwrap()
 }
 
 /// A decoder of the bare base with all adapters, numbered from 1.

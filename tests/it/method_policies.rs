@@ -4,10 +4,9 @@
 use std::sync::Arc;
 
 use engraft::{
-    data::NO_LOSS,
     device::arena::Placement,
     engine::Evaluator,
-    model::{AdapterBindings, Base, BaseDType, Decoder, Limits, Policy, Recompute},
+    model::{Base, BaseDType, Limits, Policy, Recompute},
 };
 use engraft_adapters::{AdapterSet, AdapterSpec};
 use engraft_util::rng;
@@ -17,7 +16,10 @@ use crate::{
     autograd,
     cli_support::{Sandbox, files_below, losses},
     policies::{LOSS, SEQ_LEN, cut, options, rows, same, trainer},
-    setup::{Case, TrainerState, bits, by_tensor, golden, restore, row, state, wide, within},
+    setup::{
+        Case, TrainerState, bits, by_tensor, decoder, golden, loss_token_by_token, predicting_next, restore,
+        row, state, wide, within,
+    },
 };
 
 /// Bounds of docs/NUMERICS.md.
@@ -127,24 +129,15 @@ fn restored(base: &Arc<Base>, case: &Case) {
 pub fn generation(name: &'static str, spec: &AdapterSpec) {
     let base = golden("tiny");
     let case = case(name, &base, spec);
-    let vocab = base.config.vocab;
-    let mut of = row(4, SEQ_LEN, 0, vocab);
-    of.targets = of.ids[1..].iter().map(|&id| id as i32).chain([NO_LOSS]).collect();
+    let of = predicting_next(&row(4, SEQ_LEN, 0, base.config.vocab).ids);
     let limits = Limits { rows: 1, tokens: SEQ_LEN };
     let adapter = Some((&case.set, &case.values[..]));
     let mut evaluator = Evaluator::new(Arc::clone(&base), adapter, limits, 64).unwrap();
     let expected = evaluator.evaluate(&mut [crate::setup::batch(&[of.clone()])].into_iter()).unwrap().loss;
 
-    let decoder = || {
-        let bindings = AdapterBindings::new(&[(&case.set, 1.0)], base.config.layers).unwrap();
-        Decoder::new(Arc::clone(&base), bindings, case.values.clone(), 1, SEQ_LEN).unwrap()
-    };
+    let decoder = || decoder(&base, &case, 1, SEQ_LEN);
     let mut one_by_one = decoder();
-    let mut sum = 0.0;
-    for pair in of.ids.windows(2) {
-        let z = wide(one_by_one.feed(&pair[..1]).unwrap());
-        sum += z.iter().map(|z| z.exp()).sum::<f64>().ln() - z[pair[1] as usize];
-    }
+    let sum = loss_token_by_token(&mut one_by_one, &of.ids);
     within((sum / (SEQ_LEN - 1) as f64 / expected - 1.0).abs(), 2e-6, "the loss of a decoder");
     let last = wide(one_by_one.feed(&of.ids[SEQ_LEN - 1..]).unwrap());
     let at_once = decoder().feed(&of.ids).unwrap().to_vec();

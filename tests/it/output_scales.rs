@@ -7,14 +7,17 @@ use engraft::{
     device::arena::Placement,
     engine::{BeforeUpdate, Evaluator, PendingUpdate, Trainer},
     error::Result,
-    model::{AdapterBindings, Base, BaseDType, Decoder, Limits, Policy, Recompute, RowTokens},
+    model::{Base, BaseDType, Limits, Policy, Recompute, RowTokens},
 };
 
 use crate::{
     autograd,
-    by_hand::{ByHand, CHUNKS, LOGITS, LOSS, SIZES, base},
+    by_hand::{ByHand, CHUNKS, LOGITS, LOSS, SIZES, base, run, trainer},
     policies::{self, cut, options},
-    setup::{Case, TrainerState, batch, bits, by_tensor, difference, restore, row, state, wide, within},
+    setup::{
+        Case, batch, bindings, by_tensor, decoder, difference, loss_token_by_token, predicting_next, restore,
+        row, state, wide, within,
+    },
 };
 
 /// Sites of a layer by their numbers: c_attn 10 to 30, attn.c_proj 10 to 10, c_fc 10 to 14, mlp.c_proj 14 to 10. The lowest
@@ -63,26 +66,6 @@ fn one_site(site: usize) -> Case {
 fn deltas_alone() -> Case {
     let case = everywhere(0.0);
     Case { set: engraft_adapters::AdapterSet { vectors: Vec::new(), ..case.set }, ..case }
-}
-
-fn trainer(base: &Arc<Base>, case: &Case, policy: Policy) -> Trainer {
-    policies::trainer(base, case, options(policy))
-}
-
-/// Bits of the gradient of the first step, losses and evaluations of three steps, and the state after them.
-type Outcome = (Vec<u32>, Vec<u64>, TrainerState);
-
-fn run(base: &Arc<Base>, case: &Case, policy: Policy) -> Outcome {
-    let mut trainer = trainer(base, case, policy);
-    let batches = cut(&policies::rows(), 2);
-    trainer.accumulate(&batches).unwrap();
-    let gradient = bits(&trainer.gradient());
-    let mut losses = Vec::new();
-    for _ in 0..3 {
-        losses.push(trainer.step(&batches, 1e-2).unwrap().loss.to_bits());
-        losses.push(trainer.evaluate(&mut batches.iter().cloned()).unwrap().loss.to_bits());
-    }
-    (gradient, losses, state(&trainer))
 }
 
 #[test]
@@ -232,19 +215,9 @@ fn memory_is_planned_and_nothing_without() {
     assert_eq!(named(&case), [format!("values [{len}]"), format!("gradient [{len}]")]);
 }
 
-fn bindings(base: &Base, case: &Case) -> AdapterBindings {
-    AdapterBindings::new(&[(&case.set, 1.0)], base.config.layers).unwrap()
-}
-
-fn decoder(base: &Arc<Base>, case: &Case, rows: usize) -> Decoder {
-    Decoder::new(Arc::clone(base), bindings(base, case), case.values.clone(), rows, SIZES.positions).unwrap()
-}
-
 /// The loss of every token but the first of `ids`, by an evaluation.
 fn evaluated(base: &Arc<Base>, case: &Case, ids: &[u32]) -> f64 {
-    let mut of = row(1, ids.len(), 0, SIZES.vocab);
-    of.ids = ids.to_vec();
-    of.targets = ids[1..].iter().map(|&id| id as i32).chain([engraft::data::NO_LOSS]).collect();
+    let of = predicting_next(ids);
     let limits = Limits { rows: 1, tokens: ids.len() };
     let adapter = Some((&case.set, &case.values[..]));
     let mut evaluator = Evaluator::new(Arc::clone(base), adapter, limits, 64).unwrap();
@@ -257,12 +230,8 @@ fn generation_has_the_scales_of_training() {
     let ids = row(4, 13, 0, SIZES.vocab).ids;
     let mut worst = 0f64;
     for case in [everywhere(0.0), one_site(0), one_site(1), one_site(2), one_site(3)] {
-        let mut decoder = decoder(&base.base, &case, 1);
-        let mut sum = 0.0;
-        for pair in ids.windows(2) {
-            let z = wide(decoder.feed(&pair[..1]).unwrap());
-            sum += z.iter().map(|z| z.exp()).sum::<f64>().ln() - z[pair[1] as usize];
-        }
+        let mut decoder = decoder(&base.base, &case, 1, SIZES.positions);
+        let sum = loss_token_by_token(&mut decoder, &ids);
         let expected = evaluated(&base.base, &case, &ids);
         worst = worst.max((sum / expected - 1.0).abs());
     }
@@ -278,10 +247,10 @@ fn rows_with_different_scales_are_read_together() {
     let ids = row(6, 9, 0, SIZES.vocab).ids;
     let mut alone: Vec<Vec<f64>> = Vec::new();
     for (row, case) in [&first, &second, &third].into_iter().enumerate() {
-        alone.push(wide(decoder(&base.base, case, 1).feed(&ids[row..]).unwrap()));
+        alone.push(wide(decoder(&base.base, case, 1, SIZES.positions).feed(&ids[row..]).unwrap()));
     }
     for base in [Arc::clone(&base.base), Arc::new(streamed)] {
-        let mut together = decoder(&base, &first, 3);
+        let mut together = decoder(&base, &first, 3, SIZES.positions);
         for (row, case) in [(1, &second), (2, &third)] {
             let adapter = together.add_adapter(bindings(&base, case), case.values.clone()).unwrap();
             together.assign(row, adapter).unwrap();

@@ -236,6 +236,11 @@ fn what_it_cannot_do_is_refused() {
     generate("--adapter run=0.5").refused(&["a prompt of virtual tokens cannot be scaled"]);
     generate("--adapter run --adapter run/adapter")
         .refused(&["is the second one with a prompt of virtual tokens"]);
+    sandbox
+        .engraft(&format!("train {} --method prefix --output prefix", lora.replace("--rank 3", "")))
+        .succeeds();
+    generate("--adapter run --adapter prefix")
+        .refused(&["--adapter prefix: a prefix and a prompt of virtual tokens are never trained together"]);
     // A prompt with LoRAs is allowed.
     generate("--adapter run --adapter lora=0.5").succeeds();
 }

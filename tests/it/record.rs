@@ -126,6 +126,13 @@ fn samples_of_the_end_are_on_record() {
         let first = said.lines().next().unwrap();
         assert!(!first.is_empty() && text.contains(&format!("    {first}")), "{first:?}");
     }
+    // The last step has a sample already, which the report shows once.
+    sandbox.engraft("train --batch 4 --steps 2 --threads 1 --sample-every 1 --output again").succeeds();
+    let samples = of_kind(&metrics(&sandbox.path("again")), "sample");
+    assert_eq!(numbers(&samples, "step"), [0.0, 1.0, 2.0, 0.0, 2.0]);
+    let report = fs::read_to_string(sandbox.path("again/report.html")).unwrap();
+    let samples = report.split("<h2>Samples</h2>").nth(1).unwrap().split("</table>").next().unwrap();
+    assert_eq!(samples.matches("<td class=\"\">2</td>").count(), 1, "{samples}");
 }
 
 #[test]

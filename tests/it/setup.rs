@@ -7,7 +7,7 @@ use engraft::{
     device::{DType, View},
     engine::Trainer,
     error::Result,
-    model::{Base, BaseSource},
+    model::{AdapterBindings, Base, BaseSource, Decoder},
     optim::SavedTensor,
 };
 use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, PrefixSpec};
@@ -220,6 +220,31 @@ pub fn with_prompt(row: &Row, base: &Base, case: &Case) -> Row {
         first = end;
     }
     whole
+}
+
+/// A row of `ids` in which each token has the next one as its target.
+pub fn predicting_next(ids: &[u32]) -> Row {
+    let targets = ids[1..].iter().map(|&id| id as i32).chain([NO_LOSS]).collect();
+    Row { ids: ids.to_vec(), targets, starts: vec![0; ids.len()] }
+}
+
+/// The bindings of one adapter.
+pub fn bindings(base: &Base, case: &Case) -> AdapterBindings {
+    AdapterBindings::new(&[(&case.set, 1.0)], base.config.layers).unwrap()
+}
+
+/// A decoder of `rows` rows with one adapter.
+pub fn decoder(base: &Arc<Base>, case: &Case, rows: usize, capacity: usize) -> Decoder {
+    Decoder::new(Arc::clone(base), bindings(base, case), case.values.clone(), rows, capacity).unwrap()
+}
+
+/// The loss of every token of `ids` but the first, which a decoder of one row reads one by one; all but the last.
+pub fn loss_token_by_token(decoder: &mut Decoder, ids: &[u32]) -> f64 {
+    let losses = ids.windows(2).map(|pair| {
+        let z = wide(decoder.feed(&pair[..1]).unwrap());
+        z.iter().map(|z| z.exp()).sum::<f64>().ln() - z[pair[1] as usize]
+    });
+    losses.sum()
 }
 
 pub fn batch(rows: &[Row]) -> Batch {

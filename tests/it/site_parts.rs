@@ -13,7 +13,10 @@ use crate::{
     autograd,
     by_hand::ByHand,
     policies::{self, options},
-    setup::{Case, RandomBase, Sizes, batch, bits, difference, random_base, row, wide, within},
+    setup::{
+        Case, RandomBase, Sizes, batch, bindings, bits, decoder, difference, loss_token_by_token,
+        predicting_next, random_base, row, wide, within,
+    },
 };
 
 const SIZES: Sizes = Sizes { layers: 2, heads: 2, width: 10, inner: 14, positions: 13, vocab: 61 };
@@ -170,19 +173,9 @@ fn memory_is_planned_for_the_parts_that_are_there() {
     assert!(kept.iter().all(|name| found.iter().any(|found| found == name)), "{found:?}");
 }
 
-fn bindings(base: &Base, case: &Case) -> AdapterBindings {
-    AdapterBindings::new(&[(&case.set, 1.0)], base.config.layers).unwrap()
-}
-
-fn decoder(base: &Arc<Base>, case: &Case, rows: usize) -> Decoder {
-    Decoder::new(Arc::clone(base), bindings(base, case), case.values.clone(), rows, SIZES.positions).unwrap()
-}
-
 /// The loss of every token but the first of `ids`, by the forward of training.
 fn loss_in_training(base: &Arc<Base>, case: &Case, ids: &[u32]) -> f64 {
-    let mut of = row(1, ids.len(), 0, SIZES.vocab);
-    of.ids = ids.to_vec();
-    of.targets = ids[1..].iter().map(|&id| id as i32).chain([engraft::data::NO_LOSS]).collect();
+    let of = predicting_next(ids);
     let limits = Limits { rows: 1, tokens: ids.len() };
     let policy = Policy::default();
     let mut arenas = Arenas::real(None);
@@ -200,12 +193,8 @@ fn generation_has_every_part() {
     cases.extend((0..16).map(one_part));
     let mut worst = 0f64;
     for case in &cases {
-        let mut decoder = decoder(&base.base, case, 1);
-        let mut sum = 0.0;
-        for pair in ids.windows(2) {
-            let z = wide(decoder.feed(&pair[..1]).unwrap());
-            sum += z.iter().map(|z| z.exp()).sum::<f64>().ln() - z[pair[1] as usize];
-        }
+        let mut decoder = decoder(&base.base, case, 1, SIZES.positions);
+        let sum = loss_token_by_token(&mut decoder, &ids);
         let expected = loss_in_training(&base.base, case, &ids);
         worst = worst.max((sum / expected - 1.0).abs());
     }
@@ -218,7 +207,7 @@ fn rows_with_different_parts_are_read_together() {
     let base = base();
     let (first, second) = (everything(0.0), vectors_alone());
     let ids = row(6, 9, 0, SIZES.vocab).ids;
-    let mut together = decoder(&base.base, &first, 3);
+    let mut together = decoder(&base.base, &first, 3, SIZES.positions);
     let other = together.add_adapter(bindings(&base.base, &second), second.values.clone()).unwrap();
     let none = together.add_adapter(AdapterBindings::none(2), Vec::new()).unwrap();
     together.assign(1, other).unwrap();
@@ -228,7 +217,11 @@ fn rows_with_different_parts_are_read_together() {
     found.extend(together.feed_each(&[1, 2, 3]).unwrap());
 
     let bare = Decoder::new(Arc::clone(&base.base), AdapterBindings::none(2), Vec::new(), 1, SIZES.positions);
-    let alone = [decoder(&base.base, &first, 1), decoder(&base.base, &second, 1), bare.unwrap()];
+    let alone = [
+        decoder(&base.base, &first, 1, SIZES.positions),
+        decoder(&base.base, &second, 1, SIZES.positions),
+        bare.unwrap(),
+    ];
     let (mut read, mut next) = (Vec::new(), Vec::new());
     for (row, mut decoder) in alone.into_iter().enumerate() {
         read.extend(wide(decoder.feed(&ids[row..]).unwrap()));

@@ -12,9 +12,12 @@ use engraft_adapters::BaseWeights;
 
 use crate::{
     autograd,
-    by_hand::{ByHand, CHUNKS, LOGITS, LOSS, SIZES, base},
+    by_hand::{ByHand, CHUNKS, LOGITS, LOSS, SIZES, base, run, trainer},
     policies::{self, cut, options},
-    setup::{Case, TrainerState, batch, bits, by_tensor, difference, restore, row, state, wide, within},
+    setup::{
+        Case, batch, bindings, by_tensor, decoder, difference, loss_token_by_token, predicting_next, restore,
+        row, state, wide, within,
+    },
 };
 
 /// Every norm but those of layer 0 and one gain, beside deltas and vectors of both layers; some are frozen.
@@ -50,26 +53,6 @@ fn cases() -> Vec<Case> {
     let mut cases = vec![beside_deltas(0.0), beside_deltas(0.2)];
     cases.extend((0..7).map(one_norm));
     cases
-}
-
-fn trainer(base: &Arc<Base>, case: &Case, policy: Policy) -> Trainer {
-    policies::trainer(base, case, options(policy))
-}
-
-/// Bits of the gradient of the first step, losses and evaluations of three steps, and the state after them.
-type Outcome = (Vec<u32>, Vec<u64>, TrainerState);
-
-fn run(base: &Arc<Base>, case: &Case, policy: Policy) -> Outcome {
-    let mut trainer = trainer(base, case, policy);
-    let batches = cut(&policies::rows(), 2);
-    trainer.accumulate(&batches).unwrap();
-    let gradient = bits(&trainer.gradient());
-    let mut losses = Vec::new();
-    for _ in 0..3 {
-        losses.push(trainer.step(&batches, 1e-2).unwrap().loss.to_bits());
-        losses.push(trainer.evaluate(&mut batches.iter().cloned()).unwrap().loss.to_bits());
-    }
-    (gradient, losses, state(&trainer))
 }
 
 #[test]
@@ -162,19 +145,9 @@ fn it_resumes_to_the_same_bits() {
     }
 }
 
-fn bindings(base: &Base, case: &Case) -> AdapterBindings {
-    AdapterBindings::new(&[(&case.set, 1.0)], base.config.layers).unwrap()
-}
-
-fn decoder(base: &Arc<Base>, case: &Case, rows: usize) -> Decoder {
-    Decoder::new(Arc::clone(base), bindings(base, case), case.values.clone(), rows, SIZES.positions).unwrap()
-}
-
 /// The loss of every token but the first of `ids`, by an evaluation.
 fn evaluated(base: &Arc<Base>, adapter: Option<&Case>, ids: &[u32]) -> f64 {
-    let mut of = row(1, ids.len(), 0, SIZES.vocab);
-    of.ids = ids.to_vec();
-    of.targets = ids[1..].iter().map(|&id| id as i32).chain([engraft::data::NO_LOSS]).collect();
+    let of = predicting_next(ids);
     let limits = Limits { rows: 1, tokens: ids.len() };
     let adapter = adapter.map(|case| (&case.set, &case.values[..]));
     let mut evaluator = Evaluator::new(Arc::clone(base), adapter, limits, 64).unwrap();
@@ -187,12 +160,8 @@ fn generation_has_the_norms_of_training() {
     let ids = row(4, 13, 0, SIZES.vocab).ids;
     let mut worst = 0f64;
     for case in cases() {
-        let mut decoder = decoder(&base.base, &case, 1);
-        let mut sum = 0.0;
-        for pair in ids.windows(2) {
-            let z = wide(decoder.feed(&pair[..1]).unwrap());
-            sum += z.iter().map(|z| z.exp()).sum::<f64>().ln() - z[pair[1] as usize];
-        }
+        let mut decoder = decoder(&base.base, &case, 1, SIZES.positions);
+        let sum = loss_token_by_token(&mut decoder, &ids);
         let expected = evaluated(&base.base, Some(&case), &ids);
         worst = worst.max((sum / expected - 1.0).abs());
     }
@@ -205,7 +174,7 @@ fn rows_with_different_norms_are_read_together() {
     let base = base();
     let (first, other, last) = (beside_deltas(0.0), one_norm(3), one_norm(6));
     let ids = row(6, 10, 0, SIZES.vocab).ids;
-    let mut together = decoder(&base.base, &first, 4);
+    let mut together = decoder(&base.base, &first, 4, SIZES.positions);
     let mut assign = |row: usize, bindings: AdapterBindings, values: &[f32]| {
         let adapter = together.add_adapter(bindings, values.to_vec()).unwrap();
         together.assign(row, adapter).unwrap();
@@ -219,8 +188,12 @@ fn rows_with_different_norms_are_read_together() {
 
     let none = AdapterBindings::none(SIZES.layers);
     let bare = Decoder::new(Arc::clone(&base.base), none, Vec::new(), 1, SIZES.positions).unwrap();
-    let alone =
-        [decoder(&base.base, &first, 1), decoder(&base.base, &other, 1), bare, decoder(&base.base, &last, 1)];
+    let alone = [
+        decoder(&base.base, &first, 1, SIZES.positions),
+        decoder(&base.base, &other, 1, SIZES.positions),
+        bare,
+        decoder(&base.base, &last, 1, SIZES.positions),
+    ];
     let (mut read, mut next) = (Vec::new(), Vec::new());
     for (row, mut decoder) in alone.into_iter().enumerate() {
         read.push(wide(decoder.feed(&ids[row..]).unwrap()));

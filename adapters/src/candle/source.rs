@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use crate::{
-    Error, LoraSpec, Problem, Result, Targets,
+    Error, LoraSpec, Result, Targets,
     methods::lora::check_values,
     peft::{
         CONFIG_FILE, Fields, Findings, OneOrMany, TENSOR_FILE, TensorFile, refuse_pickle,
@@ -54,10 +54,8 @@ impl Source {
         let method = Method::read(&mut fields);
         let mut findings = Findings::default();
         findings.problems = fields.into_problems();
-        if let Some(Method::Lora(lora)) = &method
-            && let Err(error) = check_values(&lora.spec)
-        {
-            findings.problems.push(Problem::Spec(error.to_string()));
+        if let Some(Method::Lora(lora)) = &method {
+            findings.accept(check_values(&lora.spec));
         }
         findings.or_refuse(&folder)?;
         let nothing = || Error::Mismatch { path: folder.clone(), problems: Vec::new() };

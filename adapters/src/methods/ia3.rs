@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::{AdapterSpec, Kind, Method, Stored};
 use crate::{
-    AdapterSet, BaseDescription, Contribution, Error, OutputScale, Problem, Result, SiteVectors, Targets,
+    AdapterSet, BaseDescription, Contribution, Error, OutputScale, Result, SiteVectors, Targets,
     init::Init,
     layout::Slots,
     peft::{
@@ -211,17 +211,6 @@ impl Method for Ia3Spec {
         let fields = fields.into_iter().chain(self.module_fields(base)?);
         Ok(Files::plain(peft::config_text(&Self::KIND, base, fields), &Self::KIND, set, values, base))
     }
-
-    fn read(
-        &self,
-        set: &AdapterSet,
-        _: &BaseDescription,
-        tensors: &mut TensorFile,
-        values: &mut [f32],
-        findings: &mut Findings,
-    ) -> Result<()> {
-        findings.read_plain(tensors, set, values)
-    }
 }
 
 /// IA3 as its config has it.
@@ -280,8 +269,7 @@ impl Stored for StoredIa3 {
     ) -> Option<AdapterSet> {
         let spec = self.as_peft_matches(base, findings);
         check_layers(&self.selection.targets, None, tensors, base, findings);
-        let set = spec.and_then(|spec| AdapterSet::new(&spec.into(), base));
-        let set = set.map_err(|error| findings.problems.push(Problem::Spec(error.to_string()))).ok()?;
+        let set = findings.accept(spec.and_then(|spec| AdapterSet::new(&spec.into(), base)))?;
         findings.plain(tensors, &set);
         Some(set)
     }

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::{AdapterSpec, Kind, Method, Stored};
 use crate::{
     AdapterSet, BaseDescription, Contribution, Error, Group, NormDescription, NormVectors, NormWeights,
-    Problem, Result, Targets,
+    Result, Targets,
     init::Init,
     layout::Slots,
     peft::{
@@ -180,17 +180,6 @@ impl Method for LnTuningSpec {
         let fields = [("modules_to_save", Value::Null), ("target_modules", self.target_modules(base)?)];
         Ok(Files::plain(peft::config_text(&Self::KIND, base, fields), &Self::KIND, set, values, base))
     }
-
-    fn read(
-        &self,
-        set: &AdapterSet,
-        _: &BaseDescription,
-        tensors: &mut TensorFile,
-        values: &mut [f32],
-        findings: &mut Findings,
-    ) -> Result<()> {
-        findings.read_plain(tensors, set, values)
-    }
 }
 
 /// LN tuning as its config has it.
@@ -248,8 +237,7 @@ impl Stored for StoredLnTuning {
     ) -> Option<AdapterSet> {
         let spec = self.as_peft_matches(base, findings);
         check_layers(&self.norms, None, tensors, base, findings);
-        let set = spec.and_then(|spec| AdapterSet::new(&spec.into(), base));
-        let set = set.map_err(|error| findings.problems.push(Problem::Spec(error.to_string()))).ok()?;
+        let set = findings.accept(spec.and_then(|spec| AdapterSet::new(&spec.into(), base)))?;
         findings.plain(tensors, &set);
         Some(set)
     }

@@ -151,15 +151,17 @@ pub(crate) trait Method: Debug {
     ) -> Result<Files<'a>>;
 
     /// Reads its values into the flat store of `set`, which holds this method alone; what is wrong with them goes
-    /// to `findings`.
+    /// to `findings`. PEFT stores most methods as they are.
     fn read(
         &self,
         set: &AdapterSet,
-        base: &BaseDescription,
+        _: &BaseDescription,
         tensors: &mut TensorFile,
         values: &mut [f32],
         findings: &mut Findings,
-    ) -> Result<()>;
+    ) -> Result<()> {
+        findings.read_plain(tensors, set, values)
+    }
 }
 
 /// A method as a PEFT config has it, before a base was looked at.

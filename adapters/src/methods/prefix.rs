@@ -10,7 +10,7 @@ use serde_json::json;
 
 use super::{AdapterSpec, Kind, Method, Stored};
 use crate::{
-    AdapterSet, BaseDescription, Contribution, Error, Prefix, PrefixValues, Problem, Result,
+    AdapterSet, BaseDescription, Contribution, Error, Prefix, PrefixValues, Result,
     init::Init,
     layout::Slots,
     peft::{
@@ -179,8 +179,7 @@ impl Stored for StoredPrefix {
         findings: &mut Findings,
     ) -> Option<AdapterSet> {
         self.tokens.check(2 * base.layers * base.width, tensors, base, findings);
-        let set = AdapterSet::new(&self.spec(tensors), base);
-        set.map_err(|error| findings.problems.push(Problem::Spec(error.to_string()))).ok()
+        findings.accept(AdapterSet::new(&self.spec(tensors), base))
     }
 }
 

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::{AdapterSpec, Kind, Method, Stored};
 use crate::{
-    AdapterSet, BaseDescription, Contribution, Error, Problem, Prompt, Result,
+    AdapterSet, BaseDescription, Contribution, Error, Prompt, Result,
     init::Init,
     layout::Slots,
     peft::{
@@ -98,17 +98,6 @@ impl Method for PromptTuningSpec {
         let fields = own.chain(VirtualTokens::fields(self.length, base));
         Ok(Files::plain(peft::config_text(&Self::KIND, base, fields), &Self::KIND, set, values, base))
     }
-
-    fn read(
-        &self,
-        set: &AdapterSet,
-        _: &BaseDescription,
-        tensors: &mut TensorFile,
-        values: &mut [f32],
-        findings: &mut Findings,
-    ) -> Result<()> {
-        findings.read_plain(tensors, set, values)
-    }
 }
 
 /// A prompt as its config has it.
@@ -153,8 +142,7 @@ impl Stored for StoredPrompt {
         findings: &mut Findings,
     ) -> Option<AdapterSet> {
         self.tokens.check(base.width, tensors, base, findings);
-        let set = AdapterSet::new(&self.spec(tensors), base);
-        set.map_err(|error| findings.problems.push(Problem::Spec(error.to_string()))).ok()
+        findings.accept(AdapterSet::new(&self.spec(tensors), base))
     }
 }
 

@@ -7,7 +7,7 @@ use serde_json::json;
 use super::{AdapterSpec, Kind, Method, Stored};
 use crate::{
     AdapterSet, BaseDescription, BaseWeights, Contribution, EmbeddingDelta, Error, Group, Lora, NormVectors,
-    NormWeights, OutputScale, Problem, Prompt, Result, SiteVectors,
+    NormWeights, OutputScale, Prompt, Result, SiteVectors,
     init::Init,
     layout::Slots,
     peft::{self, Fields, Files, Findings, TensorFile},
@@ -138,17 +138,6 @@ impl Method for ToySpec {
         let config = peft::config_text(&Self::KIND, base, [("r", json!(self.rank))]);
         Ok(Files::plain(config, &Self::KIND, set, values, base))
     }
-
-    fn read(
-        &self,
-        set: &AdapterSet,
-        _: &BaseDescription,
-        tensors: &mut TensorFile,
-        values: &mut [f32],
-        findings: &mut Findings,
-    ) -> Result<()> {
-        findings.read_plain(tensors, set, values)
-    }
 }
 
 #[derive(Debug)]
@@ -175,8 +164,7 @@ impl Stored for StoredToy {
         base: &BaseDescription,
         findings: &mut Findings,
     ) -> Option<AdapterSet> {
-        let set = AdapterSet::new(&self.spec(tensors), base);
-        let set = set.map_err(|error| findings.problems.push(Problem::Spec(error.to_string()))).ok()?;
+        let set = findings.accept(AdapterSet::new(&self.spec(tensors), base))?;
         findings.plain(tensors, &set);
         Some(set)
     }

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::{AdapterSpec, Kind, Method, Stored};
 use crate::{
-    AdapterSet, BaseDescription, Contribution, Error, Group, Lora, Problem, Result, Targets, TensorSlot,
+    AdapterSet, BaseDescription, Contribution, Error, Group, Lora, Result, Targets, TensorSlot,
     init::Init,
     layout::Slots,
     mersenne::MersenneTwister,
@@ -276,8 +276,7 @@ impl Stored for StoredVera {
         }
         check_layers(&targets, layers.as_deref(), tensors, base, findings);
         let spec = VeraSpec { targets, layers, ..self.spec.clone() };
-        let set = AdapterSet::new(&spec.into(), base);
-        let set = set.map_err(|error| findings.problems.push(Problem::Spec(error.to_string()))).ok()?;
+        let set = findings.accept(AdapterSet::new(&spec.into(), base))?;
         let is_in_file = |slot: &&TensorSlot| {
             is_stored(slot) && (self.has_projections || ![A, B].contains(&slot.name.as_str()))
         };

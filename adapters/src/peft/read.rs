@@ -104,6 +104,11 @@ impl Findings {
         }
     }
 
+    /// The value of `result`, whose error is noted.
+    pub fn accept<T>(&mut self, result: Result<T>) -> Option<T> {
+        result.map_err(|error| self.problems.push(Problem::Spec(error.to_string()))).ok()
+    }
+
     /// Notes a field of the config that does not fit the base.
     pub fn field(&mut self, name: &str, value: impl ToString, expected: impl Into<String>) {
         let (name, value, expected) = (name.to_owned(), value.to_string(), expected.into());

@@ -6,7 +6,7 @@ use regex::Regex;
 use serde_json::{Value, json};
 
 use super::{Fields, Findings, MODULE_PREFIX, TensorFile, config::OneOrMany, modules::Module};
-use crate::{BaseDescription, Problem, Result, Targets, targets};
+use crate::{BaseDescription, Result, Targets, targets};
 
 const TARGETS: &str = "target_modules";
 const NAMES_EXPECTED: &str = "names or a regular expression are expected";
@@ -116,12 +116,8 @@ impl Selection {
     ) -> (Targets, Option<Vec<usize>>) {
         let unchanged = (targets, self.layers.clone());
         let Some(exclude) = &self.exclude else { return unchanged };
-        let is_excluded = match targets::matcher("exclude_modules", exclude) {
-            Ok(is_excluded) => is_excluded,
-            Err(error) => {
-                findings.problems.push(Problem::Spec(error.to_string()));
-                return unchanged;
-            }
+        let Some(is_excluded) = findings.accept(targets::matcher("exclude_modules", exclude)) else {
+            return unchanged;
         };
         match targets::select(&unchanged.0, self.layers.as_deref(), base) {
             Ok(chosen) => {

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use engraft_adapters::peft::Loaded;
+use engraft_adapters::{AdapterSet, peft::Loaded};
 use serde_json::json;
 
 use super::{
@@ -210,6 +210,14 @@ fn check_together(loaded: &[Loaded], named: &[ScaledAdapter]) -> Result<()> {
         }
         if set.prefix.is_some() && before.iter().any(|other| other.set.prefix.is_some()) {
             return refuse(index, "prefix");
+        }
+        let any = |len: fn(&AdapterSet) -> usize| loaded[..=index].iter().any(|one| len(&one.set) > 0);
+        if any(AdapterSet::prefix_len) && any(AdapterSet::prompt_len) {
+            return Err(Error::input(format!(
+                "--adapter {}: a prefix and a prompt of virtual tokens are never trained together; leave one of \
+                 them out",
+                name.display()
+            )));
         }
     }
     Ok(())

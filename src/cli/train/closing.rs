@@ -43,7 +43,7 @@ pub fn show(finished: &Finished, opened: &Opened, base: Option<&str>) -> Result<
     };
     write_out(&format!(
         "adapter: {adapter}\ntry it: {} generate{base} --adapter {} --temperature 0 {input}\n",
-        quoted(&infer()),
+        infer(),
         quoted(&adapter)
     ))?;
     Ok(samples)
@@ -67,13 +67,21 @@ fn show_samples(finished: &Finished, opened: &Opened, prompt: &str) -> Result<Ve
     Ok(samples)
 }
 
-/// The program `engraft-infer` next to this one, relative to the current folder if it is below it.
+/// What runs `engraft-infer`: the program next to this one, relative to the current folder if it is below it; where
+/// `cargo run` has built this program alone, the same for the other one; else its name.
 fn infer() -> String {
-    let sibling = std::env::current_exe().ok().map(|program| program.with_file_name("engraft-infer"));
-    let Some(program) = sibling.filter(|program| program.is_file()) else {
-        return "engraft-infer".to_owned();
+    const NAME: &str = "engraft-infer";
+    let (Ok(program), Ok(here)) = (std::env::current_exe(), std::env::current_dir()) else {
+        return NAME.to_owned();
     };
-    let here = std::env::current_dir().ok();
-    let short = here.as_deref().and_then(|here| program.strip_prefix(here).ok()).unwrap_or(&program);
-    short.display().to_string()
+    let sibling = program.with_file_name(NAME);
+    if sibling.is_file() {
+        return quoted(&sibling.strip_prefix(&here).unwrap_or(&sibling).display().to_string());
+    }
+    // Cargo keeps what it compiles in this folder.
+    let built_here = program.starts_with(&here) && program.with_file_name("deps").is_dir();
+    if built_here && here.join("Cargo.toml").is_file() {
+        return format!("cargo run --release --bin {NAME} --");
+    }
+    NAME.to_owned()
 }

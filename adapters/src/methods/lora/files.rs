@@ -307,8 +307,7 @@ impl Stored for StoredLora {
         self.selection.check_pattern(base, findings);
         let config = self.as_peft_matches(base, findings);
         let fit = |spec: &LoraSpec, findings: &mut Findings| {
-            let set = AdapterSet::new(&(self.variant.wrap)(spec.clone()), base);
-            set.map_err(|error| findings.problems.push(Problem::Spec(error.to_string()))).ok()
+            findings.accept(AdapterSet::new(&(self.variant.wrap)(spec.clone()), base))
         };
         let by_config = fit(&config, findings);
         let by_config = match (by_config, tensors.metadata(META_SPEC)) {

@@ -129,6 +129,8 @@ impl History {
                 self.evals.retain(|earlier| earlier.step != eval.step);
                 self.evals.push(eval);
             }
+            // The sample after a run may be that of its last step.
+            Line::Sample(sample) if self.samples.contains(&sample) => {}
             Line::Sample(sample) => self.samples.push(sample),
             Line::Interrupted(line) => self.state = State::Interrupted(line),
             Line::Error(line) => self.state = State::Failed(line),
