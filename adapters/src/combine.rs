@@ -121,7 +121,7 @@ pub struct CombinePart<'a> {
 /// How LoRAs are combined.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CombineOptions {
-    /// The method.
+    /// Which of PEFT's `combination_type`s.
     pub method: CombineMethod,
     /// Share of the values that a sparse method keeps, in (0, 1].
     pub density: f64,

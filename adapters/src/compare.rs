@@ -13,7 +13,7 @@ const HELD: f64 = 0.99;
 pub struct DeltaSize {
     /// Ranks that it has.
     pub rank: usize,
-    /// Frobenius norm.
+    /// Frobenius norm: root of the sum of the squares of its elements.
     pub norm: f64,
     /// Square of the norm over the square of the largest singular value: 1 for a delta of one direction.
     pub stable_rank: f64,

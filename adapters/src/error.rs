@@ -118,19 +118,19 @@ pub enum Error {
     Alpha {
         /// `alpha`, or the pattern key that gives it.
         option: String,
-        /// The value.
+        /// The alpha that was given.
         value: f64,
     },
     /// A factor of a learning rate that is not above 0.
     #[error("lora_plus_ratio: {value} is no finite number above 0; give one such as 16")]
     LoraPlusRatio {
-        /// The value.
+        /// The factor that was given.
         value: f64,
     },
     /// A dropout outside [0, 1).
     #[error("dropout: {value} is not in [0, 1); give a probability such as 0.05")]
     Dropout {
-        /// The value.
+        /// The probability that was given.
         value: f64,
     },
     /// A dropout for a method that is trained without.
@@ -138,7 +138,7 @@ pub enum Error {
         "dropout: {value} is not supported with {method}, where PEFT would drop inputs of the frozen product too; leave it out"
     )]
     DroppedInputs {
-        /// The value.
+        /// The probability that was given.
         value: f64,
         /// Name of the method.
         method: &'static str,
@@ -148,13 +148,13 @@ pub enum Error {
     DropoutsDiffer {
         /// Probability of the first method.
         first: f64,
-        /// Another one.
+        /// Probability of a later method.
         second: f64,
     },
     /// An initial value of VeRA that FP32 cannot hold.
     #[error("d_initial: {value} is not finite in FP32; give a number such as 0.1")]
     DInitial {
-        /// The value.
+        /// The initial value that was given.
         value: f64,
     },
     /// A choice of layers that chooses none.
@@ -245,7 +245,7 @@ pub enum Error {
         "a {what} is no weight of the base, so that it cannot be folded into one; use the adapter beside its base"
     )]
     NotFoldable {
-        /// The part.
+        /// The part, in words for the sentence: `prefix`.
         what: &'static str,
     },
     /// Adapters that cannot be combined into one.
@@ -352,7 +352,7 @@ pub enum Error {
         tensor: String,
         /// Flat index in the tensor.
         index: usize,
-        /// The value.
+        /// NaN or an infinity.
         value: f32,
     },
     /// A file or folder that cannot be written.

@@ -20,7 +20,7 @@ pub struct LogitDifference {
     pub largest_logit: f64,
     /// Tokens after which both models find the same token the most likely.
     pub agreed: usize,
-    /// Tokens read.
+    /// Tokens of the texts that both models read.
     pub tokens: usize,
 }
 

@@ -18,11 +18,11 @@ use crate::{
 /// Element type of the weights that are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WeightDtype {
-    /// Half precision.
+    /// IEEE half precision: 11 significant bits, at most 65504.
     F16,
-    /// Single precision.
+    /// IEEE single precision: 24 significant bits.
     F32,
-    /// bfloat16.
+    /// bfloat16: 8 significant bits, the range of F32.
     BF16,
 }
 

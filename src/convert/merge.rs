@@ -21,7 +21,7 @@ use crate::{
 pub struct Merge<'a> {
     /// The base; its files are read anew, in their own precision.
     pub base: &'a Base,
-    /// The adapters.
+    /// The adapters and their factors.
     pub folding: &'a Folding<'a>,
     /// Type of the weights that are written.
     pub dtype: WeightDtype,
@@ -49,11 +49,11 @@ pub struct Merged {
 enum Role {
     /// Weight of a site of a layer.
     Weight(usize, usize),
-    /// Its bias.
+    /// Bias of a linear module.
     Bias,
     /// Gain of a layer norm; without a layer of the one before the head.
     Gain(Option<usize>, usize),
-    /// Its bias.
+    /// Bias of a layer norm, numbered as its gain.
     NormBias(Option<usize>, usize),
     Embedding,
 }

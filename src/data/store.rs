@@ -287,7 +287,7 @@ impl Writer {
         self.lengths.len()
     }
 
-    /// The rows.
+    /// All rows that were pushed, in their order, mapped if they are in a file.
     ///
     /// # Errors
     /// When the folder cannot be written, or the file cannot be mapped.

@@ -14,7 +14,7 @@ pub struct Session<'g, 'a> {
     read: Vec<u32>,
 }
 
-/// An answer.
+/// What was generated after a prompt of a session.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Answer {
     /// The new tokens and their text.

@@ -25,7 +25,7 @@ use crate::error::{Error, Result};
 pub struct Upload {
     /// Its path in the repository.
     pub path: String,
-    /// Its bytes.
+    /// Content of the file.
     pub bytes: Vec<u8>,
 }
 

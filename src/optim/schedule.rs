@@ -7,7 +7,7 @@ use std::f64::consts::PI;
 pub enum Decay {
     /// Stays the same.
     Constant,
-    /// Falls linearly.
+    /// Falls linearly until the last step.
     Linear,
     /// Falls along half a cosine.
     Cosine,

@@ -120,7 +120,7 @@ const BEST: &str = "best";
 pub(super) struct Card<'a> {
     /// The base that the adapter is for.
     base: BaseDescription,
-    /// The adapter.
+    /// Methods and options of the adapter.
     spec: &'a AdapterSpec,
     /// Number of trained values.
     trainables: usize,

@@ -214,9 +214,9 @@ pub struct Interrupted {
 /// Bytes of heap and arenas at their peak.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Counted {
-    /// Planned bytes.
+    /// What the plan says.
     pub planned: u64,
-    /// Counted bytes.
+    /// What the allocator and the arenas counted.
     pub counted: u64,
 }
 

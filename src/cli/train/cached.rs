@@ -14,7 +14,7 @@ use serde::Serialize;
 pub enum CacheKind {
     /// Converted bases and their fingerprints.
     Bases,
-    /// Tokenised data.
+    /// Tokenised rows of data files.
     Tokens,
     /// Measured speeds of this machine.
     Speeds,
@@ -37,7 +37,7 @@ impl CacheKind {
 /// Something in a cache that is removed as a whole.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheEntry {
-    /// Its kind.
+    /// What it holds.
     pub kind: CacheKind,
     /// What it is, for people.
     pub name: String,

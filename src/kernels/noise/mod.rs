@@ -35,7 +35,7 @@ pub struct Noise {
 }
 
 impl Noise {
-    /// Changes nothing.
+    /// No noise: magnitude 0.
     pub const NONE: Self = Self { key: 0, magnitude: 0.0, first_row: 0, seq_len: 1, stride: 1, vocab: 0 };
 
     /// Number of the first element of token `token` of n, in rows of `c` elements.

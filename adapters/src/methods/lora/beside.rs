@@ -22,7 +22,7 @@ pub(super) const SAVED_NORMS: &str = "saved_norms";
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TrainedBiases {
-    /// No bias.
+    /// The base's biases stay as they are.
     #[default]
     None,
     /// Those of the modules that have a delta.

@@ -11,11 +11,11 @@ use crate::convert::WeightDtype;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WeightDtypeName {
-    /// Half precision.
+    /// IEEE half precision: 11 significant bits, at most 65504.
     F16,
-    /// Single precision.
+    /// IEEE single precision: 24 significant bits.
     F32,
-    /// bfloat16.
+    /// bfloat16: 8 significant bits, the range of F32.
     Bf16,
 }
 
