@@ -26,7 +26,7 @@ fn lora(targets: &str, init: InitialFactors) -> LoraSpec {
 /// Every module and the embedding.
 fn everywhere(dropout: f64) -> AdapterSpec {
     let all = "c_attn,c_proj,c_fc,wte";
-    LoraSpec { dropout, rslora: true, ..lora(all, InitialFactors::Default) }.into()
+    LoraSpec { dropout, alpha: 2.5, rslora: true, ..lora(all, InitialFactors::Default) }.into()
 }
 
 /// Parts and whole modules with frozen copies, and a prefix.
@@ -66,11 +66,10 @@ fn generation_computes_what_training_does() {
 
 #[test]
 fn options_of_memory_give_what_they_must() {
-    method_policies::program(
-        &format!("{RUN} --rank 16 --targets all-linear,wte --lora-dropout 0.1")
-            .replace("all-linear,wte", "c_attn,c_proj,c_fc,wte"),
-    );
-    method_policies::program(&format!("{RUN} --rank 16 --targets all-linear --init-lora-weights pissa"));
+    // At the rate of the other runs the losses fall so fast that rounding shows.
+    let run = RUN.replace("--lr 0.01", "--lr 0.001");
+    method_policies::program(&format!("{run} --rank 16 --targets c_attn,c_proj,c_fc,wte --lora-dropout 0.1"));
+    method_policies::program(&format!("{run} --rank 16 --targets all-linear --init-lora-weights pissa"));
 }
 
 fn train(sandbox: &Sandbox, output: &str, more: &str) -> Finished {
