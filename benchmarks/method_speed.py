@@ -3,7 +3,7 @@
     cargo build --release
     python benchmarks/method_speed.py [--size small] [--peft] [--rounds 3] [--json FILE]
 
-Rows of random tokens, F32. LoRA, DoRA and VeRA have rank 8 on all linear modules; prefix and prompt have 20 virtual
+Rows of random tokens, F32. LoRA (also as PiSSA and OLoRA), DoRA and VeRA have rank 8 on all linear modules; prefix and prompt have 20 virtual
 tokens; the others are as each side has them. A figure is the fastest step but the first of all rounds; `of LoRA` and `of
 PEFT` are its quotients. With --peft it needs what peft_step.py needs. Prints a Markdown table.
 """
@@ -18,13 +18,17 @@ import tempfile
 import common
 
 LOW_RANK = ["--rank", "8", "--targets", "all-linear"]
-METHODS = {"lora": LOW_RANK, "dora": LOW_RANK, "vera": LOW_RANK, "ia3": [], "ln_tuning": [], "prefix": [],
-           "prompt_tuning": []}
+PISSA, OLORA = ([*LOW_RANK, "--init-lora-weights", init] for init in ("pissa", "olora"))
+METHODS = {"lora": LOW_RANK, "pissa": PISSA, "olora": OLORA, "dora": LOW_RANK, "vera": LOW_RANK, "ia3": [],
+           "ln_tuning": [], "prefix": [], "prompt_tuning": []}
+# Starts of a LoRA.
+STARTS = ("pissa", "olora")
 
 
 def ours(a, job, method, output):
     """Seconds of the fastest step but the first of one run of engraft."""
-    options = [*job, "--method", method, *METHODS[method], "--recompute", "none"]
+    kind = "lora" if method in STARTS else method
+    options = [*job, "--method", kind, *METHODS[method], "--recompute", "none"]
     code, text, errors, _ = common.measured_run(common.train_command(a.program, options, output))
     if code:
         sys.exit(f"{method}: {common.last_line(errors)}")
@@ -34,7 +38,7 @@ def ours(a, job, method, output):
 def theirs(base, rows, a, method):
     """The same of PEFT, as the median of its steps but the first."""
     command = [sys.executable, common.HERE / "peft_step.py", base, rows, "--batch", a.batch, "--steps", a.steps,
-               "--method", method, *METHODS[method]]
+               "--method", "lora" if method in STARTS else method, *METHODS[method]]
     done = subprocess.run(common.words(command), capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{method} with PEFT: {common.last_line(done.stderr)}")

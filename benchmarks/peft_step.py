@@ -27,12 +27,13 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 METHODS = ["lora", "dora", "vera", "ia3", "ln_tuning", "prefix", "prompt_tuning"]
 
 
-def config(method, rank, targets):
-    """PEFT's config of a method; rank and targets are those of methods that have them."""
+def config(method, rank, targets, init):
+    """PEFT's config of a method; rank, targets and initial values are those of methods that have them."""
     modules = ["c_attn", "c_proj", "c_fc"] if targets == "all-linear" else [targets]
     low_rank = {"target_modules": modules, "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
     if method in ("lora", "dora"):
-        return LoraConfig(r=rank, lora_alpha=16, use_dora=method == "dora", **low_rank)
+        init = True if init == "default" else init
+        return LoraConfig(r=rank, lora_alpha=16, use_dora=method == "dora", init_lora_weights=init, **low_rank)
     if method == "vera":
         return VeraConfig(r=rank, **low_rank)
     if method == "ia3":
@@ -55,6 +56,7 @@ def main():
     p.add_argument("--method", choices=METHODS, default="lora")
     p.add_argument("--rank", type=int, default=8)
     p.add_argument("--targets", choices=["c_attn", "all-linear"], default="c_attn")
+    p.add_argument("--init-lora-weights", default="default")
     p.add_argument("--batch", type=int, default=4)
     p.add_argument("--steps", type=int, default=4)
     p.add_argument("--dtype", choices=DTYPES, default="f32")
@@ -68,7 +70,7 @@ def main():
     imports = peak_bytes()
     model = AutoModelForCausalLM.from_pretrained(a.base, dtype=DTYPES[a.dtype], attn_implementation="sdpa",
                                                  resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)
-    model = get_peft_model(model, config(a.method, a.rank, a.targets)).to(a.device)
+    model = get_peft_model(model, config(a.method, a.rank, a.targets, a.init_lora_weights)).to(a.device)
     if a.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()

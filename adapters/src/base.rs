@@ -23,6 +23,8 @@ pub struct BaseDescription {
     pub vocab: usize,
     /// Linear modules of a layer; the same in every layer, in one fixed order.
     pub sites: Vec<SiteDescription>,
+    /// Full module path of the embedding of tokens, such as `transformer.wte`; `None` where no adapter attaches to it.
+    pub token_embedding: Option<String>,
     /// Layer norms: first those that every layer has, in the order in which a token meets them, then the one
     /// before the head.
     pub norms: Vec<NormDescription>,
@@ -136,6 +138,11 @@ fn layer_of(key: &str, name: &str) -> Option<usize> {
 }
 
 impl BaseDescription {
+    /// Name of the embedding of tokens, the end of its path: `wte`.
+    pub(crate) fn token_embedding_name(&self) -> Option<&str> {
+        self.token_embedding.as_ref().and_then(|path| path.rsplit('.').next())
+    }
+
     /// Names that targets can have on this base: each site, followed by its parts.
     pub fn target_names(&self) -> Vec<String> {
         self.sites

@@ -76,6 +76,32 @@ pub enum Error {
         /// Name of the method.
         method: &'static str,
     },
+    /// The embedding of tokens, for a method that attaches to linear modules alone.
+    #[error(
+        "targets: {module} is the embedding of tokens, to which {method} does not attach; leave it out or take lora"
+    )]
+    EmbeddingTarget {
+        /// Full path of the embedding.
+        module: String,
+        /// Name of the method.
+        method: &'static str,
+    },
+    /// A frozen A on the embedding of tokens.
+    #[error(
+        "freeze_a: A of {module} starts at 0, and frozen it would stay there; leave the embedding out of the targets"
+    )]
+    FrozenEmbedding {
+        /// Full path of the embedding.
+        module: String,
+    },
+    /// Initial values that a LoRA cannot have.
+    #[error("init_lora_weights: {init} {why}")]
+    InitialFactors {
+        /// Name of the initial values.
+        init: &'static str,
+        /// The reason and the remedy, as the end of a sentence.
+        why: String,
+    },
     /// Feed-forward modules of IA3 that are no targets of it.
     #[error(
         "feedforward: `{target}` matches no module among the targets {targets}; add it there or choose others"

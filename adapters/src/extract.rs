@@ -3,7 +3,7 @@
 use crate::{
     AdapterSet, BaseDescription, Error, Result,
     combine::spec_of,
-    svd::{Matrix, Svd},
+    svd::{Matrix, Svd, dot},
 };
 
 /// A LoRA of the changes of some modules.
@@ -35,15 +35,16 @@ pub fn extract<E: From<Error>>(
         let site = &base.sites[lora.site];
         let change = change(lora.layer, lora.site)?;
         // The transpose: A and B are for [outputs, inputs].
-        let svd =
-            Svd::of(&Matrix::new(site.inputs, site.outputs, change.into_iter().map(f64::from).collect()));
-        let svd = svd.swapped();
+        let change = Matrix::new(site.inputs, site.outputs, change.into_iter().map(f64::from).collect());
+        let svd = Svd::leading(&change, rank).swapped();
         let (b, a) = svd.factors(rank);
         values[set.layout.tensors[lora.a].range()].copy_from_slice(&a);
         values[set.layout.tensors[lora.b].range()].copy_from_slice(&b);
-        let square = |values: &[f64]| values.iter().map(|s| s * s).sum();
-        let lost = square(&svd.values[rank.min(svd.values.len())..]);
-        modules.push(((lora.layer, lora.site), square(&svd.values), lost));
+        let square = |values: &[f64]| dot(values, values);
+        let whole = square(&change.values);
+        // Rounding may leave less than nothing of a change that the rank holds as a whole.
+        let lost = (whole - square(&svd.values)).max(0.0);
+        modules.push(((lora.layer, lora.site), whole, lost));
     }
     Ok(Extracted { set, values, modules })
 }

@@ -19,7 +19,6 @@ impl<'a> Init<'a> {
     ///
     /// # Errors
     /// [`Error::WeightsNeeded`] if the base's weights are not available.
-    #[cfg_attr(not(test), expect(dead_code, reason = "no method without tests looks at weights yet"))]
     pub fn matrix(&self, method: &'static str, site: usize, layer: usize) -> Result<Vec<f32>> {
         let found = self.weights.and_then(|weights| weights.matrix(site, layer));
         found.ok_or(Error::WeightsNeeded { method })

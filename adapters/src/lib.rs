@@ -59,6 +59,7 @@
 //!         fan_in_fan_out: false,
 //!         parts: vec![],
 //!     }],
+//!     token_embedding: None,
 //!     norms: vec![],
 //! };
 //!
@@ -128,7 +129,7 @@ pub use methods::{
     ia3::Ia3Spec,
     kinds,
     ln_tuning::LnTuningSpec,
-    lora::{LoraSpec, beside::TrainedBiases},
+    lora::{LoraSpec, beside::TrainedBiases, initial::InitialFactors},
     prefix::PrefixSpec,
     prompt_tuning::PromptTuningSpec,
     vera::VeraSpec,

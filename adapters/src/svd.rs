@@ -3,6 +3,8 @@
 //! It is short, accurate to rounding, and needs no other crate; a library that is faster for dense matrices (faer) took
 //! 107 s of CPU time to compile. Products of low rank, of which most deltas consist, are reduced to their ranks before.
 
+mod leading;
+
 /// A matrix in F64, row-major.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Matrix {
@@ -15,11 +17,11 @@ pub(crate) struct Matrix {
 #[derive(Debug, Clone)]
 pub(crate) struct Svd {
     /// [rows, k], stored as k vectors, one after another.
-    u: Vec<Vec<f64>>,
+    pub u: Vec<Vec<f64>>,
     /// `[k]`.
     pub values: Vec<f64>,
     /// [cols, k], as k vectors.
-    v: Vec<Vec<f64>>,
+    pub v: Vec<Vec<f64>>,
 }
 
 /// Vectors that are this close to a right angle are one: the rounding of their dot product.
@@ -158,6 +160,11 @@ fn rotate(vectors: &mut [Vec<f64>], (i, j): (usize, usize), cosine: f64, sine: f
     for (x, y) in before[i].iter_mut().zip(&mut after[0]) {
         (*x, *y) = (cosine * *x - sine * *y, sine * *x + cosine * *y);
     }
+}
+
+/// The orthonormal vectors of a QR decomposition of `columns`: zeros for a column that depends on those before it.
+pub(crate) fn orthonormal(columns: Vec<Vec<f64>>) -> Vec<Vec<f64>> {
+    qr(columns).0
 }
 
 /// Orthonormal vectors, and the upper triangle R [k, k], row-major, with which `columns` are their sums. By

@@ -98,28 +98,69 @@ impl Selected {
     }
 }
 
+/// What targets choose.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Chosen {
+    /// Modules and parts of layers, in the order layer, site, part.
+    pub modules: Vec<Selected>,
+    /// Whether the embedding of tokens is among them.
+    pub embedding: bool,
+}
+
 /// Modules and parts that `targets` choose in `layers`, in the order layer, site, part.
 pub(crate) fn select(
     targets: &Targets,
     layers: Option<&[usize]>,
     base: &BaseDescription,
 ) -> Result<Vec<Selected>> {
+    Ok(choose(targets, layers, None, base)?.modules)
+}
+
+/// As [`select`], for a method that attaches to the embedding of tokens, too. That is in no layer, so `layers` do not
+/// matter to it.
+pub(crate) fn select_with_embedding(
+    targets: &Targets,
+    layers: Option<&[usize]>,
+    base: &BaseDescription,
+) -> Result<Chosen> {
+    choose(targets, layers, base.token_embedding.as_deref(), base)
+}
+
+fn choose(
+    targets: &Targets,
+    layers: Option<&[usize]>,
+    embedding: Option<&str>,
+    base: &BaseDescription,
+) -> Result<Chosen> {
     let candidates = candidates(chosen_layers(layers, base)?, base);
-    let nothing = || Error::NothingMatched { target: targets.to_string(), sites: base.target_names() };
-    let chosen: Vec<Selected> = match targets {
-        Targets::AllLinear => candidates.into_iter().filter(|c| c.part.is_none()).collect(),
+    let nothing = |target: String| {
+        let name = embedding.and(base.token_embedding_name()).map(str::to_owned);
+        Error::NothingMatched { target, sites: base.target_names().into_iter().chain(name).collect() }
+    };
+    let (modules, embedding): (Vec<Selected>, bool) = match targets {
+        Targets::AllLinear => (candidates.into_iter().filter(|c| c.part.is_none()).collect(), false),
         Targets::Regex(pattern) => {
             let regex = whole_match("targets", pattern, &format!("^(?:{pattern})$"))?;
             let whole = |c: &Selected| c.part.is_none() && regex.is_match(&c.module(base));
-            candidates.into_iter().filter(whole).collect()
+            let modules = candidates.into_iter().filter(whole).collect();
+            (modules, embedding.is_some_and(|path| regex.is_match(path)))
         }
-        Targets::List(names) => select_by_name(names, candidates, base)?,
+        Targets::List(names) => {
+            let paths: Vec<String> = candidates.iter().map(|candidate| candidate.path(base)).collect();
+            let all = || paths.iter().map(String::as_str).chain(embedding);
+            if let Some(target) = names.iter().find(|name| !all().any(|path| self::names(name, path))) {
+                return Err(nothing(target.clone()));
+            }
+            let chosen = |path: &str| names.iter().any(|name| self::names(name, path));
+            let modules = candidates.into_iter().zip(&paths).filter(|(_, path)| chosen(path));
+            (modules.map(|(candidate, _)| candidate).collect(), embedding.is_some_and(chosen))
+        }
     };
-    if chosen.is_empty() {
-        return Err(nothing());
+    if modules.is_empty() && !embedding {
+        return Err(nothing(targets.to_string()));
     }
-    refuse_part_and_whole(&chosen, base)?;
-    Ok(chosen)
+    refuse_part_and_whole(&modules, base)?;
+    Ok(Chosen { modules, embedding })
 }
 
 /// As [`select`], for a method whose tensors PEFT has for whole modules alone.
@@ -184,15 +225,6 @@ fn candidates(layers: Vec<usize>, base: &BaseDescription) -> Vec<Selected> {
     all
 }
 
-fn select_by_name(names: &[String], all: Vec<Selected>, base: &BaseDescription) -> Result<Vec<Selected>> {
-    let paths: Vec<String> = all.iter().map(|candidate| candidate.path(base)).collect();
-    if let Some(target) = names.iter().find(|name| !paths.iter().any(|path| self::names(name, path))) {
-        return Err(Error::NothingMatched { target: target.clone(), sites: base.target_names() });
-    }
-    let chosen = |path: &String| names.iter().any(|name| self::names(name, path));
-    Ok(all.into_iter().zip(&paths).filter(|(_, path)| chosen(path)).map(|(candidate, _)| candidate).collect())
-}
-
 fn refuse_part_and_whole(chosen: &[Selected], base: &BaseDescription) -> Result<()> {
     // The whole module comes right before its parts.
     for pair in chosen.windows(2) {
@@ -224,14 +256,14 @@ impl<'a, T: Copy> Patterns<'a, T> {
 
     /// Value of the first key that matches the part's path, else of the first that matches the module's.
     pub fn value(&mut self, one: Selected, base: &BaseDescription) -> Option<T> {
-        let paths = [one.path(base), one.module(base)];
-        for path in paths {
-            if let Some(entry) = self.keys.iter_mut().find(|entry| entry.1.is_match(&path)) {
-                entry.3 = true;
-                return Some(entry.2);
-            }
-        }
-        None
+        self.value_at(&one.path(base)).or_else(|| self.value_at(&one.module(base)))
+    }
+
+    /// Value of the first key that matches `path`.
+    pub fn value_at(&mut self, path: &str) -> Option<T> {
+        let entry = self.keys.iter_mut().find(|entry| entry.1.is_match(path))?;
+        entry.3 = true;
+        Some(entry.2)
     }
 
     pub fn refuse_unmatched(&self, example: &str) -> Result<()> {

@@ -170,3 +170,53 @@ fn targets_are_read_and_written_as_text() {
     }
     assert_eq!(" q , v,".parse::<Targets>().unwrap(), Targets::List(vec!["q".into(), "v".into()]));
 }
+
+#[test]
+fn the_embedding_of_tokens_is_chosen_by_name_path_or_expression_alone() {
+    let base = testing::base();
+    let found = |targets: &Targets, layers: Option<&[usize]>| {
+        let chosen = targets::select_with_embedding(targets, layers, &base)?;
+        Ok::<_, Error>((chosen.modules.len(), chosen.embedding))
+    };
+    assert_eq!(found(&Targets::AllLinear, None).unwrap(), (12, false));
+    assert_eq!(found(&list(&["c_fc", "wte"]), None).unwrap(), (3, true));
+    assert_eq!(found(&list(&["wte"]), None).unwrap(), (0, true));
+    // It is in no layer.
+    assert_eq!(found(&list(&["c_fc", "transformer.wte"]), Some(&[1])).unwrap(), (1, true));
+    assert_eq!(found(&Targets::Regex(".*(wte|h.0.mlp.c_fc)".to_owned()), None).unwrap(), (1, true));
+    assert_eq!(found(&list(&["c_fc"]), None).unwrap(), (3, false));
+    let text = found(&list(&["wpe"]), None).unwrap_err().to_string();
+    assert!(text.contains("`wpe`") && text.ends_with("mlp.c_proj, wte"), "{text}");
+    let other = crate::BaseDescription { token_embedding: None, ..testing::base() };
+    assert!(targets::select_with_embedding(&list(&["wte"]), None, &other).is_err());
+    // Methods that have nothing for it do not know its name.
+    let text = paths(&list(&["wte"]), None).unwrap_err().to_string();
+    assert!(text.ends_with("mlp.c_proj"), "{text}");
+}
+
+#[test]
+fn a_lora_on_the_embedding_has_its_rank_and_scale() {
+    let mut spec = LoraSpec { rank: 2, alpha: 3.0, targets: list(&["c_fc", "wte"]), ..LoraSpec::default() };
+    spec.rank_pattern.insert("wte".to_owned(), 5);
+    spec.alpha_pattern.insert("transformer.wte".to_owned(), 4.0);
+    let set = resolve(spec.clone()).unwrap();
+    let delta = set.embedding.as_ref().unwrap();
+    assert_eq!((delta.rank, delta.scale), (5, 0.8));
+    let shape =
+        |slot: usize| (set.layout.tensors[slot].name.as_str(), set.layout.tensors[slot].shape.clone());
+    assert_eq!(shape(delta.a), ("base_model.model.transformer.wte.lora_embedding_A", vec![5, 11]));
+    assert_eq!(shape(delta.b), ("base_model.model.transformer.wte.lora_embedding_B", vec![testing::D, 5]));
+    let values = set.init(1).unwrap();
+    let of = |slot: usize| &values[set.layout.tensors[slot].range()];
+    assert!(of(delta.a).iter().all(|&a| a == 0.0) && of(delta.b).iter().all(|&b| b != 0.0));
+    let variance = of(delta.b).iter().map(|b| b * b).sum::<f32>() / 30.0;
+    assert!((0.5..2.0).contains(&variance), "{variance}");
+    assert_eq!(set.matched(&testing::base()), ["mlp.c_fc: layers 0-2", "wte: embedding of tokens (rank 5)"]);
+    // The learning rate of B in LoRA+ is for those that start at 0.
+    let plus = resolve(LoraSpec { lora_plus_ratio: 4.0, ..spec.clone() }).unwrap();
+    assert_eq!(plus.layout.tensors[delta.b].group, 0);
+    let text = resolve(LoraSpec { freeze_a: true, ..spec.clone() }).unwrap_err().to_string();
+    assert!(text.starts_with("freeze_a: A of transformer.wte starts at 0"), "{text}");
+    let dora = AdapterSet::new(&crate::DoraSpec { lora: spec }.into(), &testing::base()).unwrap_err();
+    assert!(dora.to_string().contains("to which dora does not attach"), "{dora}");
+}

@@ -33,6 +33,7 @@ pub fn base() -> BaseDescription {
             site("mlp.c_fc", D, 4 * D, vec![]),
             site("mlp.c_proj", 4 * D, D, vec![]),
         ],
+        token_embedding: Some("transformer.wte".to_owned()),
         norms: ["h.{layer}.ln_1", "h.{layer}.ln_2", "ln_f"].map(norm).into(),
     }
 }

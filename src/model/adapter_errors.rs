@@ -15,6 +15,8 @@ const OPTIONS: &[(&str, &str)] = &[
     ("dropout:", "--lora-dropout:"),
     ("saved_norms:", "--train-norms:"),
     ("lora_plus_ratio:", "--lora-plus-ratio:"),
+    ("freeze_a:", "--freeze-a:"),
+    ("init_lora_weights:", "--init-lora-weights:"),
     ("d_initial:", "--d-initial:"),
     ("feedforward:", "--feedforward:"),
     ("norms:", "--norms:"),

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 pub use crate::kernels::activation::Activation;
 
-use super::arch::{Arch, SiteShape};
+use super::arch::{Arch, SiteShape, TOKEN_EMBEDDING};
 use crate::error::{Error, Result};
 
 /// No GPT-2 comes near these; beyond them a size is a damaged file, and products could overflow.
@@ -128,6 +128,7 @@ impl Config {
             positions: self.positions,
             vocab: self.vocab,
             sites: arch.sites.iter().map(site).collect(),
+            token_embedding: TOKEN_EMBEDDING.strip_suffix(".weight").map(Into::into),
             norms: arch.norms().map(|(name, key)| NormDescription { name, key }).into(),
         }
     }

@@ -3,9 +3,9 @@
 use std::{collections::BTreeMap, path::Path, sync::Arc};
 
 use engraft_adapters::{
-    AdapterSet, AdapterSpec, BaseDescription, BaseWeights, DoraSpec, Ia3Spec, Kind, Kinds, LnTuningSpec,
-    LoraSpec, Prefix, PrefixSpec, PrefixValues, Prompt, PromptTuningSpec, Targets, TrainedBiases, VeraSpec,
-    peft,
+    AdapterSet, AdapterSpec, BaseDescription, BaseWeights, DoraSpec, Ia3Spec, InitialFactors, Kind, Kinds,
+    LnTuningSpec, LoraSpec, Prefix, PrefixSpec, PrefixValues, Prompt, PromptTuningSpec, Targets,
+    TrainedBiases, VeraSpec, peft,
 };
 use engraft_util::rng;
 
@@ -67,6 +67,8 @@ pub struct AdapterOptions {
     pub lora_plus_ratio: Option<f64>,
     /// Whether A is frozen. May differ from that of an adapter that a run starts from.
     pub freeze_a: Option<bool>,
+    /// Initial values of a LoRA's A and B.
+    pub init_lora_weights: Option<InitialFactors>,
     /// Dropout on the VeRA's input, in 0 .. 1. May differ from that of an adapter that a run starts from.
     pub vera_dropout: Option<f64>,
     /// Initial value of the VeRA's lambda_d.
@@ -121,6 +123,7 @@ impl AdapterOptions {
             saved_norms: self.train_norms.clone().or(default.saved_norms),
             lora_plus_ratio: self.lora_plus_ratio.unwrap_or(default.lora_plus_ratio),
             freeze_a: self.freeze_a.unwrap_or(default.freeze_a),
+            init_lora_weights: self.init_lora_weights.unwrap_or(default.init_lora_weights),
         }
     }
 

@@ -26,6 +26,7 @@ import gpt2_bases
 
 # PEFT says it of every LayerNorm, also of those that it chooses itself.
 NORMS = "Unsupported layer type '<class 'torch.nn.modules.normalization.LayerNorm'>'"
+TIED = "Model has `tie_word_embeddings=True`"  # the head stays as it is
 STACKED = "Already found a `peft_config` attribute in the model"  # several folders: that is the point
 QUIET = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)  # about the libraries, not about the folder
 
@@ -70,7 +71,7 @@ def attach(model, folder):
         warnings.simplefilter("error")
         for category in QUIET:
             warnings.simplefilter("ignore", category)
-        for text in (NORMS, STACKED):
+        for text in (NORMS, STACKED, TIED):
             warnings.filterwarnings("ignore", text)
         try:
             model = PeftModel.from_pretrained(model, str(folder))

@@ -9,8 +9,10 @@ import json
 import os
 import pathlib
 import platform
+import re
 import shutil
 import sys
+import tempfile
 import warnings
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -27,6 +29,7 @@ import torch
 import transformers
 from peft import (IA3Config, LNTuningConfig, LoraConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig,
                   PromptTuningConfig, VeraConfig, get_peft_model)
+from peft.optimizers import create_loraplus_optimizer
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
@@ -36,6 +39,7 @@ STEPS, LR, BETAS, EPS, DECAY, CLIP = 10, 1e-2, (0.9, 0.999), 1e-8, 0.01, 1.0
 TINY = "bases/tiny"
 PROJECTIONS = {"base_model.vera_A", "base_model.vera_B"}
 NORMS = "Unsupported layer type '<class 'torch.nn.modules.normalization.LayerNorm'>'"
+TIED = "Model has `tie_word_embeddings=True`"
 SECOND_TIME = "You are trying to modify a model with PEFT for a second time"
 
 
@@ -85,6 +89,8 @@ class Case:
     def __init__(self, model, trained, adapters):
         self.model, self.trained, self.adapters = model, trained, adapters
         self.extra, self.masks, self.projected, self.undecayed, self.frozen = {}, {}, None, set(), set()
+        self.lora_plus_ratio = None  # the optimizer is PEFT's for LoRA+ with this ratio
+        self.unconverted = None  # a folder with the initial adapter, from which PEFT makes a plain LoRA on saving
 
     def snapshot(self):
         now = {key: p.detach().clone() for key, p in self.trained.items()}
@@ -229,6 +235,42 @@ def lora_frozen_a():
     for key in [key for key in case.trained if "lora_A" in key]:
         frozen = case.trained.pop(key).requires_grad_(False)
         case.extra[key] = lambda frozen=frozen: frozen
+    return case
+
+
+def lora_wte():
+    """A LoRA on the embedding of tokens, which the tied head does not see, with a rank of its own."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", re.escape(TIED))
+        return lora_case(126, r=3, lora_alpha=7, target_modules=["c_attn", "wte"], rank_pattern={"wte": 5})
+
+
+def lora_wte_layers():
+    """By its whole path, which PEFT wants where layers are named."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", re.escape(TIED))
+        return lora_case(127, r=2, lora_alpha=3, target_modules=["mlp.c_proj", "transformer.wte"],
+                         layers_to_transform=[1], use_rslora=True)
+
+
+def lora_plus():
+    case = beside_case(128, target_modules=["c_attn", "mlp.c_proj"], bias="lora_only")
+    case.lora_plus_ratio = 4.0
+    return case
+
+
+def lora_pissa():
+    """PiSSA after a change of A and B. The tensors that are trained are half of those in the files, which are a plain
+    LoRA of twice the rank: [A; A0], [B, -B0]."""
+    model = lora_model(r=3, lora_alpha=7, target_modules=["c_attn", "mlp.c_proj"], init_lora_weights="pissa")
+    trained = tensors_of(model)
+    folder = tempfile.TemporaryDirectory()
+    model.peft_config["default"].init_lora_weights = True  # else PEFT would take them out of the base once more
+    model.save_pretrained(folder.name)
+    model.peft_config["default"].init_lora_weights = "pissa"
+    move(trained, 129, 0.3)
+    case = Case(model, trained, {"": model})
+    case.unconverted = folder
     return case
 
 
@@ -445,6 +487,7 @@ CASES = [lora_c_attn, lora_all_rslora_patterns, lora_layers, lora_qv, prefix, pr
          ln_tuning, ln_tuning_regex, lora_ln_tuning_and_prefix, prompt_tuning, lora_and_prompt_tuning, p_tuning,
          ia3, ia3_regex, lora_ia3_and_prefix, dora_c_attn, dora_all_rslora_patterns, dora_layers, dora_and_prefix,
          lora_bias_only, lora_bias_all, lora_train_norms, dora_beside, lora_frozen_a,
+         lora_wte, lora_wte_layers, lora_plus, lora_pissa,
          vera, vera_without_projections, lora_vera_and_ia3]
 
 
@@ -492,7 +535,12 @@ def train(case, ids, labels):
         decays[key not in case.undecayed].append(p)
     groups = [{"params": decays[True]}, {"params": decays[False], "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, foreach=False)
+    if case.lora_plus_ratio:
+        optimizer = create_loraplus_optimizer(
+            case.model, torch.optim.AdamW, lr=LR, loraplus_lr_ratio=case.lora_plus_ratio, betas=BETAS, eps=EPS,
+            loraplus_weight_decay=DECAY, foreach=False)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, foreach=False)
     losses, norms = [], []
     for _ in range(STEPS):
         loss = forward(case, ids, labels).loss
@@ -543,14 +591,20 @@ def save_adapters(case, folder):
     """Each adapter as PEFT writes it, less the model card; then read back by PEFT on a fresh base."""
     for name, model in case.adapters.items():
         here = folder / "adapter" / name
-        model.save_pretrained(here)
+        if case.unconverted:
+            model.save_pretrained(here, path_initial_model_for_weight_conversion=case.unconverted.name)
+        else:
+            model.save_pretrained(here)
         (here / "README.md").unlink()
     stored = {}
     for name in case.adapters:
         for key, x in load_file(folder / "adapter" / name / "adapter_model.safetensors").items():
             stored[f"{name}.{key}" if name else key] = x
     for key, x in case.snapshot().items():
-        if not key.startswith("proj.") and not torch.equal(stored[key], x):
+        of_file = stored.get(key)
+        if case.unconverted:  # [A; A0], [B, -B0]
+            of_file = of_file[:x.shape[0]] if "lora_A" in key else of_file[:, :x.shape[1]]
+        if not key.startswith("proj.") and not torch.equal(of_file, x):
             raise SystemExit(f"{folder}: {key} on disk is not what was run")
     return stored
 

@@ -19,6 +19,8 @@ use engraft::{
 };
 use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, PrefixSpec, TensorSlot, peft};
 
+mod pissa;
+
 /// Bounds of docs/NUMERICS.md, relative to the largest element of the expected tensor.
 const LOGITS: f64 = 5e-6;
 const GRADIENT: f64 = 1e-5;
@@ -347,6 +349,25 @@ fn what_is_trained_beside_deltas_matches_peft() {
     for name in ["lora_bias_only", "lora_bias_all", "lora_train_norms", "dora_beside"] {
         check_all(&load(name, &base, str::to_owned), &base);
     }
+}
+
+/// The delta on the embedding of tokens, with a rank of its own, and by its path beside layers.
+#[test]
+fn a_lora_on_the_embedding_matches_peft() {
+    let base = base("tiny");
+    for name in ["lora_wte", "lora_wte_layers"] {
+        let case = load(name, &base, str::to_owned);
+        assert!(case.set.embedding.is_some(), "{name}");
+        check_all(&case, &base);
+    }
+}
+
+/// The optimizer is PEFT's `create_loraplus_optimizer`.
+#[test]
+fn lora_plus_matches_peft() {
+    let base = base("tiny");
+    let plus = load("lora_plus", &base, str::to_owned);
+    check_all(&trained_with(plus, &base, |lora| lora.lora_plus_ratio = 4.0), &base);
 }
 
 /// An A that does not require a gradient.

@@ -28,6 +28,7 @@ mod imports;
 mod interrupt;
 mod limits;
 mod ln_tuning;
+mod lora_initial;
 mod lora_variants;
 mod memory;
 mod merge;

@@ -105,7 +105,9 @@ pub fn memory_choices(name: &'static str, spec: &AdapterSpec) {
     for slot in &case.set.layout.tensors {
         let (after, before) = (&plain.2.values[slot.range()], &case.values[slot.range()]);
         let moved = after.iter().zip(before).filter(|(a, b)| a != b).count();
-        let expected = if trained(slot) { 2 * moved > slot.len() } else { moved == 0 };
+        // Of the embedding's A the columns of tokens that are in no row stay.
+        let least = if slot.name.ends_with("lora_embedding_A") { slot.len() / 4 } else { slot.len() / 2 };
+        let expected = if trained(slot) { moved > least } else { moved == 0 };
         assert!(expected, "{moved} of {} values of {} moved", slot.len(), slot.name);
     }
     restored(&base, &case);

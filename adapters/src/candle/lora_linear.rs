@@ -3,7 +3,7 @@
 use candle_core::{Module, ModuleT, Result, Tensor};
 use candle_nn::{Init, Linear, VarBuilder, ops};
 
-use super::{fold::working_dtype, source::rank_and_alpha};
+use super::fold::working_dtype;
 use crate::{Error, LoraSpec, methods::lora::check_values};
 
 /// `y = x W^T + b + s (dropout(x) A^T) B^T`: a frozen linear layer and a LoRA beside it.
@@ -65,7 +65,7 @@ impl LoraLinear {
     pub fn new(base: Linear, spec: &LoraSpec, vb: VarBuilder) -> Result<Self> {
         let path = vb.prefix();
         check_values(spec).map_err(candle_core::Error::wrap)?;
-        let (rank, alpha) = rank_and_alpha(spec, &path).map_err(candle_core::Error::wrap)?;
+        let (rank, alpha) = spec.rank_and_alpha(&path).map_err(candle_core::Error::wrap)?;
         let (outputs, inputs) = base.weight().dims2()?;
         let bound = 1.0 / (inputs as f64).sqrt();
         let uniform = Init::Uniform { lo: -bound, up: bound };

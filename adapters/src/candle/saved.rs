@@ -146,6 +146,7 @@ fn describe(name: &str, layers: &[&LoraLinear]) -> Result<BaseDescription> {
         positions: 1,
         vocab: 1,
         sites: layers.iter().map(site).collect::<Result<_>>()?,
+        token_embedding: None,
         norms: Vec::new(),
     })
 }

@@ -11,7 +11,6 @@ use crate::{
         CONFIG_FILE, Fields, Findings, OneOrMany, TENSOR_FILE, TensorFile, refuse_pickle,
         selection::{Selection, targets_field},
     },
-    targets::pattern_value,
 };
 
 /// The two files of one method.
@@ -122,16 +121,9 @@ impl Lora {
 
     /// Rank and scale of the module at `path`.
     pub fn rank_and_scale(&self, path: &str) -> Result<(usize, f64)> {
-        let (rank, alpha) = rank_and_alpha(&self.spec, path)?;
+        let (rank, alpha) = self.spec.rank_and_alpha(path)?;
         Ok((rank, self.spec.scale(rank, alpha)))
     }
-}
-
-/// Rank and alpha of the module at `path`: those of the first pattern that matches it, else those of all.
-pub(super) fn rank_and_alpha(spec: &LoraSpec, path: &str) -> Result<(usize, f64)> {
-    let rank = pattern_value("rank_pattern", &spec.rank_pattern, path)?.unwrap_or(spec.rank);
-    let alpha = pattern_value("alpha_pattern", &spec.alpha_pattern, path)?.unwrap_or(spec.alpha);
-    Ok((rank, alpha))
 }
 
 fn fan_in_fan_out(fields: &mut Fields) -> bool {

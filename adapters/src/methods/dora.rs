@@ -50,6 +50,10 @@ impl Method for DoraSpec {
 
     fn resolve(&self, base: &BaseDescription, slots: &mut Slots) -> Result<Contribution> {
         let mut all = self.lora.contribution(base, slots)?;
+        if all.embedding.is_some() {
+            let module = base.token_embedding.clone().unwrap_or_default();
+            return Err(Error::EmbeddingTarget { module, method: Self::KIND.name });
+        }
         if self.lora.dropout > 0.0 {
             return Err(Error::DroppedInputs { value: self.lora.dropout, method: Self::KIND.name });
         }
@@ -68,7 +72,7 @@ impl Method for DoraSpec {
     }
 
     fn init(&self, set: &AdapterSet, values: &mut [f32], from: &Init) -> Result<()> {
-        LoraSpec::init_as(&Self::KIND, set, values, from)?;
+        self.lora.init_as(&Self::KIND, set, values, from)?;
         for own in &set.vectors {
             let magnitude = own.g.map(|g| &set.layout.tensors[g.vector]);
             let Some(slot) = magnitude.filter(|slot| slot.method == Self::KIND.name) else { continue };

@@ -1,6 +1,7 @@
 //! LoRA: low-rank deltas on linear modules (Hu et al. 2021, arXiv:2106.09685).
 //!
-//! Initial values: A ~ U(-1/sqrt(inputs), 1/sqrt(inputs)), which is `kaiming_uniform_(a=sqrt(5))`; B = 0.
+//! Initial values: A ~ U(-1/sqrt(inputs), 1/sqrt(inputs)), which is `kaiming_uniform_(a=sqrt(5))`; B = 0. `initial.rs` has
+//! the others. Of the embedding of tokens A = 0 and B ~ N(0, 1).
 
 use std::collections::BTreeMap;
 
@@ -9,19 +10,21 @@ use serde::{Deserialize, Serialize};
 
 use super::{AdapterSpec, Kind, Method, ln_tuning};
 use crate::{
-    AdapterSet, BaseDescription, Contribution, Error, Group, Lora, Result, Targets,
+    AdapterSet, BaseDescription, Contribution, EmbeddingDelta, Error, Group, Lora, Result, Targets,
     init::Init,
     layout::Slots,
     peft::{self, Files, Findings, TensorFile},
     set::layer_ranges,
-    targets::{self, Patterns, Selected},
+    targets::{self, Chosen, Patterns, Selected},
 };
 
 pub(crate) mod beside;
 pub(crate) mod files;
+pub(crate) mod initial;
 
 use beside::TrainedBiases;
 use files::Variant;
+use initial::InitialFactors;
 
 /// A LoRA: `y = x W + b + s (dropout(x) A^T) B^T`.
 ///
@@ -60,6 +63,9 @@ pub struct LoraSpec {
     /// Whether A stays as it starts (LoRA-FA, Zhang et al. 2023, arXiv:2308.03303). No file of an adapter has it.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub freeze_a: bool,
+    /// Initial values of A and B. A file of an adapter has them where frozen copies belong to them.
+    #[serde(skip_serializing_if = "InitialFactors::is_default")]
+    pub init_lora_weights: InitialFactors,
 }
 
 impl Default for LoraSpec {
@@ -77,6 +83,7 @@ impl Default for LoraSpec {
             saved_norms: None,
             lora_plus_ratio: 1.0,
             freeze_a: false,
+            init_lora_weights: InitialFactors::default(),
         }
     }
 }
@@ -90,6 +97,13 @@ impl LoraSpec {
     pub fn scale(&self, rank: usize, alpha: f64) -> f64 {
         let rank = rank as f64;
         alpha / if self.rslora { rank.sqrt() } else { rank }
+    }
+
+    /// Rank and alpha of the module at `path`: those of the first pattern that matches it, else those of all.
+    pub(crate) fn rank_and_alpha(&self, path: &str) -> Result<(usize, f64)> {
+        let rank = targets::pattern_value("rank_pattern", &self.rank_pattern, path)?.unwrap_or(self.rank);
+        let alpha = targets::pattern_value("alpha_pattern", &self.alpha_pattern, path)?.unwrap_or(self.alpha);
+        Ok((rank, alpha))
     }
 
     /// How an optimizer treats A.
@@ -114,13 +128,44 @@ impl LoraSpec {
 
     /// The deltas and what is trained beside them, and their tensors.
     pub(super) fn contribution(&self, base: &BaseDescription, slots: &mut Slots) -> Result<Contribution> {
-        let chosen = targets::select(&self.targets, self.layers.as_deref(), base)?;
-        let values = ranks_and_alphas(self, &chosen, base)?;
-        let each = chosen.iter().zip(values);
-        let loras = each.map(|(&one, (rank, alpha))| self.push(one, rank, alpha, base, slots));
-        let loras: Vec<Lora> = loras.collect::<Result<_>>()?;
+        let chosen = targets::select_with_embedding(&self.targets, self.layers.as_deref(), base)?;
+        let (values, of_embedding) = ranks_and_alphas(self, &chosen, base)?;
+        let mut loras = Vec::new();
+        for (&one, (rank, alpha)) in chosen.modules.iter().zip(values) {
+            let (path, inputs) = (one.path(base), base.sites[one.site].inputs);
+            let lora = self.push(one, rank, alpha, base, slots)?;
+            self.check_initial(&lora, &path, inputs)?;
+            let prefixed = format!("{}{path}", peft::MODULE_PREFIX);
+            let has_copy = self.init_lora_weights.has_copies();
+            let copy = has_copy.then(|| initial::push_copy(&lora, &prefixed, inputs, slots)).transpose()?;
+            loras.extend([Some(lora), copy].into_iter().flatten());
+        }
+        let embedding = base.token_embedding.as_ref().zip(of_embedding);
+        let embedding =
+            embedding.map(|(path, values)| self.push_embedding(path, values, base, slots)).transpose()?;
         let beside = self.beside(&loras, base, slots)?;
-        Ok(Contribution { loras, ..beside })
+        Ok(Contribution { loras, embedding, ..beside })
+    }
+
+    /// The delta on the embedding of tokens, and its two tensors. In LoRA+ they keep the plain learning rate: the one that
+    /// starts at 0 is A.
+    fn push_embedding(
+        &self,
+        path: &str,
+        (rank, alpha): (usize, f64),
+        base: &BaseDescription,
+        slots: &mut Slots,
+    ) -> Result<EmbeddingDelta> {
+        if self.freeze_a {
+            return Err(Error::FrozenEmbedding { module: path.to_owned() });
+        }
+        let path = format!("{}{path}", peft::MODULE_PREFIX);
+        Ok(EmbeddingDelta {
+            rank,
+            scale: self.scale(rank, alpha) as f32,
+            a: slots.push(format!("{path}.lora_embedding_A"), &[rank, base.vocab])?,
+            b: slots.push(format!("{path}.lora_embedding_B"), &[base.width, rank])?,
+        })
     }
 
     /// The delta of rank `rank` and scale [`Self::scale`] on `one`, and its two tensors.
@@ -152,11 +197,17 @@ impl LoraSpec {
     }
 
     /// Writes the initial values of what a method of `kind` has of a LoRA.
-    pub(super) fn init_as(kind: &Kind, set: &AdapterSet, values: &mut [f32], from: &Init) -> Result<()> {
-        for lora in set.loras_of(kind) {
-            let a = &set.layout.tensors[lora.a];
-            from.uniform(values, a, a.shape[1]);
-        }
+    pub(super) fn init_as(
+        &self,
+        kind: &Kind,
+        set: &AdapterSet,
+        values: &mut [f32],
+        from: &Init,
+    ) -> Result<()> {
+        self.init_lora_weights.write(kind, set, values, from)?;
+        let slots = &set.layout.tensors;
+        let b = set.embedding.as_ref().map(|delta| &slots[delta.b]);
+        b.into_iter().filter(|b| b.method == kind.name).for_each(|b| from.normal(values, b));
         Self::init_beside(kind, set, values, from)
     }
 
@@ -164,19 +215,24 @@ impl LoraSpec {
     pub(super) fn matched_by(&self, kind: &Kind, set: &AdapterSet, base: &BaseDescription) -> Vec<String> {
         type Key<'a> = (usize, Option<&'a str>, usize); // site, part, rank
         let mut lines: Vec<(Key, Vec<usize>)> = Vec::new();
-        for lora in set.loras_of(kind) {
+        let is_trained = |lora: &&Lora| !initial::is_copy(set, lora);
+        for lora in set.loras_of(kind).filter(is_trained) {
             let key = (lora.site, lora.part.as_deref(), lora.rank);
             match lines.iter_mut().find(|(known, _)| *known == key) {
                 Some((_, layers)) => layers.push(lora.layer),
                 None => lines.push((key, vec![lora.layer])),
             }
         }
+        let other = |rank: usize| if rank == self.rank { String::new() } else { format!(" (rank {rank})") };
         let line = |((site, part, rank), layers): (Key, Vec<usize>)| {
             let part = part.map(|part| format!(".{part}")).unwrap_or_default();
-            let rank = if rank == self.rank { String::new() } else { format!(" (rank {rank})") };
-            format!("{}{part}: {}{rank}", base.sites[site].name, layer_ranges(&layers))
+            format!("{}{part}: {}{}", base.sites[site].name, layer_ranges(&layers), other(rank))
         };
         let mut lines: Vec<String> = lines.into_iter().map(line).collect();
+        let embedding = base.token_embedding_name().zip(set.embedding.as_ref());
+        lines.extend(
+            embedding.map(|(name, delta)| format!("{name}: embedding of tokens{}", other(delta.rank))),
+        );
         match self.bias {
             TrainedBiases::None => {}
             TrainedBiases::LoraOnly => lines.push("biases of these modules".to_owned()),
@@ -206,6 +262,9 @@ impl LoraSpec {
         if self.freeze_a {
             lines.push(("lora-fa", "A is frozen".to_owned()));
         }
+        if !self.init_lora_weights.is_default() {
+            lines.push(("initial", self.init_lora_weights.to_string()));
+        }
         lines
     }
 }
@@ -232,7 +291,7 @@ impl Method for LoraSpec {
     }
 
     fn init(&self, set: &AdapterSet, values: &mut [f32], from: &Init) -> Result<()> {
-        Self::init_as(&Self::KIND, set, values, from)
+        self.init_as(&Self::KIND, set, values, from)
     }
 
     fn dropout(&self) -> Option<f64> {
@@ -271,15 +330,21 @@ impl Method for LoraSpec {
 
 // ---- ranks and alphas ----
 
-/// Rank and alpha of each selected module: the pattern's where a key matches, else the default.
+/// Rank and alpha of a delta.
+type RankAndAlpha = (usize, f64);
+
+/// Rank and alpha of each selected module, and of the embedding: the pattern's where a key matches, else the default.
 fn ranks_and_alphas(
     lora: &LoraSpec,
-    chosen: &[Selected],
+    Chosen { modules: chosen, embedding }: &Chosen,
     base: &BaseDescription,
-) -> Result<Vec<(usize, f64)>> {
+) -> Result<(Vec<RankAndAlpha>, Option<RankAndAlpha>)> {
     check_values(lora)?;
     let mut ranks = Patterns::new("rank_pattern", &lora.rank_pattern)?;
     let mut alphas = Patterns::new("alpha_pattern", &lora.alpha_pattern)?;
+    let path = base.token_embedding.as_deref().filter(|_| *embedding);
+    let of_embedding = path
+        .map(|path| (ranks.value_at(path).unwrap_or(lora.rank), alphas.value_at(path).unwrap_or(lora.alpha)));
     let found: Vec<_> = chosen
         .iter()
         .map(|&one| {
@@ -287,7 +352,7 @@ fn ranks_and_alphas(
             (rank, alphas.value(one, base).unwrap_or(lora.alpha))
         })
         .collect();
-    let example = chosen.first().map(|one| one.path(base)).unwrap_or_default();
+    let example = chosen.first().map(|one| one.path(base)).or(path.map(str::to_owned)).unwrap_or_default();
     ranks.refuse_unmatched(&example)?;
     alphas.refuse_unmatched(&example)?;
     for (pair, values) in chosen.windows(2).zip(found.windows(2)) {
@@ -296,7 +361,7 @@ fn ranks_and_alphas(
             return Err(Error::PartsDiffer { module: pair[0].module(base) });
         }
     }
-    Ok(found)
+    Ok((found, of_embedding))
 }
 
 /// Refuses ranks, alphas and a dropout that nothing can compute with.

@@ -367,8 +367,8 @@ fn adding_a_method_touches_its_file_and_the_registry() {
     let lora = ["LoraSpec", "StoredLora", "LORA", "META_SPEC"];
     let files = ["adapters/src/lib.rs", "adapters/src/methods/lora.rs", "adapters/src/methods/mod.rs"];
     // DoRA has a LoRA's deltas and files; a LoRA has files of its own below it; combining is of LoRAs alone.
-    let more =
-        ["dora.rs", "lora/beside.rs", "lora/files.rs"].map(|file| format!("adapters/src/methods/{file}"));
+    let more = ["dora.rs", "lora/beside.rs", "lora/files.rs", "lora/initial.rs"]
+        .map(|file| format!("adapters/src/methods/{file}"));
     let mut all: Vec<String> = files.iter().map(ToString::to_string).chain(more).collect();
     all.push("adapters/src/combine.rs".to_owned());
     all.sort();

@@ -198,7 +198,7 @@ impl Method for VeraSpec {
             ("vera_dropout", peft::number(self.dropout)),
         ];
         let modules = modules(set, &Self::KIND, false, base);
-        let targets = target_fields(&self.targets, self.layers.as_deref(), &modules, false, base);
+        let targets = target_fields(&self.targets, self.layers.as_deref(), &modules, false, false, base);
         let config = peft::config_text(&Self::KIND, base, fields.into_iter().chain(targets));
         let own = set.layout.tensors.iter().filter(|slot| slot.method == Self::KIND.name && is_stored(slot));
         Ok(Files::of(config, own, values, base))

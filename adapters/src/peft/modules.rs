@@ -2,7 +2,8 @@
 //!
 //! Parts with A_1 .. A_n of rank r on disjoint columns are, exactly, one LoRA of rank n r on the whole
 //! module: A stacks the A_i, B is block-wise with B_i at (columns of part i, rows i r .. (i + 1) r) and
-//! zero elsewhere. Alpha is multiplied by n (by sqrt(n) under rsLoRA), so that the scale stays.
+//! zero elsewhere. Alpha is multiplied by n (by sqrt(n) under rsLoRA), so that the scale stays. So are deltas on the same
+//! columns: a trained one and the frozen copy of what it began as.
 
 use std::{borrow::Cow, ops::Range};
 
@@ -70,9 +71,9 @@ impl Module {
         format!("{MODULE_PREFIX}{}.lora_B.weight", self.path)
     }
 
-    /// Whether parts are fused in it, or a single part is placed in a zero matrix.
+    /// Whether several deltas are fused in it, or a single part is placed in a zero matrix.
     pub fn is_fused(&self, set: &AdapterSet) -> bool {
-        set.loras[self.loras.start].part.is_some()
+        self.loras.len() > 1 || set.loras[self.loras.start].part.is_some()
     }
 
     /// The fused A. The parts are apart in the flat store, so more than one is copied.

@@ -100,6 +100,11 @@ fn every_kind_comes_back_bit_for_bit() {
         spec(Some(lora("k")), Some(4)),
         spec(Some(lora("q,h.1.attn.c_attn.k,mlp.c_fc")), None),
         spec(Some(lora("/.*c_fc/")), None),
+        spec(Some(lora("wte")), None),
+        spec(Some(lora("c_fc,wte")), Some(3)),
+        spec(Some(lora("q,mlp.c_proj,transformer.wte")), None),
+        spec(Some(LoraSpec { layers: Some(vec![1]), ..lora("c_fc,wte") }), None),
+        spec(Some(lora("/.*(wte|mlp.c_proj)/")), None),
         spec(None, Some(7)),
         spec(Some(lora("c_fc")), Some(7)),
     ] {
@@ -440,4 +445,33 @@ fn a_description_tells_parts_and_what_is_not_supported() {
     assert_eq!(described.spec.lora.as_ref().unwrap().targets.to_string(), "q,v");
     assert_eq!((described.ranks.as_slice(), described.fingerprint.as_deref()), (&[4][..], Some("f00d")));
     assert!(described.unsupported[0].contains("use_qalora"));
+}
+
+/// Of a module that is in no layer PEFT wants the whole path where the config names layers.
+#[test]
+fn the_embedding_of_tokens_is_chosen_as_peft_does() {
+    let saved = Saved::new(&spec(Some(LoraSpec { layers: Some(vec![1]), ..lora("c_fc,wte") }), None));
+    let config = saved.config();
+    assert_eq!(config["target_modules"], json!(["c_fc", "transformer.wte"]));
+    let problems = problems(saved.with(json!({ "target_modules": ["c_fc", "wte"] })));
+    let extra = "base_model.model.transformer.wte.lora_embedding_A";
+    assert!(problems.contains(&Problem::Extra(extra.to_owned())), "{problems:?}");
+
+    let saved = Saved::lora("q,wte");
+    let config = saved.config();
+    assert_eq!((&config["r"], &config["rank_pattern"]), (&json!(2), &json!({})));
+    let saved = Saved::lora("q,v,wte");
+    let config = saved.config();
+    assert_eq!((&config["r"], &config["rank_pattern"]), (&json!(4), &json!({ "transformer.wte": 2 })));
+    assert_eq!(config["alpha_pattern"], json!({ "transformer.wte": 3 }));
+    assert_eq!(config["target_modules"], json!(["attn.c_attn", "transformer.wte"]));
+    assert_eq!(describe(&saved.dir()).unwrap().adapters[0].ranks, [2, 4]);
+    let changed = saved.with(json!({ "rank_pattern": { "transformer.wte": 3 } }));
+    field(changed, CONFIG_FILE);
+    // One that PEFT excludes is not there.
+    let saved = Saved::lora("c_fc,wte");
+    let loaded = saved.with(json!({ "exclude_modules": ["mlp.c_fc"] }));
+    assert!(loaded.is_err());
+    let excluded = saved.with(json!({ "exclude_modules": ["wte"] }));
+    assert!(excluded.is_err());
 }

@@ -6,7 +6,10 @@ use regex::Regex;
 use serde_json::{Value, json};
 
 use super::{Fields, Findings, MODULE_PREFIX, TensorFile, config::OneOrMany, modules::Module};
-use crate::{BaseDescription, Result, Targets, targets};
+use crate::{
+    BaseDescription, Result, Targets,
+    targets::{self, Chosen},
+};
 
 const TARGETS: &str = "target_modules";
 const NAMES_EXPECTED: &str = "names or a regular expression are expected";
@@ -98,13 +101,22 @@ impl Selection {
             base.sites.iter().flat_map(|site| (0..base.layers).map(|layer| site.module(layer))).collect();
         let mut idle = Vec::new();
         if let Targets::List(names) = &mut targets {
-            let used = |name: &String| paths.iter().any(|path| targets::names(name, path));
+            let used = |name: &String| {
+                self.names_embedding(name, base) || paths.iter().any(|path| targets::names(name, path))
+            };
             if names.iter().any(used) {
                 idle.extend(names.extract_if(.., |name| !used(name)));
             }
         }
         let (targets, layers) = self.without_excluded(targets, base, findings);
         (targets, layers, idle)
+    }
+
+    /// Whether PEFT finds the embedding of tokens by a name of the list: of one in no layer it wants the whole path where
+    /// the config names layers.
+    fn names_embedding(&self, name: &str, base: &BaseDescription) -> bool {
+        let path = base.token_embedding.as_deref();
+        path.is_some_and(|path| if self.layers.is_some() { name == path } else { targets::names(name, path) })
     }
 
     /// `targets` as the paths of those modules that the config does not exclude, by PEFT's rules.
@@ -119,9 +131,11 @@ impl Selection {
         let Some(is_excluded) = findings.accept(targets::matcher("exclude_modules", exclude)) else {
             return unchanged;
         };
-        match targets::select(&unchanged.0, self.layers.as_deref(), base) {
-            Ok(chosen) => {
-                let paths = chosen.into_iter().map(|one| one.path(base)).filter(|path| !is_excluded(path));
+        match targets::select_with_embedding(&unchanged.0, self.layers.as_deref(), base) {
+            Ok(Chosen { modules, embedding }) => {
+                let paths = modules.into_iter().map(|one| one.path(base));
+                let embedding = base.token_embedding.clone().filter(|_| embedding);
+                let paths = paths.chain(embedding).filter(|path| !is_excluded(path));
                 (Targets::List(paths.collect()), None)
             }
             Err(_) => unchanged,
@@ -209,23 +223,31 @@ fn names_layers(targets: &Targets) -> bool {
     names.iter().any(|name| name.split('.').any(|segment| segment.parse::<usize>().is_ok()))
 }
 
-/// `target_modules` and `layers_to_transform` with which PEFT finds exactly these modules.
+/// `target_modules` and `layers_to_transform` with which PEFT finds exactly these modules, and with `embedding` that of
+/// tokens.
 ///
-/// A list goes out as the user wrote it. Parts PEFT does not know; a regular expression can match modules
+/// A list goes out as the user wrote it, and the embedding by its path where layers are named. Parts PEFT does not know; a regular expression can match modules
 /// that are no sites (an activation), on which PEFT stops: these go out by site, or else by full path.
 pub(crate) fn target_fields(
     targets: &Targets,
     layers: Option<&[usize]>,
     modules: &[Module],
     fused: bool,
+    embedding: bool,
     base: &BaseDescription,
 ) -> [(&'static str, Value); 2] {
     let fields = |targets: Value, layers: Option<&[usize]>| {
         [("layers_to_transform", json!(layers)), ("target_modules", targets)]
     };
+    let embedding = base.token_embedding.as_ref().filter(|_| embedding);
     if let (Targets::List(names), false) = (targets, fused) {
-        return fields(json!(names), layers);
+        let by_path = embedding.filter(|_| layers.is_some());
+        let written =
+            |name: &String| by_path.filter(|path| targets::names(name, path)).unwrap_or(name).clone();
+        return fields(json!(names.iter().map(written).collect::<Vec<_>>()), layers);
     }
+    let with_embedding =
+        |names: Vec<String>| json!(names.into_iter().chain(embedding.cloned()).collect::<Vec<_>>());
     let sites: BTreeSet<&str> = modules.iter().map(|module| base.sites[module.site].name.as_str()).collect();
     let names: Vec<String> = sites.into_iter().map(str::to_owned).collect();
     let layers: BTreeSet<usize> = modules.iter().map(|module| module.layer).collect();
@@ -236,7 +258,7 @@ pub(crate) fn target_fields(
         found.eq(modules.iter().map(|module| (module.layer, module.site)))
     });
     if same {
-        return fields(json!(names), layers.as_deref());
+        return fields(with_embedding(names), layers.as_deref());
     }
-    fields(json!(modules.iter().map(|module| &module.path).collect::<Vec<_>>()), None)
+    fields(with_embedding(modules.iter().map(|module| module.path.clone()).collect()), None)
 }

@@ -107,6 +107,8 @@ pub const ELSEWHERE: &[Elsewhere] = &[
     same(&["use-rslora", "lora-use-rslora"], &["rslora"]),
     same(&["loraplus-lr-ratio", "lora-plus-lr-ratio"], &["lora-plus-ratio"]),
     same(&["lora-fa"], &["freeze-a"]),
+    noted(&["pissa", "pissa-init", "use-pissa"], &["init-lora-weights"], "pissa is one of its values"),
+    noted(&["olora"], &["init-lora-weights"], "olora is one of its values"),
     noted(&["modules-to-save", "additional-target"], &["train-norms"], "it trains layer norms alone"),
     noted(&["use-dora", "lora-use-dora", "dora"], &["method"], "--method dora trains a DoRA"),
     noted(&["num-virtual-tokens"], &["prefix-len"], "of prompt tuning --prompt-len"),

@@ -6,8 +6,8 @@ use std::{
 };
 
 use engraft_adapters::{
-    DoraSpec, Ia3Spec, Kinds, LnTuningSpec, LoraSpec, PrefixSpec, PromptTuningSpec, Targets, TrainedBiases,
-    VeraSpec,
+    DoraSpec, Ia3Spec, InitialFactors, Kinds, LnTuningSpec, LoraSpec, PrefixSpec, PromptTuningSpec, Targets,
+    TrainedBiases, VeraSpec,
 };
 use serde::{Deserialize, Serialize};
 
@@ -174,7 +174,7 @@ options! {
         /// Scale the LoRA's delta by alpha / rank
         alpha: f64 = LoraSpec::default().alpha =>
             value("A").of(LORA).check(above_zero("give a number such as 16")).basic();
-        /// c_attn, attn.c_proj, c_fc, mlp.c_proj, q, k, v, all-linear, a list of them, or /regex/
+        /// c_attn, attn.c_proj, c_fc, mlp.c_proj, q, k, v, wte (lora), all-linear, a list of them, or /regex/
         targets: Targets => value("LIST").of(WITH_TARGETS).basic()
             .default(|args: &TrainArgs| args.method.as_ref().and_then(default_targets))
             .otherwise("c_attn, or with ia3 c_attn,mlp.c_proj");
@@ -209,6 +209,9 @@ options! {
             value("R").of(LORA).in_adapter(false).check(above_zero("give a number such as 16"));
         /// Keep A as it starts (LoRA-FA)
         freeze_a: bool => switch().of(LORA).in_adapter(false);
+        /// Initial A and B: default, gaussian, orthogonal, or of the base's weights pissa or olora
+        init_lora_weights: InitialFactors = LoraSpec::default().init_lora_weights =>
+            value("INIT").of(LORA);
         /// Dropout on the VeRA's input
         vera_dropout: f64 = VeraSpec::default().dropout =>
             value("P").of(VERA).in_adapter(false).check(BELOW_ONE);

@@ -186,6 +186,11 @@ fn refuse_combinations(args: &TrainArgs) -> Result<()> {
         )));
     }
     refuse_options_of_other_methods(args)?;
+    if let Some(init) = args.init_lora_weights.filter(|_| args.init_adapter.is_some()) {
+        return Err(Error::input(format!(
+            "--init-lora-weights {init}: A and B start from --init-adapter; leave one of the two out"
+        )));
+    }
     let init = args.prefix_init;
     if args.prefix_text.is_some() && init.is_some_and(|init| init != PrefixInit::Text) {
         return Err(Error::input("--prefix-text: needs --prefix-init text; leave one of the two out"));
@@ -250,6 +255,7 @@ fn adapter_options(args: &TrainArgs) -> AdapterOptions {
         train_norms: args.train_norms.clone(),
         lora_plus_ratio: args.lora_plus_ratio,
         freeze_a: args.freeze_a,
+        init_lora_weights: args.init_lora_weights,
         vera_dropout: args.vera_dropout,
         d_initial: args.d_initial,
         projection_prng_key: args.projection_prng_key,

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::{LoraSpec, beside};
 use crate::{
-    AdapterSet, AdapterSpec, BaseDescription, Problem, Result, Targets, TensorSlot,
+    AdapterSet, AdapterSpec, BaseDescription, EmbeddingDelta, Problem, Result, Targets, TensorSlot,
     methods::{Kind, Stored, ln_tuning},
     peft::{
         self, CONFIG_FILE, Fields, Files, Findings, OneOrMany, Outgoing, TensorFile,
@@ -58,7 +58,9 @@ impl Variant {
     ) -> Files<'a> {
         let modules = self.modules(set, base);
         let fused = modules.iter().any(|module| module.is_fused(set));
-        let config = self.config(spec, &modules, fused, base);
+        let own = |delta: &&EmbeddingDelta| set.layout.tensors[delta.b].method == self.kind.name;
+        let embedding = set.embedding.as_ref().filter(own).and(base.token_embedding.as_deref());
+        let config = self.config(spec, &Adapted { modules: &modules, fused, embedding }, base);
         let mut tensors = Vec::new();
         for module in modules {
             let (name, shape, twin) = (module.a(), vec![module.rank, module.inputs], module.clone());
@@ -69,7 +71,10 @@ impl Variant {
         tensors.extend(self.others(set).map(|slot| Outgoing::plain(slot, values)));
         let mut files = Files::new(config, tensors, base);
         if fused {
-            let finished = LoraSpec { lora_plus_ratio: 1.0, freeze_a: false, ..spec.clone() };
+            let init_lora_weights =
+                Some(spec.init_lora_weights).filter(|init| init.has_copies()).unwrap_or_default();
+            let finished =
+                LoraSpec { lora_plus_ratio: 1.0, freeze_a: false, init_lora_weights, ..spec.clone() };
             files.note(META_SPEC, serde_json::to_string(&finished).unwrap_or_default());
         }
         files
@@ -103,7 +108,8 @@ impl Variant {
     }
 
     /// The config, in fields that old versions of PEFT read too; PEFT's formulas then give our scales.
-    fn config(&self, spec: &LoraSpec, modules: &[Module], fused: bool, base: &BaseDescription) -> String {
+    fn config(&self, spec: &LoraSpec, adapted: &Adapted, base: &BaseDescription) -> String {
+        let &Adapted { modules, fused, embedding } = adapted;
         let fields = [
             ("bias", json!(spec.bias)),
             ("fan_in_fan_out", json!(base.sites.iter().any(|site| site.fan_in_fan_out))),
@@ -113,8 +119,9 @@ impl Variant {
             ("modules_to_save", json!(spec.modules_to_save(base))),
             ("use_rslora", json!(spec.rslora)),
         ];
-        let ranks = if fused { fused_ranks(modules) } else { plain_ranks(spec) };
-        let targets = target_fields(&spec.targets, spec.layers.as_deref(), modules, fused, base);
+        let ranks = if fused { fused_ranks(spec, modules, embedding) } else { plain_ranks(spec) };
+        let (targets, layers) = (&spec.targets, spec.layers.as_deref());
+        let targets = target_fields(targets, layers, modules, fused, embedding.is_some(), base);
         let own = self.field.map(|field| (field, json!(true)));
         peft::config_text(self.kind, base, fields.into_iter().chain(own).chain(ranks).chain(targets))
     }
@@ -126,6 +133,15 @@ impl Variant {
         }
         StoredLora::read(self, fields)
     }
+}
+
+/// What the deltas of a LoRA act on.
+struct Adapted<'a> {
+    modules: &'a [Module],
+    /// Whether a module has several deltas, or one on a part of it.
+    fused: bool,
+    /// Path of the embedding of tokens, where there is a delta on it.
+    embedding: Option<&'a str>,
 }
 
 // ---- ranks and alphas ----
@@ -142,13 +158,18 @@ fn plain_ranks(spec: &LoraSpec) -> [(&'static str, Value); 4] {
 }
 
 /// Rank and alpha of the first module, and by full path those that differ from it: how many parts a
-/// module fuses may change from layer to layer.
-fn fused_ranks(modules: &[Module]) -> [(&'static str, Value); 4] {
-    let (rank, alpha) = modules.first().map(|first| (first.rank, first.alpha)).unwrap_or_default();
-    let ranks = modules.iter().filter(|module| module.rank != rank);
-    let ranks: BTreeMap<_, _> = ranks.map(|module| (&module.path, module.rank)).collect();
-    let alphas = modules.iter().filter(|module| module.alpha != alpha);
-    let alphas: BTreeMap<_, _> = alphas.map(|module| (&module.path, peft::number(module.alpha))).collect();
+/// module fuses may change from layer to layer, and the embedding has none.
+fn fused_ranks(spec: &LoraSpec, modules: &[Module], embedding: Option<&str>) -> [(&'static str, Value); 4] {
+    let mut all: Vec<(&str, usize, f64)> =
+        modules.iter().map(|module| (module.path.as_str(), module.rank, module.alpha)).collect();
+    // The patterns were compiled before.
+    let value = embedding.and_then(|path| Some((path, spec.rank_and_alpha(path).ok()?)));
+    all.extend(value.map(|(path, (rank, alpha))| (path, rank, alpha)));
+    let (rank, alpha) = all.first().map(|&(_, rank, alpha)| (rank, alpha)).unwrap_or_default();
+    let ranks: BTreeMap<_, _> =
+        all.iter().filter(|own| own.1 != rank).map(|&(path, rank, _)| (path, rank)).collect();
+    let alphas = all.iter().filter(|own| own.2 != alpha);
+    let alphas: BTreeMap<_, _> = alphas.map(|&(path, _, alpha)| (path, peft::number(alpha))).collect();
     [
         ("alpha_pattern", json!(alphas)),
         ("lora_alpha", peft::number(alpha)),
@@ -217,8 +238,10 @@ impl StoredLora {
         let mut idle;
         (spec.targets, spec.layers, idle) = self.selection.as_peft_matches(base, findings);
         // The selection can fail here; `fit` meets the same error again and reports it.
-        if let Ok(chosen) = targets::select(&spec.targets, spec.layers.as_deref(), base) {
-            let used: Vec<String> = chosen.into_iter().map(|one| one.path(base)).collect();
+        if let Ok(chosen) = targets::select_with_embedding(&spec.targets, spec.layers.as_deref(), base) {
+            let embedding = base.token_embedding.clone().filter(|_| chosen.embedding);
+            let used = chosen.modules.into_iter().map(|one| one.path(base)).chain(embedding);
+            let used: Vec<String> = used.collect();
             idle.extend(idle_keys("rank_pattern", &mut spec.rank_pattern, &used));
             idle.extend(idle_keys("alpha_pattern", &mut spec.alpha_pattern, &used));
         }
@@ -266,7 +289,8 @@ impl StoredLora {
                 .iter()
                 .zip(&own)
                 .all(|(a, b)| a.path == b.path && a.rank == b.rank && close(a.alpha, b.alpha));
-        if !same {
+        let embedding = |set: &AdapterSet| set.embedding.as_ref().map(|delta| (delta.rank, delta.scale));
+        if !same || embedding(config) != embedding(ours) {
             findings.field(
                 CONFIG_FILE,
                 "at odds with the tensor file",
