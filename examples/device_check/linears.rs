@@ -36,7 +36,7 @@ pub fn linears(on: On, n: usize) -> Result<Outputs> {
     let skip = Some(residual.view());
     let linear = AdaptedLinear::new(layer, &deltas, values.view(), dropout);
     adapted_linear::forward(linear, x.view(), skip, n, ForwardBuffers::new(xa.view_mut(), y.view_mut()));
-    let saved = SavedProducts { xa: xa.view(), product: None };
+    let saved = SavedProducts::new(xa.view());
     let to = BackwardBuffers::new(grads.view_mut(), d_xa.view_mut(), Some(dx.view_mut()));
     adapted_linear::backward(linear, dy.view(), x.view(), saved, n, to);
     Ok(vec![
@@ -102,7 +102,7 @@ pub fn scaled_linears(on: On, n: usize) -> Result<Outputs> {
             ..ForwardBuffers::new(xa.view_mut(), y.view_mut())
         };
         adapted_linear::forward(linear, x.view(), Some(residual.view()), n, to);
-        let saved = SavedProducts { xa: xa.view(), product: Some(product.view()) };
+        let saved = SavedProducts { product: Some(product.view()), ..SavedProducts::new(xa.view()) };
         let to = BackwardBuffers {
             d_product: Some(d_product.view_mut()),
             ..BackwardBuffers::new(grads.view_mut(), d_xa.view_mut(), Some(dx.view_mut()))

@@ -125,8 +125,9 @@ impl Base {
         if stored != activations {
             self.weights.multiply(Arithmetic::Bf16);
         }
-        if !device.kind().shares_host_memory() {
+        if let Some(memory) = device.own_memory() {
             self.round_for(activations);
+            self.weights.pad_head_on_device(memory.head_rows);
             self.weights.bring(device, true)?;
         }
         Ok(Self { device, activations: stored, ..self })
@@ -145,6 +146,9 @@ impl Base {
         check_activations(device.kind(), activations)?;
         check_weights(device.kind(), self.dtype)?;
         self.round_for(activations);
+        if let Some(memory) = device.own_memory() {
+            self.weights.pad_head_on_device(memory.head_rows);
+        }
         self.weights.bring(device, false)?;
         Ok(Self { device, activations, ..self })
     }

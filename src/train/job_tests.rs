@@ -280,7 +280,7 @@ fn a_device_keeps_the_largest_micro_batch_that_fits() {
             let (chosen, fitting) = chosen_on_a_device(name, 8, gigabytes);
             assert_eq!(chosen.policy.recompute, Recompute::None, "{name}");
             assert_eq!(chosen.micro_batch, fitting[0], "{name}: of {fitting:?}");
-            assert_eq!(chosen.policy.head_rows, Policy::HEAD_ROWS, "{name}");
+            assert_eq!(chosen.policy.head_rows, 4096, "{name}");
             assert!(name == "gpt2-xl" || chosen.micro_batch == 8, "{name}: {}", chosen.micro_batch);
         }
     }

@@ -135,7 +135,7 @@ fn an_adapted_layer_agrees_with_candles_autograd() {
             product: Some(product.as_mut_slice().into()),
         };
         adapted_linear::forward(linear, x[..].into(), Some(residual[..].into()), TOKENS, to);
-        let saved = SavedProducts { xa: xa[..].into(), product: Some(product[..].into()) };
+        let saved = SavedProducts { product: Some(product[..].into()), ..SavedProducts::new(xa[..].into()) };
         let to = BackwardBuffers {
             grads: grads.as_mut_slice().into(),
             d_xa: d_xa.as_mut_slice().into(),
