@@ -92,7 +92,7 @@ impl On {
 pub type Outputs = Vec<(&'static str, Vec<f32>)>;
 type Check = (&'static str, fn(On) -> Result<Outputs>);
 
-const CHECKS: [Check; 23] = [
+const CHECKS: [Check; 25] = [
     ("embed", embedding::tables),
     ("delta of the embedding", embedding::deltas),
     ("virtual tokens", embedding::virtual_tokens),
@@ -107,6 +107,8 @@ const CHECKS: [Check; 23] = [
     ("adapted linear, many rows", |on| linears::linears(on, 301)),
     ("adapted linear, a batch of rows", |on| linears::linears(on, 33)),
     ("adapted linear, few rows", |on| linears::linears(on, 5)),
+    ("a delta on all columns, many rows", |on| linears::whole_deltas(on, 301)),
+    ("a delta on all columns, few rows", |on| linears::whole_deltas(on, 7)),
     ("adapted linear with vectors, many rows", |on| linears::scaled_linears(on, 300)),
     ("adapted linear with vectors, few rows", |on| linears::scaled_linears(on, 6)),
     ("norms of columns", linears::column_norms),

@@ -147,7 +147,7 @@ impl Device {
         }
     }
 
-    /// Has ops of a device join steps into one launch where they can, as they do at first, or make each step a launch of
+    /// Has ops of a device fuse steps into one launch where they can, as they do at first, or make each step a launch of
     /// its own; does nothing on a CPU. The two differ by rounding (docs/NUMERICS.md); for tests that compare them.
     pub fn fuse_ops(self, fuses: bool) {
         match self {

@@ -216,12 +216,12 @@ impl Gpu {
         self.waits.store(true, Relaxed);
     }
 
-    /// Has ops join steps into one launch where they can, as they do at first, or make each step a launch of its own.
+    /// Has ops fuse steps into one launch where they can, as they do at first, or make each step a launch of its own.
     pub fn fuse(&self, fuses: bool) {
         self.apart.store(!fuses, Relaxed);
     }
 
-    /// Whether ops may join steps.
+    /// Whether ops may fuse steps.
     pub fn fuses(&self) -> bool {
         !self.apart.load(Relaxed)
     }

@@ -3,6 +3,7 @@
 use super::device_scratch::{deltas as parts_of, row_shares, scaled_factor, term_parts, term_shares};
 use super::{
     AdaptedLinear, BackwardBuffers, Delta, Dropout, ForwardBuffers, Summands, Vector, columns::Block,
+    fused::FusedDelta,
 };
 use crate::{
     device::{
@@ -19,7 +20,7 @@ use crate::{
     },
 };
 
-static IMAGE: Image = image!("adapted_linear");
+pub(super) static IMAGE: Image = image!("adapted_linear");
 
 /// A [`Dropout`] as the kernels take it, the delta's masks mixed into its key.
 #[derive(Clone, Copy)]
@@ -140,6 +141,9 @@ fn parts<'a>(gpu: &'static Gpu, linear: &AdaptedLinear<'a>, n: usize) -> impl It
 pub(super) fn forward(gpu: &'static Gpu, of: Summands, x: View, to: ForwardBuffers, n: usize) {
     let ForwardBuffers { xa, mut y, activated, .. } = to;
     let (linear, weight) = (&of.linear, of.linear.layer.weight);
+    if let Some(fused) = FusedDelta::of(gpu, linear, x.dtype(), n) {
+        return fused.forward(gpu, of, x, ForwardBuffers { activated, ..ForwardBuffers::new(xa, y) });
+    }
     let activated = match activated {
         Some((f, to)) if linear.deltas.is_empty() => {
             return matmul::frozen_nn_activated(of.input, weight, of.start, y, (f, to), n);
@@ -223,6 +227,9 @@ fn add_delta(part: Part, xa: &ViewMut, y: ViewMut) {
 
 /// xa of a forward alone, with the same sums in the same order.
 pub fn xa(gpu: &'static Gpu, linear: &AdaptedLinear, x: View, xa: ViewMut, n: usize) {
+    if let Some(fused) = FusedDelta::of(gpu, linear, x.dtype(), n) {
+        return fused.xa(gpu, x, xa);
+    }
     let mut xa = xa;
     for part in parts(gpu, linear, n) {
         thin(part, x, &xa.reborrow().slice(part.xa, part.xa_len()));

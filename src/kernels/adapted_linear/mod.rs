@@ -26,6 +26,8 @@ mod cpu;
 #[cfg(feature = "cuda")]
 pub(super) mod cuda;
 pub mod device_scratch;
+#[cfg(feature = "cuda")]
+mod fused;
 pub mod reference;
 #[cfg(test)]
 mod tests;
@@ -178,6 +180,13 @@ pub fn backward(
         columns::sum(dy, grads.reborrow().slice(at, shape.1), n);
     }
     assert!(dx.is_some() || !vectors.needs_dx(), "the gradient of u needs a buffer for dx");
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(gpu) = dz.device()
+        && let Some(fused) = fused::FusedDelta::of(gpu, &linear, dz.dtype(), n)
+    {
+        let to = BackwardBuffers { dx, ..BackwardBuffers::new(grads, d_xa, None) };
+        return fused.backward(gpu, &linear, (dz, x), saved, to);
+    }
     // A derivative comes last: in the product where nothing else is added to dx.
     let mut input_of = saved.input_of;
     if let Some(dx) = &mut dx {
