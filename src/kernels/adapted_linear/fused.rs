@@ -44,7 +44,7 @@ pub struct FusedDelta<'a> {
 
 impl<'a> FusedDelta<'a> {
     /// The delta of `linear`, if it is the only one, on all columns and tokens, without vectors of its own or an input that
-    /// is scaled or dropped, of a rank that the kernels have, and activations `dtype` are of 16 bits.
+    /// is scaled or dropped, of a rank that the kernels have, and activations `dtype` and weights are of one 16-bit type.
     pub fn of(gpu: &'static Gpu, linear: &AdaptedLinear<'a>, dtype: DType, n: usize) -> Option<Self> {
         let (inputs, outputs) = (linear.inputs(), linear.outputs());
         let [delta] = linear.deltas else { return None };
@@ -52,8 +52,16 @@ impl<'a> FusedDelta<'a> {
         let whole =
             delta.columns == (0..outputs) && delta.tokens.as_ref().is_none_or(|tokens| *tokens == (0..n));
         let plain = !delta.scales() && linear.dropout.p == 0.0 && linear.vectors.u.is_empty();
+        // Products of coded weights have steps of their own.
+        let multiplied_as_it_is = linear.layer.weight.data.dtype() == dtype;
         let fits = inputs.is_multiple_of(8) && outputs.is_multiple_of(8) && n > SMALL_BATCH;
-        let fuses = gpu.fuses() && dtype.size() == 2 && whole && plain && fits && !delta.transposed;
+        let fuses = gpu.fuses()
+            && dtype.size() == 2
+            && multiplied_as_it_is
+            && whole
+            && plain
+            && fits
+            && !delta.transposed;
         fuses.then(|| Self {
             delta,
             a: linear.values.slice(delta.a, delta.rank * inputs),

@@ -45,7 +45,8 @@ pub fn stride(v: usize, activations: DType) -> usize {
 #[cfg(feature = "cuda")]
 fn padded(head: Matrix, activations: DType) -> Matrix {
     let padded = head.padded();
-    if padded.rows == stride(head.rows, activations) { padded } else { head }
+    let has_columns = head.scales.is_none() && padded.rows == stride(head.rows, activations);
+    if has_columns { padded } else { head }
 }
 
 /// Workspace: `gathered (chunk, c)` and `logits (chunk, v)`, whose rows are [`stride`] apart.
