@@ -39,7 +39,7 @@ pub fn most_term_parts(n: usize, rank: usize) -> usize {
 #[cfg(any(feature = "cuda", test))]
 pub fn fused_rank(rank: usize) -> Option<usize> {
     let ranks = rank.next_multiple_of(8);
-    (ranks <= 16 && ranks <= 2 * rank).then_some(ranks)
+    (0 < ranks && ranks <= 16 && ranks <= 2 * rank).then_some(ranks)
 }
 
 /// Shares that a sum over `n` rows is cut into.
