@@ -2,7 +2,8 @@
 //!
 //! Forward: `middle = x + attn(ln_1(x))`, `y = middle + mlp(ln_2(middle))`. The backward walks the same
 //! lines upwards. What it needs and the forward did not keep (both layer norms' outputs, the activated
-//! MLP) is computed again from what was kept, by the same functions, hence with the same bits.
+//! MLP) is computed again from what was kept, by the same functions, hence with the same bits; but for the activated MLP
+//! of a device whose product made it, from sums that were not rounded yet.
 
 mod backward;
 
