@@ -2,8 +2,8 @@
 // one delta on all columns, no dropout, rank up to 16.
 //
 // The thin products x A^T and dy B are made from factors that are rounded to T as they are read; the sums stay FP32, and
-// so does what follows but for one rounding of each result. Powers of two keep small numbers from FP16's subnormals:
-// B is rounded times LIFT, and dy B is kept times GRADIENT_LIFT. Both are exact.
+// so does what follows but for one rounding of each result. B is rounded times LIFT, a power of two, which keeps small
+// numbers from FP16's subnormals and is exact.
 //
 // A block of 4 warps owns 32 rows. First two warps for each 16 rows share the terms of a thin product; then each warp
 // makes a quarter of the columns of what follows. No two blocks write one element.
@@ -13,7 +13,7 @@
 namespace fused {
 
 constexpr int THREADS = 128, ROWS = 32, SHARES = 2;
-constexpr float LIFT = 256.f, GRADIENT_LIFT = 16.f;
+constexpr float LIFT = 256.f;
 
 /// Eight neighbouring 16-bit elements, two to a register as operands take them.
 struct alignas(16) Words {
@@ -162,13 +162,13 @@ __device__ __forceinline__ void back(const T *dy, const float *a, const float *b
   };
   thin<T, TILES>(dy, n, outputs, row, columns_of_b, LIFT, shares);
   __syncthreads();
-  keep<T, TILES>(shares, GRADIENT_LIFT / LIFT, d_xa, n, row);
+  keep<T, TILES>(shares, 1.f / LIFT, d_xa, n, row);
   if (!dx) return;
   auto value = [=](int r, int column) { return r < rank && column < inputs ? a[i64(r) * inputs + column] : 0.f; };
-  widened<T, TILES>(shares, GRADIENT_LIFT / LIFT, inputs, value, [=](int at, int column, float(&v)[WIDE]) {
+  widened<T, TILES>(shares, 1.f / LIFT, inputs, value, [=](int at, int column, float(&v)[WIDE]) {
     if (row + at >= n || column >= inputs) return;
 #pragma unroll
-    for (int i = 0; i < WIDE; i++) v[i] *= scale / GRADIENT_LIFT;
+    for (int i = 0; i < WIDE; i++) v[i] *= scale;
     store(v, WIDE, dx + i64(row + at) * inputs + column);
   });
 }
@@ -189,7 +189,7 @@ EXPORT_16(delta_start, __launch_bounds__(128),
            int inputs, int outputs, int rank, float scale),
           (x, a, b, xa, residual, bias, y, n, inputs, outputs, rank, scale))
 
-/// d_xa (n, R) = 16 dy (n, out) B (out, r); and where dx is not null, dx (n, in) = scale / 16 d_xa A (r, in). Sizes and
+/// d_xa (n, R) = dy (n, out) B (out, r); and where dx is not null, dx (n, in) = scale d_xa A (r, in). Sizes and
 /// grid as above.
 template <class T>
 __device__ void delta_back(const T *dy, const float *a, const float *b, T *d_xa, T *dx, int n, int inputs, int outputs,

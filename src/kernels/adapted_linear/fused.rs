@@ -26,9 +26,6 @@ use crate::{
     },
 };
 
-/// What d_xa is kept times, so that small gradients stay out of FP16's subnormals; as in `fused.cuh`.
-const GRADIENT_LIFT: f32 = 16.0;
-
 /// The only delta of a layer, where it is fused into the product.
 #[derive(Clone, Copy)]
 pub struct FusedDelta<'a> {
@@ -159,9 +156,9 @@ impl<'a> FusedDelta<'a> {
             matmul::cuda::add_transposed_product(gpu, (dy, outputs), (xa, ranks), delta.scale, to, shape);
         }
         if !delta.a_frozen {
-            let (to, scale) = (grads.slice(delta.a, delta.rank * inputs), delta.scale / GRADIENT_LIFT);
+            let to = grads.slice(delta.a, delta.rank * inputs);
             let shape = (n, delta.rank, inputs);
-            matmul::cuda::add_transposed_product(gpu, (d_xa, ranks), (x, inputs), scale, to, shape);
+            matmul::cuda::add_transposed_product(gpu, (d_xa, ranks), (x, inputs), delta.scale, to, shape);
         }
     }
 }
