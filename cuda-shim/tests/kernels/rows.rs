@@ -251,7 +251,7 @@ fn cross_entropy_matches_its_twin() {
 
 /// More columns than the threads of a block load at a time, against the kernel that reads them twice.
 fn one_pass_as_two<T: Activation>(twice: Launcher, once: Launcher, seed: u64) {
-    let (m, v, factor) = (2, 20_011, 0.37f32);
+    let (m, v, factor) = (2usize, 20_011usize, 0.37f32);
     let ld = v.next_multiple_of(64);
     let z: Vec<f64> = numbers(seed, m * ld).iter().map(|x| 12.0 * x).collect();
     let targets = Device::<i32>::of(&[v as f64 - 1.0, 17.0]);
