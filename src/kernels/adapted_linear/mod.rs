@@ -21,6 +21,8 @@ use super::{
 };
 use crate::device::{Device, View, ViewMut};
 
+#[cfg(test)]
+mod activation_tests;
 mod columns;
 mod cpu;
 #[cfg(feature = "cuda")]

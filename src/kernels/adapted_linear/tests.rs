@@ -6,11 +6,7 @@ use super::{
     reference::{Delta as Twin, Gradients, Site},
     *,
 };
-use crate::{
-    device::cpu::vectors,
-    kernels::{activation::Activation, matmul::Matrix},
-    testing::*,
-};
+use crate::{device::cpu::vectors, kernels::matmul::Matrix, testing::*};
 
 /// Vectors beside the weight `(5, 11)` for 7 tokens: whole ones, ones for some tokens, and deltas that share A.
 struct Case {
@@ -133,19 +129,6 @@ type Results = [Vec<f32>; 3];
 
 /// The op on the CPU. `grads` begin at [`start_of_grads`] and are as long as trainables need.
 fn run(n: usize, deltas: &[Delta], parts: &Parts, dropout: Dropout, trainables: usize) -> Results {
-    run_between(n, deltas, parts, dropout, trainables, None).0
-}
-
-/// The same between two activations f: f(y) is written too, and the input is f([`before`]).
-fn run_between(
-    n: usize,
-    deltas: &[Delta],
-    parts: &Parts,
-    dropout: Dropout,
-    trainables: usize,
-    f: Option<Activation>,
-) -> (Results, Vec<f32>) {
-    let (before, mut activated) = (before(n), vec![f32::NAN; n * OUTPUTS]);
     let values = numbers(1, LEN);
     let (x, dy, residual) = (numbers(2, n * INPUTS), numbers(3, n * OUTPUTS), numbers(4, n * OUTPUTS));
     let (weight, bias) = (f16_numbers(5, INPUTS * OUTPUTS), f16_numbers(6, OUTPUTS));
@@ -159,7 +142,6 @@ fn run_between(
     let to = ForwardBuffers {
         scaled_x: scaled_x.as_deref_mut().map(ViewMut::from),
         product: product.as_deref_mut().map(ViewMut::from),
-        activated: f.map(|f| (f, activated.as_mut_slice().into())),
         ..ForwardBuffers::new(xa.as_mut_slice().into(), y.as_mut_slice().into())
     };
     forward(linear, x[..].into(), Some(residual[..].into()), n, to);
@@ -167,36 +149,15 @@ fn run_between(
     let mut grads = start_of_grads(trainables);
     let (mut d_xa, mut dx) = (vec![f32::NAN; xa.len()], vec![f32::NAN; n * INPUTS]);
     let mut d_product = room(vectors.needs_d_product(), n * OUTPUTS);
-    let product = product.as_deref().map(View::from);
-    let saved = SavedProducts { xa: xa[..].into(), product, input_of: f.map(|f| (f, before[..].into())) };
+    let saved =
+        SavedProducts { product: product.as_deref().map(View::from), ..SavedProducts::new(xa[..].into()) };
     let dx_view = Some(dx.as_mut_slice().into());
     let to = BackwardBuffers {
         d_product: d_product.as_deref_mut().map(ViewMut::from),
         ..BackwardBuffers::new(grads.as_mut_slice().into(), d_xa.as_mut_slice().into(), dx_view)
     };
     backward(linear, dy[..].into(), x[..].into(), saved, n, to);
-    ([y, dx, grads], activated)
-}
-
-fn before(n: usize) -> Vec<f32> {
-    numbers(8, n * INPUTS).into_iter().map(|value| 3.0 * value).collect()
-}
-
-#[test]
-fn activations_after_and_before_a_layer_are_the_last_steps_of_its_directions() {
-    let (n, f) = (6, Activation::GeluTanh);
-    let delta = Delta { a: 0, b: 300, rank: 3, columns: 0..OUTPUTS, scale: 1.7, ..Delta::default() };
-    let g = Scaling { vector: Vector::trained(2000), columns: 3..90, tokens: None };
-    for (deltas, g) in [(vec![], vec![]), (vec![delta.clone()], vec![]), (vec![delta], vec![g])] {
-        let parts = Parts { g, ..Parts::default() };
-        let [y, dx, grads] = run(n, &deltas, &parts, Dropout::NONE, LEN);
-        let ([same_y, dz, same_grads], found) = run_between(n, &deltas, &parts, Dropout::NONE, LEN, Some(f));
-        assert!(y == same_y && grads == same_grads);
-        let (mut expected, mut expected_dz) = (vec![0.0; y.len()], dx);
-        activation::forward(f, y[..].into(), expected.as_mut_slice().into());
-        activation::backward(f, before(n)[..].into(), expected_dz.as_mut_slice().into());
-        assert!(found == expected && dz == expected_dz);
-    }
+    [y, dx, grads]
 }
 
 fn start_of_grads(len: usize) -> Vec<f32> {
