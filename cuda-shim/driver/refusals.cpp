@@ -36,6 +36,7 @@ Result cuFuncSetAttribute(Handle, int, int);
 Result cuLaunchKernel(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void **, void **);
 Result cublasLtMatrixLayoutCreate(Handle *, int, uint64_t, uint64_t, int64_t);
 Result cublasLtMatmulDescCreate(Handle *, int, int);
+Result cublasLtMatmulDescSetAttribute(Handle, int, const void *, size_t);
 Result cublasLtMatmulPreferenceCreate(Handle *);
 Result cublasLtMatmulPreferenceSetAttribute(Handle, int, const void *, size_t);
 Result cublasLtMatmulAlgoGetHeuristic(Handle, Handle, Handle, Handle, Handle, Handle, Handle, int, void *, int *);
@@ -80,15 +81,28 @@ template <class Call> static Result captured(const Call &call) {
   return now && end ? now : 0;
 }
 
+/// An epilogue, and the side matrix that it reads or writes: the elements between its columns, and the bytes before it.
+struct Side {
+  int epilogue;
+  int64_t stride;
+  size_t off;
+};
+
 /// A product of 16 x 16 matrices whose algorithm was chosen for `chosen` bytes of alignment, and whose A is `off` bytes
 /// after the start of the memory.
-static Result product(uint32_t chosen, size_t off, size_t workspace_bytes = 256, uint64_t n = 16) {
+static Result product(uint32_t chosen, size_t off, size_t workspace_bytes = 256, uint64_t n = 16, Side side = {}) {
   Handle layout, other, description, preference;
   Address all, workspace;
   must(cuMemAlloc_v2(&all, 1 << 16)), must(cuMemAlloc_v2(&workspace, 256));
   must(cuMemsetD8Async(all, 0, 1 << 16, kernels));
   must(cublasLtMatrixLayoutCreate(&layout, 2, 16, 16, 16)), must(cublasLtMatrixLayoutCreate(&other, 2, 16, n, 16));
   must(cublasLtMatmulDescCreate(&description, 68, 0)), must(cublasLtMatmulPreferenceCreate(&preference));
+  if (side.epilogue) {
+    Address place = all + (1 << 13) + side.off;
+    must(cublasLtMatmulDescSetAttribute(description, 7, &side.epilogue, sizeof side.epilogue));
+    must(cublasLtMatmulDescSetAttribute(description, 11, &place, sizeof place));
+    must(cublasLtMatmulDescSetAttribute(description, 12, &side.stride, sizeof side.stride));
+  }
   for (int operand = 5; operand < 9; operand++)
     must(cublasLtMatmulPreferenceSetAttribute(preference, operand, &chosen, sizeof chosen));
   uint64_t most = 256;
@@ -192,6 +206,13 @@ static const Case CASES[] = {
     {"an operand outside of the memory", true, [] { return product(16, size_t(1) << 20); }},
     {"too little workspace", true, [] { return product(16, 0, 255); }},
     {"an algorithm of another product", true, [] { return product(16, 0, 256, 8); }},
+    {"a product with GELU", false, [] { return product(16, 0, 256, 16, {160, 24, 16}); }},
+    {"a product with GELU's derivative", false, [] { return product(16, 0, 256, 16, {192, 16, 0}); }},
+    {"columns of its side matrix that overlap", true, [] { return product(16, 0, 256, 16, {160, 8, 0}); }},
+    {"columns of it at no multiple of 8 elements", true, [] { return product(16, 0, 256, 16, {160, 20, 0}); }},
+    {"a side matrix off 16 bytes", true, [] { return product(16, 0, 256, 16, {192, 16, 8}); }},
+    {"a side matrix outside of the memory", true,
+     [] { return product(16, 0, 256, 16, {192, 16, size_t(1) << 20}); }},
 };
 
 int main() {

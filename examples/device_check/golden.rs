@@ -21,8 +21,8 @@ use crate::{
 };
 
 /// Cases whose tensors are named in their golden file as in ours, or after the kind of adapter.
-const CASES: [&str; 5] =
-    ["lora_c_attn", "lora_all_rslora_patterns", "lora_layers", "prefix", "lora_and_prefix"];
+const CASES: [&str; 6] =
+    ["lora_c_attn", "lora_all_rslora_patterns", "lora_layers", "lora_rank_8", "prefix", "lora_and_prefix"];
 
 /// Gradients of a case relative to the largest of a tensor. PyTorch's own, with a base in BF16, are up to 7.9e-2 off
 /// (`lora_all_rslora_patterns`, whose gradients are differences of larger terms): twice that.

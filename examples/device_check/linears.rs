@@ -4,6 +4,7 @@ use engraft::{
     device::DType::F32,
     error::Result,
     kernels::{
+        activation::Activation,
         adapted_linear::{
             self, AdaptedLinear, BackwardBuffers, BiasPlace, Delta, Dropout, ForwardBuffers, Layer,
             SavedProducts, Scaling, SiteVectors, Vector, xa_len,
@@ -36,7 +37,7 @@ pub fn linears(on: On, n: usize) -> Result<Outputs> {
     let skip = Some(residual.view());
     let linear = AdaptedLinear::new(layer, &deltas, values.view(), dropout);
     adapted_linear::forward(linear, x.view(), skip, n, ForwardBuffers::new(xa.view_mut(), y.view_mut()));
-    let saved = SavedProducts { xa: xa.view(), product: None };
+    let saved = SavedProducts::new(xa.view());
     let to = BackwardBuffers::new(grads.view_mut(), d_xa.view_mut(), Some(dx.view_mut()));
     adapted_linear::backward(linear, dy.view(), x.view(), saved, n, to);
     Ok(vec![
@@ -45,6 +46,42 @@ pub fn linears(on: On, n: usize) -> Result<Outputs> {
         ("gradients of A and B", grads.view().to_vec()),
         ("dx", dx.view().to_floats()),
     ])
+}
+
+/// One delta on all columns and no dropout: on a device it is fused into the product, and so are activation and residual.
+/// Ranks of one tile and of two, and one that is not fused.
+pub fn whole_deltas(on: On, n: usize) -> Result<Outputs> {
+    let (inputs, outputs) = (96, 120);
+    let (w, bias) = (on.matrix(1, inputs * outputs)?, on.frozen(2, outputs)?);
+    let layer = Layer { weight: Matrix::f16(w.view(), inputs, outputs), bias: bias.view() };
+    let mut results = Vec::new();
+    for (rank, f) in [(5, None), (16, Some(Activation::GeluTanh)), (8, Some(Activation::Silu)), (17, None)] {
+        let (a, b) = (3, 3 + rank * inputs);
+        let deltas = [Delta { a, b, rank, columns: 0..outputs, scale: 0.3, ..Delta::default() }];
+        let len = b + rank * outputs;
+        let (values, x, dy) =
+            (on.wide(3, len)?, on.activations(4, n * inputs)?, on.activations(5, n * outputs)?);
+        let (residual, z) = (on.activations(6, n * outputs)?, on.activations(8, n * inputs)?);
+        let (mut xa, mut d_xa) = (on.zeros(F32, n * rank)?, on.zeros(F32, n * rank)?);
+        let (mut y, mut dx, mut grads) = (on.room(n * outputs)?, on.room(n * inputs)?, on.wide(7, len)?);
+        let mut activated = on.room(n * outputs)?;
+        let linear = AdaptedLinear::new(layer, &deltas, values.view(), Dropout::NONE);
+        let to = ForwardBuffers {
+            activated: f.map(|f| (f, activated.view_mut())),
+            ..ForwardBuffers::new(xa.view_mut(), y.view_mut())
+        };
+        let skip = f.is_none().then(|| residual.view());
+        adapted_linear::forward(linear, x.view(), skip, n, to);
+        let saved = SavedProducts { input_of: f.map(|f| (f, z.view())), ..SavedProducts::new(xa.view()) };
+        let to = BackwardBuffers::new(grads.view_mut(), d_xa.view_mut(), Some(dx.view_mut()));
+        adapted_linear::backward(linear, dy.view(), x.view(), saved, n, to);
+        results.extend([("y", y.view().to_floats()), ("dx", dx.view().to_floats())]);
+        results.push(("gradients of A and B", grads.view().to_vec()));
+        if f.is_some() {
+            results.push(("f(y)", activated.view().to_floats()));
+        }
+    }
+    Ok(results)
 }
 
 /// With every optional part: u, g, d, e, a trained bias, frozen factors, ranges of tokens.
@@ -102,7 +139,7 @@ pub fn scaled_linears(on: On, n: usize) -> Result<Outputs> {
             ..ForwardBuffers::new(xa.view_mut(), y.view_mut())
         };
         adapted_linear::forward(linear, x.view(), Some(residual.view()), n, to);
-        let saved = SavedProducts { xa: xa.view(), product: Some(product.view()) };
+        let saved = SavedProducts { product: Some(product.view()), ..SavedProducts::new(xa.view()) };
         let to = BackwardBuffers {
             d_product: Some(d_product.view_mut()),
             ..BackwardBuffers::new(grads.view_mut(), d_xa.view_mut(), Some(dx.view_mut()))

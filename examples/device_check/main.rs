@@ -7,6 +7,7 @@
 //! A PART is `ops` (every op at odd shapes, in every type of activations), `memory` (held against planned bytes, and a
 //! training that does not fit), `golden` (what PEFT computed) or `runs` (trainings: losses and gradients of every kind of
 //! adapter, recompute, micro-batches, 8-bit moments, resume, generation); none stands for all of these, in this order.
+//! `apart` makes 200 steps with fused ops beside 200 with each step of an op a launch of its own.
 //! `speed` times products, attention, updates and the tokens of the base in FOLDER, and checks nothing. On the driver of
 //! `cuda-shim/driver` trainings are tiny, on a real device larger: `--large` and `--small` choose.
 //!
@@ -47,7 +48,8 @@ struct Options {
     waits: bool,
 }
 
-const PARTS: [&str; 5] = ["ops", "memory", "golden", "runs", SPEED];
+const PARTS: [&str; 6] = ["ops", "memory", "golden", "runs", APART, SPEED];
+const APART: &str = "apart";
 const SPEED: &str = "speed";
 
 impl Options {
@@ -90,7 +92,8 @@ impl Options {
     }
 
     fn wants(&self, part: &str) -> bool {
-        self.parts.is_empty() && part != SPEED || self.parts.iter().any(|wanted| wanted == part)
+        self.parts.is_empty() && part != SPEED && part != APART
+            || self.parts.iter().any(|wanted| wanted == part)
     }
 }
 
@@ -128,6 +131,7 @@ fn check(options: &Options) -> Result<usize> {
             "memory" => memory::check(device, types, size, &mut report),
             "golden" => golden::check(device, types, size, &mut report),
             "runs" => runs::check(device, types, size, &mut report),
+            APART => runs::apart(device, types, size, &mut report),
             _ => speed::measure(device, types, size, options.base.as_deref(), &mut report),
         };
         report.add(part, done.map(|()| Vec::new()));

@@ -92,7 +92,7 @@ impl On {
 pub type Outputs = Vec<(&'static str, Vec<f32>)>;
 type Check = (&'static str, fn(On) -> Result<Outputs>);
 
-const CHECKS: [Check; 21] = [
+const CHECKS: [Check; 25] = [
     ("embed", embedding::tables),
     ("delta of the embedding", embedding::deltas),
     ("virtual tokens", embedding::virtual_tokens),
@@ -101,10 +101,14 @@ const CHECKS: [Check; 21] = [
     ("activation", activations),
     ("frozen product, many rows", |on| products(on, 37)),
     ("frozen product, few rows", |on| products(on, 3)),
+    ("product and activation, many rows", |on| activated(on, 37)),
+    ("product and activation, few rows", |on| activated(on, 3)),
     ("dense product", dense),
     ("adapted linear, many rows", |on| linears::linears(on, 301)),
     ("adapted linear, a batch of rows", |on| linears::linears(on, 33)),
     ("adapted linear, few rows", |on| linears::linears(on, 5)),
+    ("a delta on all columns, many rows", |on| linears::whole_deltas(on, 301)),
+    ("a delta on all columns, few rows", |on| linears::whole_deltas(on, 7)),
     ("adapted linear with vectors, many rows", |on| linears::scaled_linears(on, 300)),
     ("adapted linear with vectors, few rows", |on| linears::scaled_linears(on, 6)),
     ("norms of columns", linears::column_norms),
@@ -221,6 +225,35 @@ fn products(on: On, n: usize) -> Result<Outputs> {
         ("dy W^T", dx.view().to_floats()),
         ("logits", logits.view().to_vec()),
     ])
+}
+
+/// With GELU in the product of a device where it takes part: in the layer of 136 columns, not in that of 61.
+fn activated(on: On, n: usize) -> Result<Outputs> {
+    let mut outputs = Vec::new();
+    for (rows, cols, f) in
+        [(200, 136, Activation::GeluTanh), (64, 61, Activation::GeluTanh), (40, 48, Activation::Gelu)]
+    {
+        let (w, back) = (on.matrix(1, rows * cols)?, on.matrix(2, rows * cols)?);
+        let (w, back) = (Matrix::f16(w.view(), rows, cols), Matrix::f16(back.view(), cols, rows));
+        let (bias, x, dy) = (on.frozen(3, cols)?, on.activations(4, n * rows)?, on.activations(5, n * rows)?);
+        let residual = on.activations(6, n * cols)?;
+        for start in [InitialValue::Bias(bias.view()), InitialValue::Residual(residual.view(), bias.view())] {
+            let (mut y, mut d) = (on.room(n * cols)?, on.room(n * cols)?);
+            let mut activated = on.room(n * cols)?;
+            matmul::frozen_nn_activated(x.view(), w, start, y.view_mut(), (f, activated.view_mut()), n);
+            matmul::frozen_nt_derived(
+                dy.view(),
+                back,
+                InitialValue::Zero,
+                d.view_mut(),
+                (f, residual.view()),
+                n,
+            );
+            outputs.extend([("y", y.view().to_floats()), ("f(y)", activated.view().to_floats())]);
+            outputs.push(("dy W^T f'(x)", d.view().to_floats()));
+        }
+    }
+    Ok(outputs)
 }
 
 fn dense(on: On) -> Result<Outputs> {

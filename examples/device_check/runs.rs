@@ -41,8 +41,11 @@ pub fn check(device: Device, types: &[DType], size: Size, report: &mut Report) -
     for &activations in types {
         let base = base(size, device, activations)?;
         for kind in Kind::ALL {
-            report.add(kind.name(), against_cpu(&cpu, &base, Recipe::of(kind, size)));
+            report.add(kind.name(), against_cpu(&cpu, &base, kind.name(), Recipe::of(kind, size)));
         }
+        let name = "lora without dropout";
+        report.add(name, against_cpu(&cpu, &base, name, without_dropout(size)));
+        report.add("ops fused and apart", fused_and_apart(&base, without_dropout(size), size.steps));
         report.add("policies", same_bits(&base, size));
         for kind in [Kind::Dora, Kind::Several] {
             report.add("policies", same_bits_of(&base, Recipe::of(kind, size)));
@@ -81,8 +84,8 @@ pub fn different(a: &Outcome, b: &Outcome) -> f64 {
 }
 
 /// Gradients of the first step, losses of all, with either kind of moments, and the loss of an evaluation.
-fn against_cpu(cpu: &Arc<Base>, base: &Arc<Base>, recipe: Recipe) -> Result<Vec<Line>> {
-    let (name, activations) = (recipe.kind.name(), base.activations);
+fn against_cpu(cpu: &Arc<Base>, base: &Arc<Base>, name: &str, recipe: Recipe) -> Result<Vec<Line>> {
+    let activations = base.activations;
     let (mut expected, mut found) = (recipe.prepare(cpu)?, recipe.prepare(base)?);
     let mut lines = Vec::new();
     let evaluated = |prepared: &mut Prepared| {
@@ -127,6 +130,44 @@ fn losses(name: &str, activations: DType, expected: &Outcome, found: &Outcome) -
     Line::new(format!("{name}: falling losses"), activations, error, 2.0 * loss_bound(activations))
 }
 
+/// LoRA whose deltas are fused into the products of a device.
+fn without_dropout(size: Size) -> Recipe {
+    Recipe { dropout: 0.0, ..Recipe::of(Kind::Lora, size) }
+}
+
+/// Many steps with fused ops beside as many with each step a launch of its own: rounding must not add up.
+pub fn apart(device: Device, types: &[DType], size: Size, report: &mut Report) -> Result<()> {
+    for &activations in types.iter().filter(|dtype| dtype.size() == 2) {
+        let base = base(size, device, activations)?;
+        report.add("ops fused and apart", fused_and_apart(&base, without_dropout(size), 200));
+    }
+    Ok(())
+}
+
+/// Gradients of the first step and losses of `steps` steps, with fused ops and with each step apart.
+fn fused_and_apart(base: &Arc<Base>, recipe: Recipe, steps: usize) -> Result<Vec<Line>> {
+    let of = |fuses: bool| -> Result<(Vec<f32>, Outcome)> {
+        base.device.fuse_ops(fuses);
+        let mut prepared = recipe.prepare(base)?;
+        prepared.trainer.accumulate(&prepared.batches)?;
+        Ok((prepared.trainer.gradient(), prepared.steps(steps)?))
+    };
+    let apart = of(false);
+    let fused = of(true);
+    let ((apart_gradient, apart), (gradient, fused)) = (apart?, fused?);
+    let name = format!("ops fused and apart, {steps} steps");
+    let activations = base.activations;
+    Ok(vec![
+        Line::new(
+            "ops fused and apart: gradients",
+            activations,
+            largest_error(&apart_gradient, &gradient),
+            element_bound(activations),
+        ),
+        losses(&name, activations, &apart, &fused),
+    ])
+}
+
 /// Settings that change memory but no bit.
 fn same_bits(base: &Arc<Base>, size: Size) -> Result<Vec<Line>> {
     let recipe = Recipe { micro_batch: size.rows / 2, ..Recipe::of(Kind::Both, size) };
@@ -169,6 +210,18 @@ fn same_bits(base: &Arc<Base>, size: Size) -> Result<Vec<Line>> {
     let (resident, moving) = (evaluated(base, recipe.policy)?, evaluated(&streamed, policy)?);
     let other = f64::from(u8::from(resident.to_bits() != moving.to_bits()));
     lines.push(Line::new("streamed base: other loss of an evaluation", base.activations, other, 0.0));
+    // Deltas that are fused into their products.
+    let recipe = Recipe { micro_batch: size.rows / 2, ..without_dropout(size) };
+    let kept = recipe.run(base)?;
+    for recompute in [Recompute::Mlp, Recompute::Linear, Recompute::All] {
+        let found = Recipe { policy: again(recompute), ..recipe }.run(base)?;
+        let name = format!("without dropout, recompute {recompute}: other bits");
+        lines.push(Line::new(name, base.activations, different(&kept, &found), 0.0));
+    }
+    let policy = Policy { stream: true, recompute: Recompute::All, ..away };
+    let found = Recipe { policy, ..recipe }.run(&streamed)?;
+    let name = "without dropout, streamed base, all offloaded, recompute all: other bits";
+    lines.push(Line::new(name, base.activations, different(&kept, &found), 0.0));
     let (resident, moving) = (decode(base, Kind::Both, size)?, decode(&streamed, Kind::Both, size)?);
     lines.push(Line::new("streamed base: other logits", base.activations, bits(&resident, &moving), 0.0));
     Ok(lines)

@@ -87,6 +87,8 @@ pub struct Frozen {
     len: usize,
     /// Its type on a device; an element has the same size there.
     device_dtype: DType,
+    /// Zeros that follow its elements when it is brought to a device.
+    padding: usize,
 }
 
 #[derive(Clone)]
@@ -114,7 +116,7 @@ impl Frozen {
                 bytes.len()
             )));
         }
-        Ok(Self { source: Source::Host(source), start, dtype, len, device_dtype: dtype })
+        Ok(Self { source: Source::Host(source), start, dtype, len, device_dtype: dtype, padding: 0 })
     }
 
     /// Has an FP16 tensor of the host rounded to BF16, to nearest even, whenever it is copied to a device.
@@ -122,6 +124,17 @@ impl Frozen {
         if self.dtype == DType::F16 {
             self.device_dtype = DType::BF16;
         }
+    }
+
+    /// Has `elements` zeros follow it on a device, where it then has as many elements more.
+    pub fn pad_on_device(&mut self, elements: usize) {
+        self.padding = elements;
+    }
+
+    /// Bytes that it takes on a device.
+    #[cfg(feature = "cuda")]
+    fn device_bytes(&self) -> usize {
+        ((self.len + self.padding) * self.device_dtype.size()).next_multiple_of(CUDA_ALIGNMENT)
     }
 
     /// Copies `from`, a piece of the tensor's bytes, to `to` as a device has it.
@@ -151,14 +164,14 @@ impl Frozen {
             }
             #[cfg(feature = "cuda")]
             Device::Cuda(gpu) => {
-                let total =
-                    tensors.iter().map(|tensor| tensor.bytes().next_multiple_of(CUDA_ALIGNMENT)).sum();
+                let total = tensors.iter().map(|tensor| tensor.device_bytes()).sum();
+                // Of zeros, which paddings stay.
                 let memory = Arc::new(Memory::for_base(gpu, total)?);
                 let mut loader = Loader::new(gpu)?;
                 let mut start = 0;
                 for tensor in tensors {
                     loader.load(tensor, memory.address() + start as u64)?;
-                    let next = start + tensor.bytes().next_multiple_of(CUDA_ALIGNMENT);
+                    let next = start + tensor.device_bytes();
                     **tensor = tensor.on_device(Arc::clone(&memory), start);
                     start = next;
                 }
@@ -226,8 +239,9 @@ impl Frozen {
     /// The tensor of this type and size from byte `start` of a device's memory.
     #[cfg(feature = "cuda")]
     pub(crate) fn on_device(&self, memory: Arc<Memory>, start: usize) -> Self {
-        debug_assert!(start + self.bytes() <= memory.len());
-        Self { source: Source::Cuda(memory), start, dtype: self.device_dtype, ..*self }
+        let len = self.len + self.padding;
+        debug_assert!(start + len * self.device_dtype.size() <= memory.len());
+        Self { source: Source::Cuda(memory), start, dtype: self.device_dtype, len, padding: 0, ..*self }
     }
 
     /// The device whose memory holds it.
@@ -258,7 +272,8 @@ impl Frozen {
             self.region().part(index * strip * size_of::<f16>(), size_of_val(from)).release();
         });
         let source: Arc<dyn Bytes> = Arc::new(Settled(memory));
-        Ok(Self { source: Source::Host(source), start: 0, dtype: DType::F16, len, device_dtype: DType::F16 })
+        let (dtype, device_dtype) = (DType::F16, DType::F16);
+        Ok(Self { source: Source::Host(source), start: 0, dtype, len, device_dtype, padding: 0 })
     }
 
     /// Whether it is in a mapped file.

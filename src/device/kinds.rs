@@ -8,6 +8,8 @@ use super::{DType, arena::Placement, cpu, rates::Rates};
 
 /// Bytes that the tensors of a base on a CUDA device are aligned to: with 256 cuBLASLt has all of its algorithms.
 pub(crate) const CUDA_ALIGNMENT: usize = 256;
+/// Rows of a CUDA device's copy of the head are a multiple of this: whole tiles of cuBLASLt's kernels.
+pub(crate) const HEAD_ROWS: usize = 64;
 /// Bytes of cuBLASLt's workspace.
 pub(crate) const CUDA_WORKSPACE: usize = 32 << 20;
 /// Bytes for what the update of the optimizer leaves for the host: norm, factor of clipping, whether it was skipped.
@@ -20,6 +22,8 @@ const CUDA_CODEBOOKS: usize = 4 * 2 * 256;
 pub struct OwnMemory {
     /// Every tensor of the base starts at a multiple of this many bytes.
     pub alignment: usize,
+    /// Rows of zeros follow the head's matrix up to a multiple of this many rows.
+    pub head_rows: usize,
     /// Bytes of the context, of loaded kernels, of the libraries and of `fixed`: an estimate, not measured. Context and
     /// cuBLASLt take 500 to 600 MiB of recent data-centre devices.
     pub runtime: u64,
@@ -59,6 +63,11 @@ pub struct DeviceKind {
     pub wants_settled_weights: bool,
     /// Whether decoding reads the two factors of a LoRA faster transposed.
     pub wants_transposed_factors: bool,
+    /// Numbers of rows of logits in memory at a time to choose from.
+    pub head_chunks: &'static [usize],
+    /// Whether a product may compute the activation of its own result: whoever computes the result again, to the same
+    /// bits, computes both again.
+    pub activates_in_products: bool,
     /// Whether many small launches can be recorded and started as one ([`Graph`](super::graph::Graph)).
     pub records_graphs: bool,
 }
@@ -79,6 +88,8 @@ impl DeviceKind {
         copies_beside_kernels: false,
         wants_settled_weights: true,
         wants_transposed_factors: true,
+        head_chunks: &[512, 128, 32],
+        activates_in_products: false,
         records_graphs: false,
     };
 
@@ -88,6 +99,7 @@ impl DeviceKind {
         label: "a CUDA device",
         own_memory: Some(OwnMemory {
             alignment: CUDA_ALIGNMENT,
+            head_rows: HEAD_ROWS,
             runtime: 600 << 20,
             runtime_name: "CUDA context, libraries",
             fixed: CUDA_WORKSPACE + CUDA_CONTROL + CUDA_CODEBOOKS,
@@ -102,6 +114,9 @@ impl DeviceKind {
         copies_beside_kernels: true,
         wants_settled_weights: false,
         wants_transposed_factors: false,
+        // With 512 rows the head's products fill a tenth of a large device.
+        head_chunks: &[4096, 2048, 1024, 512, 128, 32],
+        activates_in_products: true,
         records_graphs: true,
     };
 

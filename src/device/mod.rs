@@ -40,6 +40,8 @@ pub use self::{
     view::{View, ViewMut},
 };
 
+pub(crate) use self::kinds::HEAD_ROWS;
+
 /// Where buffers live and kernels run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Device {
@@ -142,6 +144,18 @@ impl Device {
             Self::Cpu => {}
             #[cfg(feature = "cuda")]
             Self::Cuda(gpu) => gpu.wait_after_each_launch(),
+        }
+    }
+
+    /// Has ops of a device fuse steps into one launch where they can, as they do at first, or make each step a launch of
+    /// its own; does nothing on a CPU. The two differ by rounding (docs/NUMERICS.md); for tests that compare them.
+    pub fn fuse_ops(self, fuses: bool) {
+        match self {
+            Self::Cpu => {
+                let _ = fuses;
+            }
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpu) => gpu.fuse(fuses),
         }
     }
 

@@ -126,7 +126,7 @@ impl Base {
             self.weights.multiply(Arithmetic::Bf16);
         }
         if !device.kind().shares_host_memory() {
-            self.round_for(activations);
+            self.fit_to(device, activations);
             self.weights.bring(device, true)?;
         }
         Ok(Self { device, activations: stored, ..self })
@@ -144,15 +144,19 @@ impl Base {
         }
         check_activations(device.kind(), activations)?;
         check_weights(device.kind(), self.dtype)?;
-        self.round_for(activations);
+        self.fit_to(device, activations);
         self.weights.bring(device, false)?;
         Ok(Self { device, activations, ..self })
     }
 
-    /// A device's products read factors of one type: matrices are rounded once, while they are copied there.
-    fn round_for(&mut self, activations: DType) {
+    /// A device's products read factors of one type, and whole tiles of the head: while they are copied there, matrices
+    /// are rounded and rows of zeros follow the head.
+    fn fit_to(&mut self, device: Device, activations: DType) {
         if activations == DType::BF16 {
             self.weights.round_matrices_on_device();
+        }
+        if let Some(memory) = device.own_memory() {
+            self.weights.pad_head_on_device(memory.head_rows);
         }
     }
 

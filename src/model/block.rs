@@ -2,7 +2,8 @@
 //!
 //! Forward: `middle = x + attn(ln_1(x))`, `y = middle + mlp(ln_2(middle))`. The backward walks the same
 //! lines upwards. What it needs and the forward did not keep (both layer norms' outputs, the activated
-//! MLP) is computed again from what was kept, by the same functions, hence with the same bits.
+//! MLP) is computed again from what was kept, by the same functions, hence with the same bits; but for the activated MLP
+//! of a device whose product made it, from sums that were not rounded yet.
 
 mod backward;
 
@@ -12,7 +13,6 @@ use super::{BlockWeights, Config};
 use crate::{
     device::{View, ViewMut},
     kernels::{
-        activation,
         adapted_linear::{self, Dropout},
         attention::{self, Heads, Prefix, Shape},
         gather::gather,
@@ -85,6 +85,7 @@ macro_rules! site_buffers {
             xa: &mut $kept.statistics.xa,
             products: &mut $kept.products,
             scaled: &mut $workspace.scaled,
+            activated: None,
         }
     };
 }
@@ -233,24 +234,22 @@ impl<'a> Block<'a> {
         }
     }
 
-    /// `inner = c_fc(ln_2(middle))`.
-    fn mlp_inside(&self, kept: &mut BlockBuffers, workspace: &mut Workspace) {
+    /// `inner = c_fc(ln_2(middle))`, and f of it if `activates`.
+    fn mlp_inside(&self, kept: &mut BlockBuffers, workspace: &mut Workspace, activates: bool) {
         let (n, c, f) = (self.outputs(), self.config.width, self.config.inner);
         let (normed, stats) = (rows!(mut workspace.normed, n, c), rows!(mut kept.statistics.stats_2, n, 2));
         self.normalise(Site::CFc, rows!(kept.outputs.middle, n, c), normed, stats);
         let inner = rows!(mut kept.inner, n, f);
-        self.linear(Site::CFc, rows!(workspace.normed, n, c), None, site_buffers!(kept, workspace), inner);
+        let activated = workspace.shared.activated_mut().slice(0, n * f);
+        let activated = activates.then_some((self.config.activation, activated));
+        let to = SiteBuffers { activated, ..site_buffers!(kept, workspace) };
+        self.linear(Site::CFc, rows!(workspace.normed, n, c), None, to, inner);
     }
 
     /// `y = middle + c_proj(f(c_fc(ln_2(middle))))`.
     fn mlp_half(&self, kept: &mut BlockBuffers, workspace: &mut Workspace, y: ViewMut) {
         let (n, c, f) = (self.outputs(), self.config.width, self.config.inner);
-        self.mlp_inside(kept, workspace);
-        activation::forward(
-            self.config.activation,
-            rows!(kept.inner, n, f),
-            workspace.shared.activated_mut().slice(0, n * f),
-        );
+        self.mlp_inside(kept, workspace, true);
         let middle = rows!(kept.outputs.middle, n, c);
         self.linear(
             Site::MlpProj,
@@ -269,18 +268,15 @@ impl<'a> Block<'a> {
             Keep::Outputs => self.queries_keys_values(x, &mut kept, workspace),
             Keep::Input => self.attention_half(x, &mut kept, workspace, None),
         }
-        if keep != Keep::All {
-            self.mlp_inside(&mut kept, workspace);
-        }
         let product = self.keeps_product(Site::MlpProj);
-        if keep == Keep::Input && (product || self.has_deltas(Site::MlpProj)) {
+        let projects = keep == Keep::Input && (product || self.has_deltas(Site::MlpProj));
+        if keep != Keep::All {
+            // A product without the activation could have other bits than the forward's.
+            let activates = projects || x.device().kind().activates_in_products;
+            self.mlp_inside(&mut kept, workspace, activates);
+        }
+        if projects {
             let (n, c, f) = (self.outputs(), self.config.width, self.config.inner);
-            let kind = self.config.activation;
-            activation::forward(
-                kind,
-                rows!(kept.inner, n, f),
-                workspace.shared.activated_mut().slice(0, n * f),
-            );
             let x = workspace.shared.activated().slice(0, n * f);
             if product {
                 // Nothing reads the output, nor what was in its place.

@@ -11,7 +11,10 @@ use super::{
 };
 use crate::{
     device::{Buffer, View, ViewMut},
-    kernels::adapted_linear::{self, AdaptedLinear, BackwardBuffers, ForwardBuffers, Layer, SavedProducts},
+    kernels::{
+        activation::{self, Activation},
+        adapted_linear::{self, AdaptedLinear, BackwardBuffers, ForwardBuffers, Layer, SavedProducts},
+    },
 };
 
 /// What the forward of a site writes beside its output.
@@ -22,6 +25,8 @@ pub struct SiteBuffers<'a> {
     pub products: &'a mut [Option<Buffer>; SITES],
     /// Buffer for `u * x`.
     pub scaled: &'a mut Option<Buffer>,
+    /// A function of the site's output, and the place of its values.
+    pub activated: Option<(Activation, ViewMut<'a>)>,
 }
 
 /// What the backward of a site writes beside the gradients of trainables.
@@ -32,6 +37,15 @@ pub struct SiteGradients<'a> {
     pub scaled: &'a mut Option<Buffer>,
     /// The gradient of the input, where it is asked for.
     pub dx: Option<ViewMut<'a>>,
+    /// A function f and z, where the input was f(z): `dx` is the gradient of z.
+    pub input_of: Option<(Activation, View<'a>)>,
+}
+
+impl<'a> SiteGradients<'a> {
+    /// Of a site whose input is no function of what its gradient is asked of.
+    pub fn new(d_xa: &'a mut Buffer, scaled: &'a mut Option<Buffer>, dx: Option<ViewMut<'a>>) -> Self {
+        Self { d_xa, scaled, dx, input_of: None }
+    }
 }
 
 /// Operands of a site for one group of rows, whose tokens all of them begin with.
@@ -42,6 +56,7 @@ struct Operands<'a> {
     product: Option<ViewMut<'a>>,
     scaled: Option<ViewMut<'a>>,
     y: ViewMut<'a>,
+    activated: Option<(Activation, ViewMut<'a>)>,
 }
 
 impl<'a> Block<'a> {
@@ -95,7 +110,7 @@ impl<'a> Block<'a> {
         }
     }
 
-    /// `y` of a site, plus `residual`.
+    /// `y` of a site, plus `residual`; and what is activated of it.
     pub(super) fn linear(
         &self,
         site: Site,
@@ -105,7 +120,7 @@ impl<'a> Block<'a> {
         y: ViewMut,
     ) {
         let (n, ranks) = (self.seen_by(site), self.ranks(site));
-        let SiteBuffers { xa: all_xa, products, scaled } = buffers;
+        let SiteBuffers { xa: all_xa, products, scaled, activated } = buffers;
         let mut xa = rows!(mut all_xa[site as usize], n, ranks);
         let [first, others @ ..] = self.groups else { return };
         let linear = self.adapted(first, site);
@@ -114,7 +129,7 @@ impl<'a> Block<'a> {
         let mut y = y;
         if others.is_empty() {
             let product = products[site as usize].as_mut().map(|product| rows!(mut product, n, outputs));
-            return forward(linear, n, Operands { x, residual, xa, product, scaled, y });
+            return forward(linear, n, Operands { x, residual, xa, product, scaled, y, activated });
         }
         let tokens = |group| {
             let Range { start, end } = self.tokens_of(group, site);
@@ -131,15 +146,19 @@ impl<'a> Block<'a> {
                     product: None,
                     scaled: scaled.as_mut().map(ViewMut::reborrow),
                     y: y.reborrow().slice(start * outputs, n * outputs),
+                    activated: None,
                 };
                 if n > 0 {
                     forward(self.adapted(group, site), n, of);
                 }
             }
-            return;
+            return activate(activated, y.as_view());
         }
         let frozen = AdaptedLinear { deltas: &[], ..linear };
         let to = ForwardBuffers::new(xa.reborrow().slice(0, 0), y.reborrow());
+        if !self.has_deltas(site) {
+            return adapted_linear::forward(frozen, x, residual, n, ForwardBuffers { activated, ..to });
+        }
         adapted_linear::forward(frozen, x, residual, n, to);
         for group in self.groups {
             let (start, n) = tokens(group);
@@ -151,6 +170,7 @@ impl<'a> Block<'a> {
                 n,
             );
         }
+        activate(activated, y.as_view());
     }
 
     /// Backward of a site in a pass of one group; `kept` is what its forward left.
@@ -167,8 +187,9 @@ impl<'a> Block<'a> {
         let linear = self.adapted(self.group(), site);
         let outputs = linear.layer.weight.cols;
         let product = kept.products[site as usize].as_ref().map(|product| rows!(product, n, outputs));
-        let saved = SavedProducts { xa: rows!(kept.statistics.xa[site as usize], n, ranks), product };
-        let SiteGradients { d_xa, scaled, dx } = buffers;
+        let SiteGradients { d_xa, scaled, dx, input_of } = buffers;
+        let xa = rows!(kept.statistics.xa[site as usize], n, ranks);
+        let saved = SavedProducts { xa, product, input_of };
         let d_product = scaled.as_mut().filter(|_| linear.vectors.needs_d_product());
         let to = BackwardBuffers {
             d_product: d_product.map(|d_product| rows!(mut d_product, n, outputs)),
@@ -178,9 +199,16 @@ impl<'a> Block<'a> {
     }
 }
 
+/// Writes the function of y that is asked for, if any is.
+fn activate(activated: Option<(Activation, ViewMut)>, y: View) {
+    if let Some((f, to)) = activated {
+        activation::forward(f, y, to);
+    }
+}
+
 /// [`adapted_linear::forward`] with the buffers that the vectors of `linear` ask for.
 fn forward(linear: AdaptedLinear, n: usize, of: Operands) {
-    let Operands { x, residual, xa, product, scaled, y } = of;
+    let Operands { x, residual, xa, product, scaled, y, activated } = of;
     let inputs = linear.layer.weight.rows;
     let to = ForwardBuffers {
         xa,
@@ -189,6 +217,7 @@ fn forward(linear: AdaptedLinear, n: usize, of: Operands) {
             .filter(|_| linear.vectors.needs_scaled_x())
             .map(|scaled| scaled.slice(0, n * inputs)),
         product: product.filter(|_| linear.vectors.keeps_product()),
+        activated,
     };
     adapted_linear::forward(linear, x, residual, n, to);
 }

@@ -72,10 +72,16 @@ impl BaseBytes {
         self.embeddings + self.blocks + self.own_head + self.last_norm
     }
 
-    /// The same in FP16 in the `memory` of a device, where every tensor is aligned.
+    /// The same in FP16 in the `memory` of a device, where every tensor is aligned and rows of zeros follow the head.
     pub fn on_device(config: &Config, memory: &OwnMemory) -> Self {
-        Self::sum(&Arch::of(config), config, |tensor| {
-            (2 * tensor.elements()).next_multiple_of(memory.alignment) as u64
+        let arch = Arch::of(config);
+        let head = arch.head();
+        Self::sum(&arch, config, |tensor| {
+            let elements = match tensor.shape[..] {
+                [rows, cols] if *tensor == head => rows.next_multiple_of(memory.head_rows) * cols,
+                _ => tensor.elements(),
+            };
+            (2 * elements).next_multiple_of(memory.alignment) as u64
         })
     }
 

@@ -294,8 +294,6 @@ impl Job for TrainingJob<'_> {
 /// Time that moving bytes and waiting for them costs beyond what is predicted, as a part of a step: between
 /// nearly equal ways the one that moves none wins.
 const MOVING_RISK: f64 = 0.02;
-/// Chunks of the head to choose from, in rows.
-const HEAD_ROWS: [usize; 3] = [Policy::HEAD_ROWS, 128, 32];
 /// An update of 8-bit moments takes this many times that of FP32 ones (docs/BENCHMARKS.md).
 const EIGHT_BIT: f64 = 1.35;
 
@@ -405,7 +403,7 @@ fn candidates(job: &TrainingJob, fixed: Constraints) -> Vec<PlanConfig> {
     let activations = fixed.activations.unwrap_or(device.activations());
     let micro_batches = fixed.micro_batch.map_or_else(|| divisors(job.batch), |rows| vec![rows]);
     let recompute = fixed.recompute.map_or_else(|| recomputes(job.config.layers), |one| vec![one]);
-    let chunks = fixed.head_rows.map_or_else(|| HEAD_ROWS.to_vec(), |rows| vec![rows]);
+    let chunks = fixed.head_rows.map_or_else(|| device.kind.head_chunks.to_vec(), |rows| vec![rows]);
     let either = |fixed: Option<bool>, possible: bool| match fixed {
         Some(fixed) => vec![fixed],
         None if possible => vec![false, true],

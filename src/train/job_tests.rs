@@ -280,7 +280,9 @@ fn a_device_keeps_the_largest_micro_batch_that_fits() {
             let (chosen, fitting) = chosen_on_a_device(name, 8, gigabytes);
             assert_eq!(chosen.policy.recompute, Recompute::None, "{name}");
             assert_eq!(chosen.micro_batch, fitting[0], "{name}: of {fitting:?}");
-            assert_eq!(chosen.policy.head_rows, Policy::HEAD_ROWS, "{name}");
+            // The larger the base, the less time is in its head; the smallest chunk within 1% of the fastest is taken.
+            let chunk = chosen.policy.head_rows;
+            assert!(chunk == 4096 || (name != "gpt2" && chunk >= 1024), "{name}: {chunk} rows of logits");
             assert!(name == "gpt2-xl" || chosen.micro_batch == 8, "{name}: {}", chosen.micro_batch);
         }
     }

@@ -170,6 +170,11 @@ def lora_qv():
     return case
 
 
+def lora_rank_8():
+    """A rank that CUDA fuses into its products, on all sites."""
+    return lora_case(135, r=8, lora_alpha=20, target_modules=["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"])
+
+
 def dora_case(seed, **fields):
     """The magnitudes are the norms of the base's columns, moved a little."""
     model = lora_model(use_dora=True, **fields)
@@ -483,7 +488,8 @@ def lora_vera_and_ia3():
     return case
 
 
-CASES = [lora_c_attn, lora_all_rslora_patterns, lora_layers, lora_qv, prefix, prefix_projection, lora_and_prefix,
+CASES = [lora_c_attn, lora_all_rslora_patterns, lora_layers, lora_qv, lora_rank_8, prefix, prefix_projection,
+         lora_and_prefix,
          ln_tuning, ln_tuning_regex, lora_ln_tuning_and_prefix, prompt_tuning, lora_and_prompt_tuning, p_tuning,
          ia3, ia3_regex, lora_ia3_and_prefix, dora_c_attn, dora_all_rslora_patterns, dora_layers, dora_and_prefix,
          lora_bias_only, lora_bias_all, lora_train_norms, dora_beside, lora_frozen_a,

@@ -133,9 +133,10 @@ fn an_adapted_layer_agrees_with_candles_autograd() {
             y: y.as_mut_slice().into(),
             scaled_x: Some(scaled.as_mut_slice().into()),
             product: Some(product.as_mut_slice().into()),
+            activated: None,
         };
         adapted_linear::forward(linear, x[..].into(), Some(residual[..].into()), TOKENS, to);
-        let saved = SavedProducts { xa: xa[..].into(), product: Some(product[..].into()) };
+        let saved = SavedProducts { product: Some(product[..].into()), ..SavedProducts::new(xa[..].into()) };
         let to = BackwardBuffers {
             grads: grads.as_mut_slice().into(),
             d_xa: d_xa.as_mut_slice().into(),

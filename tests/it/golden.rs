@@ -256,7 +256,7 @@ fn check_all(case: &Case, base: &Arc<Base>) {
 #[test]
 fn lora_matches_peft() {
     let base = base("tiny");
-    for name in ["lora_c_attn", "lora_all_rslora_patterns", "lora_layers"] {
+    for name in ["lora_c_attn", "lora_all_rslora_patterns", "lora_layers", "lora_rank_8"] {
         check_all(&load(name, &base, str::to_owned), &base);
     }
 }

@@ -4,6 +4,7 @@
 mod attention;
 mod column_norms;
 mod embedding;
+mod fused;
 mod harness;
 mod lora;
 mod lora_vectors;

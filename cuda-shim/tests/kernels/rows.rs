@@ -35,6 +35,9 @@ kernels!(
     cross_entropy_f32_launch,
     cross_entropy_f16_launch,
     cross_entropy_bf16_launch,
+    cross_entropy_once_f32_launch,
+    cross_entropy_once_f16_launch,
+    cross_entropy_once_bf16_launch,
 );
 
 /// Widths: odd, a vector, more than a warp takes at once.
@@ -193,9 +196,17 @@ fn rows_are_gathered_and_scattered() {
 }
 
 /// The twin computes logits itself; a head that is the identity makes them the hidden states.
-fn cross_entropy<T: Activation>(kernel: Launcher, v: usize, smoothing: f64, in_place: bool, seed: u64) {
+fn cross_entropy<T: Activation>(
+    kernel: Launcher,
+    once: bool,
+    v: usize,
+    smoothing: f64,
+    in_place: bool,
+    seed: u64,
+) {
     let (m, factor) = (3, 0.37f32);
-    let ld = v.next_multiple_of(8);
+    // Columns after the vocabulary have any values, and gradients of 0.
+    let ld = v.next_multiple_of(64);
     let z: Vec<f64> = numbers(1, m * ld).iter().map(|x| f64::from((x * 9.0) as f32)).collect();
     let targets = [0, v as i32 - 1, 3];
     let identity: Vec<f64> = (0..v * v).map(|at| if at / v == at % v { 1.0 } else { 0.0 }).collect();
@@ -210,7 +221,8 @@ fn cross_entropy<T: Activation>(kernel: Launcher, v: usize, smoothing: f64, in_p
     let (e, width) = (smoothing as f32, v as i32);
     let (to, strides) = (losses.head(), (ld as i64, ld_dz as i64));
     let args = args![logits.head(), strides.0, index.head(), e, factor, to, dz, strides.1, width];
-    run(kernel, [m, 1, 1], 512, 0, seed, args);
+    let (threads, shared) = if once { (1024, 4 * v.next_multiple_of(8)) } else { (512, 0) };
+    run(kernel, [m, 1, 1], threads, shared, seed, args);
     assert_close(&losses.wide(), &expected, 4e-6, "loss");
     logits.get();
     for row in 0..m {
@@ -227,9 +239,44 @@ fn cross_entropy<T: Activation>(kernel: Launcher, v: usize, smoothing: f64, in_p
 fn cross_entropy_matches_its_twin() {
     for (v, smoothing) in [(61, 0.2), (700, 0.0), (1043, 0.1)] {
         for (in_place, seed) in [(true, 1), (false, 2), (true, 3)] {
-            cross_entropy::<f32>(cross_entropy_f32_launch, v, smoothing, in_place, seed);
-            cross_entropy::<f16>(cross_entropy_f16_launch, v, smoothing, in_place, seed);
-            cross_entropy::<bf16>(cross_entropy_bf16_launch, v, smoothing, in_place, seed);
+            cross_entropy::<f32>(cross_entropy_f32_launch, false, v, smoothing, in_place, seed);
+            cross_entropy::<f32>(cross_entropy_once_f32_launch, true, v, smoothing, in_place, seed);
+            cross_entropy::<f16>(cross_entropy_f16_launch, false, v, smoothing, in_place, seed);
+            cross_entropy::<f16>(cross_entropy_once_f16_launch, true, v, smoothing, in_place, seed);
+            cross_entropy::<bf16>(cross_entropy_bf16_launch, false, v, smoothing, in_place, seed);
+            cross_entropy::<bf16>(cross_entropy_once_bf16_launch, true, v, smoothing, in_place, seed);
         }
     }
+}
+
+/// More columns than the threads of a block load at a time, against the kernel that reads them twice.
+fn one_pass_as_two<T: Activation>(twice: Launcher, once: Launcher, seed: u64) {
+    let (m, v, factor) = (2usize, 20_011usize, 0.37f32);
+    let ld = v.next_multiple_of(64);
+    let z: Vec<f64> = numbers(seed, m * ld).iter().map(|x| 12.0 * x).collect();
+    let targets = Device::<i32>::of(&[v as f64 - 1.0, 17.0]);
+    let of = |kernel: Launcher, threads, shared| {
+        let (z, losses, dz) =
+            (Device::<f32>::of(&z), Device::<f32>::poisoned(m), Device::<T>::poisoned(m * ld));
+        let (stride, to) = (ld as i64, losses.head());
+        let args = args![z.head(), stride, targets.head(), 0.1f32, factor, to, dz.head(), stride, v as i32];
+        run(kernel, [m, 1, 1], threads, shared, seed, args);
+        (losses.wide(), dz.wide())
+    };
+    let ((losses, dz), (expected, d_expected)) =
+        (of(once, 1024, 4 * v.next_multiple_of(8)), of(twice, 512, 0));
+    assert_close(&losses, &expected, 2e-6, "loss");
+    // The logarithms of the sums differ in their last bit, so roundings may.
+    for (at, (found, expected)) in dz.iter().zip(&d_expected).enumerate() {
+        let bound = 2.0 * T::ROUNDING * expected.abs() + 1e-6 * expected.abs() + 1e-7;
+        assert!((found - expected).abs() <= bound, "dz[{at}]: {found} against {expected}");
+    }
+    assert!(dz.chunks(ld).all(|row| row[v..].iter().all(|&padding| padding == 0.0)), "a gradient of nothing");
+}
+
+#[test]
+fn rows_that_are_read_once_have_the_losses_of_rows_read_twice() {
+    one_pass_as_two::<f32>(cross_entropy_f32_launch, cross_entropy_once_f32_launch, 1);
+    one_pass_as_two::<f16>(cross_entropy_f16_launch, cross_entropy_once_f16_launch, 2);
+    one_pass_as_two::<bf16>(cross_entropy_bf16_launch, cross_entropy_once_bf16_launch, 3);
 }

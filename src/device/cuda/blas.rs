@@ -5,7 +5,7 @@ use std::{collections::HashMap, ffi::c_void, mem::size_of, ptr::from_ref, sync::
 use cudarc::cublaslt::{
     result::{self, CublasError},
     sys::{
-        self, cublasComputeType_t::CUBLAS_COMPUTE_32F, cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS,
+        self, cublasComputeType_t::CUBLAS_COMPUTE_32F, cublasLtEpilogue_t,
         cublasLtMatmulDescAttributes_t as DescAttribute,
         cublasLtMatmulPreferenceAttributes_t as PrefAttribute,
     },
@@ -18,8 +18,62 @@ use crate::device::{
     kinds::CUDA_WORKSPACE,
 };
 
-/// A product `D = op(A) op(B) + beta C`, perhaps with a bias. Sums are FP32; FP32 factors are multiplied in full FP32,
-/// never TF32.
+/// The last step of a product, on its FP32 sums `z = alpha op(A) op(B) + beta C + bias`. GELU is that of tanh.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Epilogue {
+    /// `D = z`.
+    None,
+    /// `D = gelu(z)`, and z itself, rounded, in the other matrix.
+    Gelu(SideMatrix),
+    /// `D = z gelu'(x)` with x in the other matrix.
+    GeluGradient(SideMatrix),
+}
+
+/// A matrix of D's sizes and type that an epilogue reads or writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SideMatrix {
+    /// Address of its first element.
+    pub address: u64,
+    /// Elements from a column to the next.
+    pub ld: usize,
+}
+
+impl SideMatrix {
+    /// 16-bit elements, columns at multiples of 8 of them, 16-byte alignment (manual of
+    /// cuBLASLt 13, `CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD` and `.._POINTER`).
+    fn is_taken(self, dtype: DType) -> bool {
+        dtype.size() == 2 && self.ld.is_multiple_of(8) && self.address.is_multiple_of(16)
+    }
+}
+
+impl Epilogue {
+    /// Whether cuBLASLt takes its side matrix beside a D of `dtype`.
+    pub fn is_taken(self, dtype: DType) -> bool {
+        self.side().is_none_or(|side| side.is_taken(dtype))
+    }
+
+    fn side(self) -> Option<SideMatrix> {
+        match self {
+            Self::None => None,
+            Self::Gelu(side) | Self::GeluGradient(side) => Some(side),
+        }
+    }
+
+    /// cuBLASLt's name of it, beside a bias or without.
+    fn name(self, bias: bool) -> cublasLtEpilogue_t {
+        match (self, bias) {
+            (Self::None, false) => cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DEFAULT,
+            (Self::None, true) => cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS,
+            (Self::Gelu(_), false) => cublasLtEpilogue_t::CUBLASLT_EPILOGUE_GELU_AUX,
+            (Self::Gelu(_), true) => cublasLtEpilogue_t::CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
+            // It has no place for a bias, and nothing asks for one.
+            (Self::GeluGradient(_), _) => cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DGELU,
+        }
+    }
+}
+
+/// A product `D = alpha op(A) op(B) + beta C`, perhaps with a bias and an epilogue. Sums are FP32; FP32 factors are
+/// multiplied in full FP32, never TF32.
 #[derive(Debug, Clone, Copy)]
 pub struct Call {
     /// Sizes, types and layouts of the operands.
@@ -30,6 +84,8 @@ pub struct Call {
     pub b: u64,
     /// Type of A and B.
     pub factors: DType,
+    /// Factor of the product of A and B.
+    pub alpha: f32,
     /// Address of C, laid out and typed as D; not read where `beta` is 0.
     pub c: u64,
     /// Factor of C; with 0 the product alone is written.
@@ -40,6 +96,8 @@ pub struct Call {
     pub result: DType,
     /// Address of a bias of D's type, m elements.
     pub bias: Option<u64>,
+    /// What happens to the sums before they are written.
+    pub epilogue: Epilogue,
 }
 
 /// The properties of a product that decide its algorithm.
@@ -48,7 +106,8 @@ struct Key {
     product: GemmLayout,
     factors: DType,
     result: DType,
-    bias: bool,
+    epilogue: u32,
+    side_ld: usize,
     kept: bool,
     /// Alignment of the addresses of A, B, C and D in bytes.
     aligned: [u32; 4],
@@ -57,7 +116,8 @@ struct Key {
 /// The library, its workspace, and the chosen algorithms.
 pub struct Products {
     handle: sys::cublasLtHandle_t,
-    chosen: Mutex<HashMap<Key, sys::cublasLtMatmulAlgo_t>>,
+    /// `None` where the library has no algorithm.
+    chosen: Mutex<HashMap<Key, Option<sys::cublasLtMatmulAlgo_t>>>,
     pub(crate) workspace: Mutex<Option<Memory>>,
 }
 
@@ -89,24 +149,14 @@ impl Gpu {
 
     fn run(&self, call: &Call, workspace: &Memory) -> Result<(), CublasError> {
         let description = Description::of(call)?;
-        let key = Key::of(call);
-        let known = lock(&self.products.chosen).get(&key).copied();
-        let algorithm = match known {
-            Some(algorithm) => algorithm,
-            None => {
-                let algorithm = description.choose(self.products.handle, key)?;
-                lock(&self.products.chosen).insert(key, algorithm);
-                algorithm
-            }
-        };
-        let alpha = 1f32;
+        let algorithm = self.algorithm(call, &description)?;
         // SAFETY: the descriptors are alive; the ops promise that the addresses are those of buffers that the layouts
         // describe; the workspace has the size that the algorithm was chosen for.
         unsafe {
             result::matmul(
                 self.products.handle,
                 description.product,
-                from_ref(&alpha).cast(),
+                from_ref(&call.alpha).cast(),
                 from_ref(&call.beta).cast(),
                 call.a as *const c_void,
                 description.a,
@@ -125,13 +175,44 @@ impl Gpu {
     }
 }
 
+impl Gpu {
+    /// Whether the library has an algorithm for a product: of those with an epilogue not every device has one.
+    pub fn has_product(&self, call: &Call) -> bool {
+        self.bind().is_ok()
+            && Description::of(call).and_then(|description| self.algorithm(call, &description)).is_ok()
+    }
+
+    /// The algorithm of a product, chosen once.
+    fn algorithm(
+        &self,
+        call: &Call,
+        description: &Description,
+    ) -> Result<sys::cublasLtMatmulAlgo_t, CublasError> {
+        let key = Key::of(call);
+        let known = lock(&self.products.chosen).get(&key).copied();
+        let algorithm = match known {
+            Some(algorithm) => algorithm,
+            None => {
+                let algorithm = match description.choose(self.products.handle, key) {
+                    Err(_) if call.epilogue != Epilogue::None => None,
+                    found => Some(found?),
+                };
+                lock(&self.products.chosen).insert(key, algorithm);
+                algorithm
+            }
+        };
+        algorithm.ok_or(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED))
+    }
+}
+
 impl Key {
     fn of(call: &Call) -> Self {
         Self {
             product: call.product,
             factors: call.factors,
             result: call.result,
-            bias: call.bias.is_some(),
+            epilogue: call.epilogue.name(call.bias.is_some()) as u32,
+            side_ld: call.epilogue.side().map_or(0, |side| side.ld),
             kept: call.beta != 0.0,
             aligned: [call.a, call.b, call.c, call.d].map(alignment),
         }
@@ -166,9 +247,14 @@ impl Description {
         made.d = layout(d, call.result)?;
         made.set(DescAttribute::CUBLASLT_MATMUL_DESC_TRANSA, i32::from(a.transposed))?;
         made.set(DescAttribute::CUBLASLT_MATMUL_DESC_TRANSB, i32::from(b.transposed))?;
+        let epilogue = call.epilogue.name(call.bias.is_some());
+        made.set(DescAttribute::CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue as u32)?;
         if let Some(bias) = call.bias {
-            made.set(DescAttribute::CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS as u32)?;
             made.set(DescAttribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias)?;
+        }
+        if let Some(side) = call.epilogue.side() {
+            made.set(DescAttribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, side.address)?;
+            made.set(DescAttribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, side.ld as i64)?;
         }
         Ok(made)
     }

@@ -30,7 +30,7 @@ pub mod memory;
 mod open;
 pub mod staging;
 
-pub use blas::Call;
+pub use blas::{Call, Epilogue, SideMatrix};
 pub use launch::{Argument, Code, Grid, Image};
 pub(crate) use launch::{arguments, image};
 use memory::{Memory, Pinned};
@@ -53,6 +53,8 @@ pub struct Gpu {
     most_shared: usize,
     /// Whether every launch is waited for.
     waits: AtomicBool,
+    /// Whether ops make each step a launch of its own.
+    apart: AtomicBool,
     products: blas::Products,
     /// First unreported failure.
     failure: Mutex<Option<String>>,
@@ -131,6 +133,11 @@ impl Gpu {
         lock(&self.scratch).as_ref().map_or(0, Memory::len)
     }
 
+    /// Most bytes of shared memory that a block can be allowed.
+    pub fn most_shared(&self) -> usize {
+        self.most_shared
+    }
+
     /// Address of scratch; `None` before the first op that takes some.
     fn scratch_address(&self) -> Option<u64> {
         lock(&self.scratch).as_ref().map(Memory::address)
@@ -207,6 +214,16 @@ impl Gpu {
     /// call. Slow; for finding faults.
     pub fn wait_after_each_launch(&self) {
         self.waits.store(true, Relaxed);
+    }
+
+    /// Has ops fuse steps into one launch where they can, as they do at first, or make each step a launch of its own.
+    pub fn fuse(&self, fuses: bool) {
+        self.apart.store(!fuses, Relaxed);
+    }
+
+    /// Whether ops may fuse steps.
+    pub fn fuses(&self) -> bool {
+        !self.apart.load(Relaxed)
     }
 
     /// Waits for `what` where every launch is waited for; recorded work is waited for as a whole.

@@ -1,20 +1,26 @@
 //! CUDA side: tiled thin products; sums over tokens go through shares that are added in order.
 
 use super::device_scratch::{deltas as parts_of, row_shares, scaled_factor, term_parts, term_shares};
-use super::{AdaptedLinear, BackwardBuffers, Delta, Dropout, Summands, Vector, columns::Block};
+use super::{
+    AdaptedLinear, BackwardBuffers, Delta, Dropout, ForwardBuffers, Summands, Vector, columns::Block,
+    fused::FusedDelta,
+};
 use crate::{
     device::{
         DType, View, ViewMut,
         cuda::{Argument, Gpu, Grid, Image, arguments, image, named},
     },
-    kernels::matmul::{
-        self,
-        cuda::operands,
-        device_scratch::{SMALL_BATCH, product_shares},
+    kernels::{
+        activation,
+        matmul::{
+            self,
+            cuda::operands,
+            device_scratch::{SMALL_BATCH, product_shares},
+        },
     },
 };
 
-static IMAGE: Image = image!("adapted_linear");
+pub(super) static IMAGE: Image = image!("adapted_linear");
 
 /// A [`Dropout`] as the kernels take it, the delta's masks mixed into its key.
 #[derive(Clone, Copy)]
@@ -132,18 +138,31 @@ fn parts<'a>(gpu: &'static Gpu, linear: &AdaptedLinear<'a>, n: usize) -> impl It
     all.filter(|part| part.xa_len() > 0)
 }
 
-pub(super) fn forward(gpu: &'static Gpu, to: Summands, x: View, xa: ViewMut, y: ViewMut, n: usize) {
-    let linear = &to.linear;
+pub(super) fn forward(gpu: &'static Gpu, of: Summands, x: View, to: ForwardBuffers, n: usize) {
+    let ForwardBuffers { xa, mut y, activated, .. } = to;
+    let (linear, weight) = (&of.linear, of.linear.layer.weight);
+    if let Some(fused) = FusedDelta::of(gpu, linear, x.dtype(), n) {
+        return fused.forward(gpu, of, x, ForwardBuffers { activated, ..ForwardBuffers::new(xa, y) });
+    }
+    let activated = match activated {
+        Some((f, to)) if linear.deltas.is_empty() => {
+            return matmul::frozen_nn_activated(of.input, weight, of.start, y, (f, to), n);
+        }
+        activated => activated,
+    };
     if let ([delta], 1..=SMALL_BATCH, true) = (linear.deltas, n, linear.vectors.u.is_empty())
         && delta.tokens.is_none()
         && !delta.scales()
         && let Some(part) = parts(gpu, linear, n).next()
     {
-        return small_batch(part, to, x, xa, y);
+        small_batch(part, of, x, xa, y.reborrow());
+    } else {
+        matmul::frozen_nn(of.input, weight, of.start, y.reborrow(), n);
+        add_deltas(gpu, linear, x, xa, y.reborrow(), n);
     }
-    let mut y = y;
-    matmul::frozen_nn(to.input, linear.layer.weight, to.start, y.reborrow(), n);
-    add_deltas(gpu, linear, x, xa, y, n);
+    if let Some((f, to)) = activated {
+        activation::forward(f, y.as_view(), to);
+    }
 }
 
 pub fn add_deltas(gpu: &'static Gpu, linear: &AdaptedLinear, x: View, xa: ViewMut, y: ViewMut, n: usize) {
@@ -208,6 +227,9 @@ fn add_delta(part: Part, xa: &ViewMut, y: ViewMut) {
 
 /// xa of a forward alone, with the same sums in the same order.
 pub fn xa(gpu: &'static Gpu, linear: &AdaptedLinear, x: View, xa: ViewMut, n: usize) {
+    if let Some(fused) = FusedDelta::of(gpu, linear, x.dtype(), n) {
+        return fused.xa(gpu, x, xa);
+    }
     let mut xa = xa;
     for part in parts(gpu, linear, n) {
         thin(part, x, &xa.reborrow().slice(part.xa, part.xa_len()));

@@ -34,6 +34,14 @@ pub fn most_term_parts(n: usize, rank: usize) -> usize {
     4 * (MOST_SHARES * n * rank).min(BLOCKS * TILE.0 * rank.min(TILE.1))
 }
 
+/// Columns of xa of a delta that is fused into a product, in 16-bit numbers: its rank rounded up to whole tiles. `None` of ranks
+/// that do not join: above two tiles, or so small that these columns take more than xa in FP32.
+#[cfg(any(feature = "cuda", test))]
+pub fn fused_rank(rank: usize) -> Option<usize> {
+    let ranks = rank.next_multiple_of(8);
+    (0 < ranks && ranks <= 16 && ranks <= 2 * rank).then_some(ranks)
+}
+
 /// Shares that a sum over `n` rows is cut into.
 pub fn row_shares(n: usize) -> usize {
     n.div_ceil(256).clamp(1, 32)
@@ -52,6 +60,13 @@ pub fn scaled_factor(columns: usize, rank: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn xa_of_a_fused_delta_takes_no_more_than_in_fp32() {
+        let fused: Vec<usize> = (0..40).filter(|&rank| fused_rank(rank).is_some()).collect();
+        assert_eq!(fused, (4..=16).collect::<Vec<_>>());
+        assert_eq!([4, 8, 9, 16].map(|rank| fused_rank(rank).unwrap()), [8, 8, 16, 16]);
+    }
 
     #[test]
     fn few_tokens_have_many_blocks_and_no_more_scratch_than_planned() {

@@ -15,14 +15,21 @@
 //! share a range: gradients add. After the trainables, both buffers may continue with what is derived from them, and
 //! `values` with what is frozen.
 
-use super::matmul::{self, InitialValue};
+use super::{
+    activation,
+    matmul::{self, InitialValue},
+};
 use crate::device::{Device, View, ViewMut};
 
+#[cfg(test)]
+mod activation_tests;
 mod columns;
 mod cpu;
 #[cfg(feature = "cuda")]
 pub(super) mod cuda;
 pub mod device_scratch;
+#[cfg(feature = "cuda")]
+mod fused;
 pub mod reference;
 #[cfg(test)]
 mod tests;
@@ -43,7 +50,7 @@ pub fn scratch(needs: DeltaScratch) -> (usize, usize) {
 /// # Panics
 /// When a buffer that [`SiteVectors`] asks for is missing.
 pub fn forward(linear: AdaptedLinear, x: View, residual: Option<View>, n: usize, to: ForwardBuffers) {
-    let ForwardBuffers { xa, mut y, scaled_x, product } = to;
+    let ForwardBuffers { xa, mut y, scaled_x, product, activated } = to;
     let (layer, vectors, shape) = (linear.layer, linear.vectors, (n, linear.outputs()));
     assert!(scaled_x.is_some() || !vectors.needs_scaled_x(), "a layer with u needs a buffer for u * x");
     let mut scaled_x = scaled_x;
@@ -57,7 +64,8 @@ pub fn forward(linear: AdaptedLinear, x: View, residual: Option<View>, n: usize,
     if vectors.g.is_empty() && vectors.bias.is_none() {
         let start =
             residual.map_or(InitialValue::Bias(layer.bias), |r| InitialValue::Residual(r, layer.bias));
-        return sum(Summands { linear, input, start }, x, xa, y, n);
+        let to = ForwardBuffers { activated, ..ForwardBuffers::new(xa, y) };
+        return sum(Summands { linear, input, start }, x, to, n);
     }
     // What g multiplies is made where it is kept.
     let trained = vectors.bias.map(|bias| linear.values.slice(bias.at, shape.1));
@@ -66,7 +74,7 @@ pub fn forward(linear: AdaptedLinear, x: View, residual: Option<View>, n: usize,
     let make = |mut z: ViewMut| {
         let in_product = inside && trained.is_none();
         let start = if in_product { InitialValue::Bias(layer.bias) } else { InitialValue::Zero };
-        sum(Summands { linear, input, start }, x, xa, z.reborrow(), n);
+        sum(Summands { linear, input, start }, x, ForwardBuffers::new(xa, z.reborrow()), n);
         if inside && !in_product {
             columns::add_bias(z, Some(bias), None, shape);
         }
@@ -81,7 +89,10 @@ pub fn forward(linear: AdaptedLinear, x: View, residual: Option<View>, n: usize,
             columns::scale(None, vectors.g, linear.values, y.reborrow(), shape);
         }
     }
-    columns::add_bias(y, (!inside).then_some(bias), residual, shape);
+    columns::add_bias(y.reborrow(), (!inside).then_some(bias), residual, shape);
+    if let Some((f, to)) = activated {
+        activation::forward(f, y.as_view(), to);
+    }
 }
 
 /// What a forward adds the deltas to: `start + input W`.
@@ -93,16 +104,19 @@ pub(super) struct Summands<'a> {
     start: InitialValue<'a>,
 }
 
-/// `y = start + input W`, plus the deltas of `x`.
-fn sum(to: Summands, x: View, xa: ViewMut, y: ViewMut, n: usize) {
-    match y.device() {
+/// `y = start + input W`, plus the deltas of `x`; and what is activated of it.
+fn sum(of: Summands, x: View, to: ForwardBuffers, n: usize) {
+    match to.y.device() {
         Device::Cpu => {
-            let mut y = y;
-            matmul::frozen_nn(to.input, to.linear.layer.weight, to.start, y.reborrow(), n);
-            cpu::add_deltas(&to.linear, x.host(), xa.host(), y.host(), n);
+            let ForwardBuffers { xa, mut y, activated, .. } = to;
+            matmul::frozen_nn(of.input, of.linear.layer.weight, of.start, y.reborrow(), n);
+            cpu::add_deltas(&of.linear, x.host(), xa.host(), y.reborrow().host(), n);
+            if let Some((f, to)) = activated {
+                activation::forward(f, y.as_view(), to);
+            }
         }
         #[cfg(feature = "cuda")]
-        Device::Cuda(gpu) => cuda::forward(gpu, to, x, xa, y, n),
+        Device::Cuda(gpu) => cuda::forward(gpu, of, x, to, n),
     }
 }
 
@@ -168,9 +182,24 @@ pub fn backward(
         columns::sum(dy, grads.reborrow().slice(at, shape.1), n);
     }
     assert!(dx.is_some() || !vectors.needs_dx(), "the gradient of u needs a buffer for dx");
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(gpu) = dz.device()
+        && let Some(fused) = fused::FusedDelta::of(gpu, &linear, dz.dtype(), n)
+    {
+        let to = BackwardBuffers { dx, ..BackwardBuffers::new(grads, d_xa, None) };
+        return fused.backward(gpu, &linear, (dz, x), saved, to);
+    }
+    // A derivative comes last: in the product where nothing else is added to dx.
+    let mut input_of = saved.input_of;
     if let Some(dx) = &mut dx {
         let shape = (n, linear.inputs());
-        matmul::frozen_nt(dz, linear.layer.weight, InitialValue::Zero, dx.reborrow(), n);
+        let weight = linear.layer.weight;
+        match input_of.take_if(|_| linear.deltas.is_empty() && vectors.u.is_empty()) {
+            Some(f) => {
+                matmul::frozen_nt_derived(dz, weight, InitialValue::Zero, dx.reborrow(), f, n);
+            }
+            None => matmul::frozen_nt(dz, weight, InitialValue::Zero, dx.reborrow(), n),
+        }
         if vectors.needs_dx() {
             columns::gradient(vectors.u, dx.as_view(), x, grads.reborrow(), shape);
         }
@@ -178,13 +207,14 @@ pub fn backward(
             columns::scale(None, vectors.u, linear.values, dx.reborrow(), shape);
         }
     }
-    if linear.deltas.is_empty() {
-        return;
-    }
-    let to = BackwardBuffers { grads, d_xa, dx, d_product: None };
+    let to = BackwardBuffers { grads, d_xa, dx: dx.as_mut().map(ViewMut::reborrow), d_product: None };
     match dy.device() {
+        _ if linear.deltas.is_empty() => {}
         Device::Cpu => cpu::backward_deltas(&linear, dz.host(), x.host(), saved.xa.host(), to, n),
         #[cfg(feature = "cuda")]
         Device::Cuda(gpu) => cuda::backward_deltas(gpu, &linear, (dz, x, saved.xa), to, n),
+    }
+    if let (Some(dx), Some((f, before))) = (dx, input_of) {
+        activation::backward(f, before, dx);
     }
 }

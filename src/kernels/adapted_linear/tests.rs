@@ -149,7 +149,8 @@ fn run(n: usize, deltas: &[Delta], parts: &Parts, dropout: Dropout, trainables: 
     let mut grads = start_of_grads(trainables);
     let (mut d_xa, mut dx) = (vec![f32::NAN; xa.len()], vec![f32::NAN; n * INPUTS]);
     let mut d_product = room(vectors.needs_d_product(), n * OUTPUTS);
-    let saved = SavedProducts { xa: xa[..].into(), product: product.as_deref().map(View::from) };
+    let saved =
+        SavedProducts { product: product.as_deref().map(View::from), ..SavedProducts::new(xa[..].into()) };
     let dx_view = Some(dx.as_mut_slice().into());
     let to = BackwardBuffers {
         d_product: d_product.as_deref_mut().map(ViewMut::from),

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::{
     device::{View, ViewMut},
-    kernels::matmul::Matrix,
+    kernels::{activation::Activation, matmul::Matrix},
 };
 
 /// A frozen linear layer.
@@ -220,12 +220,15 @@ pub struct ForwardBuffers<'a> {
     pub scaled_x: Option<ViewMut<'a>>,
     /// What g multiplies `(n, out)`, of y's type: kept for the gradient of a trainable g, else not needed.
     pub product: Option<ViewMut<'a>>,
+    /// A function f, and the place of `f(y) (n, out)`, where that is asked for too. A device may compute f before it
+    /// rounds y.
+    pub activated: Option<(Activation, ViewMut<'a>)>,
 }
 
 impl<'a> ForwardBuffers<'a> {
     /// The buffers of a layer without vectors.
     pub fn new(xa: ViewMut<'a>, y: ViewMut<'a>) -> Self {
-        Self { xa, y, scaled_x: None, product: None }
+        Self { xa, y, scaled_x: None, product: None, activated: None }
     }
 }
 
@@ -236,6 +239,15 @@ pub struct SavedProducts<'a> {
     pub xa: View<'a>,
     /// [`ForwardBuffers::product`].
     pub product: Option<View<'a>>,
+    /// A function f and z `(n, in)`, where the input was f(z): dx then is the gradient of z.
+    pub input_of: Option<(Activation, View<'a>)>,
+}
+
+impl<'a> SavedProducts<'a> {
+    /// Of a layer without vectors.
+    pub fn new(xa: View<'a>) -> Self {
+        Self { xa, product: None, input_of: None }
+    }
 }
 
 /// What a backward of n tokens writes.

@@ -9,7 +9,7 @@ use super::{
     gather,
     matmul::{self, InitialValue, Matrix},
 };
-use crate::device::{DType, Device, View, ViewMut};
+use crate::device::{DType, Device, HEAD_ROWS, View, ViewMut};
 
 pub use tally::Tally;
 
@@ -35,10 +35,18 @@ pub struct Supervised<'a> {
     pub smoothing: f32,
 }
 
-/// Distance of rows of `v` FP32 logits: with 16-bit activations their gradients take the same bytes, and this distance
-/// aligns their rows for tensor cores.
+/// Distance of rows of `v` FP32 logits: with 16-bit activations their gradients take the same bytes, and the columns after
+/// v stand for the rows of zeros after a device's copy of the head.
 pub fn stride(v: usize, activations: DType) -> usize {
-    if activations == DType::F32 { v } else { v.next_multiple_of(8) }
+    if activations == DType::F32 { v } else { v.next_multiple_of(HEAD_ROWS) }
+}
+
+/// The head with the rows of zeros that logits have columns for.
+#[cfg(feature = "cuda")]
+fn padded(head: Matrix, activations: DType) -> Matrix {
+    let padded = head.padded();
+    let has_columns = head.scales.is_none() && padded.rows == stride(head.rows, activations);
+    if has_columns { padded } else { head }
 }
 
 /// Workspace: `gathered (chunk, c)` and `logits (chunk, v)`, whose rows are [`stride`] apart.
@@ -104,6 +112,7 @@ fn logits_of(hidden: View, head: Matrix, z: ViewMut, count: usize) {
         #[cfg(feature = "cuda")]
         Device::Cuda(gpu) => {
             let stride = stride(head.rows, hidden.dtype());
+            let head = padded(head, hidden.dtype());
             matmul::cuda::frozen_nt(gpu, hidden, head, InitialValue::Zero, (z, stride), count);
         }
     }

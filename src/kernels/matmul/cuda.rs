@@ -9,7 +9,7 @@ use super::{InitialValue, Matrix};
 use crate::{
     device::{
         DType, View, ViewMut,
-        cuda::{Argument, Call, Gpu, Grid, Image, arguments, image, named},
+        cuda::{Argument, Call, Epilogue, Gpu, Grid, Image, SideMatrix, arguments, image, named},
         gemm_layout::{FactorLayout, GemmLayout},
     },
     kernels::elementwise,
@@ -53,7 +53,7 @@ pub fn frozen_nn(
 ) {
     let (rows, cols, dtype) = (w.rows, w.cols, x.dtype());
     assert!(
-        w.data.len() == rows * cols && y.len() >= n * cols && y.dtype() == dtype,
+        w.data.len() >= rows * cols && y.len() >= n * cols && y.dtype() == dtype,
         "shapes of a frozen product"
     );
     assert!(n == 0 || x.len() >= (n - 1) * ld + rows, "shapes of a frozen product");
@@ -61,14 +61,32 @@ pub fn frozen_nn(
     if n <= SMALL_BATCH && ld == rows {
         return small_batch_nn(gpu, x, w, start, y, n);
     }
-    let Before { beta, c, bias } = before(gpu, start, &y, n, cols);
-    let d = y.address();
+    let before = before(gpu, start, &y, n, cols);
+    add_nn(gpu, (x, ld), w, before, &y, n);
+}
+
+/// `y (n, cols) = before + x (n, rows) W`.
+fn add_nn(gpu: &'static Gpu, (x, ld): (View, usize), w: Matrix, before: Before, y: &ViewMut, n: usize) {
+    let Before { beta, c, bias } = before;
+    let (cols, dtype, d) = (w.cols, x.dtype(), y.address());
     stretches(gpu, w, dtype, |first, count, a| {
         let product =
             GemmLayout::of((n, cols, count), FactorLayout::plain(ld), FactorLayout::plain(cols), cols);
         let b = x.address() + (first * dtype.size()) as u64;
         let (beta, c) = if first == 0 { (beta, c) } else { (1.0, d) };
-        gpu.product(Call { product, a, b, factors: dtype, c, beta, d, result: dtype, bias });
+        gpu.product(Call {
+            product,
+            a,
+            b,
+            factors: dtype,
+            c,
+            beta,
+            d,
+            result: dtype,
+            bias,
+            alpha: 1.0,
+            epilogue: Epilogue::None,
+        });
     });
 }
 
@@ -82,7 +100,7 @@ pub fn frozen_nt(
     n: usize,
 ) {
     let (rows, cols, dtype) = (w.rows, w.cols, x.dtype());
-    assert!(w.data.len() == rows * cols && x.len() >= n * cols, "shapes of a frozen product");
+    assert!(w.data.len() >= rows * cols && x.len() >= n * cols, "shapes of a frozen product");
     assert!(n == 0 || y.len() >= (n - 1) * ld + rows, "shapes of a frozen product");
     check_type(w, dtype);
     if n <= SMALL_BATCH && y.dtype() == DType::F32 && matches!(start, InitialValue::Zero) {
@@ -98,7 +116,176 @@ pub fn frozen_nt(
         let moved = |address: u64, size: usize| address + (first * size) as u64;
         let (c, d) = (moved(c, result.size()), moved(d, result.size()));
         let bias = bias.map(|bias| moved(bias, DType::F16.size()));
-        gpu.product(Call { product, a, b: x.address(), factors: dtype, c, beta, d, result, bias });
+        let b = x.address();
+        gpu.product(Call {
+            product,
+            a,
+            b,
+            factors: dtype,
+            c,
+            beta,
+            d,
+            result,
+            bias,
+            alpha: 1.0,
+            epilogue: Epilogue::None,
+        });
+    });
+}
+
+/// `y (n, cols) += x (n, rows) W + bias` of more than [`SMALL_BATCH`] rows; FP16 where there is a bias.
+pub fn add_frozen_nn(gpu: &'static Gpu, x: View, w: Matrix, bias: Option<View>, y: ViewMut, n: usize) {
+    assert!(w.data.len() >= w.rows * w.cols && x.len() >= n * w.rows && y.len() >= n * w.cols, "shapes");
+    assert!(bias.is_none() || y.dtype() == DType::F16, "a bias of the product's own type");
+    check_type(w, x.dtype());
+    let before = Before { beta: 1.0, c: y.address(), bias: bias.map(|bias| bias.address()) };
+    add_nn(gpu, (x, w.rows), w, before, &y, n);
+}
+
+/// A product with GELU: `z (n, cols) = before + x (n, rows) W` goes to `y`, gelu(z) to `activated`.
+pub struct GeluProduct<'a> {
+    x: View<'a>,
+    w: Matrix<'a>,
+    y: u64,
+    activated: u64,
+    n: usize,
+}
+
+impl<'a> GeluProduct<'a> {
+    /// The product, if the library has one with and without a summand and `bias`: not with FP32 activations, nor where
+    /// columns are no multiple of 8. Few rows have kernels of their own.
+    pub fn new(
+        gpu: &'static Gpu,
+        x: View<'a>,
+        w: Matrix<'a>,
+        bias: Option<View>,
+        (y, activated): (&ViewMut, &ViewMut),
+        n: usize,
+    ) -> Option<Self> {
+        assert!(
+            w.data.len() >= w.rows * w.cols && y.len() >= n * w.cols && activated.len() >= n * w.cols,
+            "shapes of a frozen product"
+        );
+        let one = Self { x, w, y: y.address(), activated: activated.address(), n };
+        let bias = bias.map(|bias| bias.address());
+        let call = |beta| one.call(Before { beta, c: one.activated, bias });
+        let has = n > SMALL_BATCH && [0.0, 1.0].iter().all(|&beta| has(gpu, w, &call(beta)));
+        has.then_some(one)
+    }
+
+    fn call(&self, before: Before) -> Call {
+        let &Self { x, w, y, activated, n } = self;
+        let Before { beta, c, bias } = before;
+        let epilogue = Epilogue::Gelu(SideMatrix { address: y, ld: w.cols });
+        let (product, dtype) = (GemmLayout::nn(n, w.rows, w.cols), x.dtype());
+        let (a, b, d) = (w.data.address(), x.address(), activated);
+        Call { product, a, b, factors: dtype, alpha: 1.0, c, beta, d, result: dtype, bias, epilogue }
+    }
+
+    /// `before` is what `activated` holds, plus an FP16 bias.
+    pub fn add(self, gpu: &'static Gpu, bias: Option<View>) {
+        let bias = bias.map(|bias| bias.address());
+        gpu.product(self.call(Before { beta: 1.0, c: self.activated, bias }));
+    }
+}
+
+/// [`super::frozen_nn_activated`] with GELU as one product; false, with nothing done, where there is no such product.
+pub fn frozen_nn_gelu(
+    gpu: &'static Gpu,
+    x: View,
+    w: Matrix,
+    start: InitialValue,
+    (y, activated): (ViewMut, ViewMut),
+    n: usize,
+) -> bool {
+    let bias = match start {
+        InitialValue::Keep => return false,
+        InitialValue::Zero => None,
+        InitialValue::Bias(bias) | InitialValue::Residual(_, bias) => Some(bias),
+    };
+    let bias = bias.filter(|_| y.dtype() == DType::F16);
+    let Some(product) = GeluProduct::new(gpu, x, w, bias, (&y, &activated), n) else { return false };
+    // The start is added in the place of the result; y is written by the epilogue alone.
+    let before = before(gpu, start, &activated, n, w.cols);
+    gpu.product(product.call(before));
+    true
+}
+
+/// [`super::frozen_nt_derived`] with GELU as one product; false, with nothing done, where the product has no such epilogue.
+pub fn frozen_nt_gelu_gradient(
+    gpu: &'static Gpu,
+    dy: View,
+    w: Matrix,
+    start: InitialValue,
+    (d, x): (ViewMut, View),
+    n: usize,
+) -> bool {
+    let (rows, cols, dtype) = (w.rows, w.cols, dy.dtype());
+    assert!(w.data.len() >= rows * cols && dy.len() >= n * cols, "shapes of a frozen product");
+    assert!(d.len() >= n * rows && x.len() >= n * rows, "shapes of a frozen product");
+    let beta = match start {
+        InitialValue::Zero => 0.0,
+        InitialValue::Keep => 1.0,
+        InitialValue::Bias(_) | InitialValue::Residual(..) => return false,
+    };
+    let side = SideMatrix { address: x.address(), ld: rows };
+    let (a, b, d) = (w.data.address(), dy.address(), d.address());
+    let call = Call {
+        product: GemmLayout::nt(n, rows, cols),
+        a,
+        b,
+        factors: dtype,
+        alpha: 1.0,
+        c: d,
+        beta,
+        d,
+        result: dtype,
+        bias: None,
+        epilogue: Epilogue::GeluGradient(side),
+    };
+    if n == 0 || !has(gpu, w, &call) {
+        return false;
+    }
+    gpu.product(call);
+    true
+}
+
+/// Whether a product with an epilogue reads W as it is and the library has it.
+fn has(gpu: &'static Gpu, w: Matrix, call: &Call) -> bool {
+    let taken = call.epilogue.is_taken(call.result) && w.data.dtype() == call.factors;
+    gpu.fuses() && taken && gpu.has_product(call)
+}
+
+/// `to (rows, cols) += alpha left^T right` of `left (n, rows)`, whose rows are `lefts` apart, and `right (n, cols)`, whose
+/// rows are `rights` apart; `to` is FP32.
+pub fn add_transposed_product(
+    gpu: &'static Gpu,
+    (left, lefts): (View, usize),
+    (right, rights): (View, usize),
+    alpha: f32,
+    to: ViewMut,
+    (n, rows, cols): Sizes,
+) {
+    assert!(left.dtype() == right.dtype() && to.dtype() == DType::F32, "types of a gradient");
+    assert!(
+        left.len() >= n * lefts && right.len() >= n * rights && to.len() >= rows * cols,
+        "shapes of a gradient"
+    );
+    let product =
+        GemmLayout::of((rows, cols, n), FactorLayout::transposed(lefts), FactorLayout::plain(rights), cols);
+    let (a, b, d) = (right.address(), left.address(), to.address());
+    gpu.product(Call {
+        product,
+        a,
+        b,
+        factors: left.dtype(),
+        alpha,
+        c: d,
+        beta: 1.0,
+        d,
+        result: DType::F32,
+        bias: None,
+        epilogue: Epilogue::None,
     });
 }
 
@@ -155,7 +342,19 @@ type Sizes = (usize, usize, usize);
 fn dense(gpu: &'static Gpu, product: GemmLayout, a: View, b: View, d: &ViewMut, beta: f32) {
     let (a, b, d) = (a.address(), b.address(), d.address());
     let (factors, result) = (DType::F32, DType::F32);
-    gpu.product(Call { product, a, b, factors, c: d, beta, d, result, bias: None });
+    gpu.product(Call {
+        product,
+        a,
+        b,
+        factors,
+        c: d,
+        beta,
+        d,
+        result,
+        bias: None,
+        alpha: 1.0,
+        epilogue: Epilogue::None,
+    });
 }
 
 pub fn dense_forward(gpu: &'static Gpu, x: View, w: View, b: View, y: ViewMut, (n, inputs, outputs): Sizes) {

@@ -16,7 +16,7 @@ use crate::{
 /// A frozen matrix `(rows, cols)`: FP16, or codes with scales as [`q8`] describes them.
 #[derive(Clone, Copy)]
 pub struct Matrix<'a> {
-    /// The elements, FP16 or I8.
+    /// The elements, FP16 or I8; on a device rows of zeros may follow.
     pub data: View<'a>,
     /// Scales of the blocks, `(rows, blocks)` in FP16, where the elements are codes.
     pub scales: Option<View<'a>>,
@@ -92,6 +92,11 @@ impl<'a> Matrix<'a> {
         }
     }
 
+    /// The matrix with the rows of zeros that follow it.
+    pub fn padded(self) -> Self {
+        Self { rows: self.data.len() / self.cols.max(1), ..self }
+    }
+
     /// One row of a matrix in rows.
     ///
     /// # Panics
@@ -111,7 +116,7 @@ impl<'a> Matrix<'a> {
     pub fn to_floats(self) -> Vec<f32> {
         let (values, codes, factors);
         let elements = match (self.scales, self.layout) {
-            (None, Layout::Rows) => return self.data.to_floats(),
+            (None, Layout::Rows) => return self.data.slice(0, self.rows * self.cols).to_floats(),
             (None, Layout::Strips) => {
                 values = self.data.to_vec::<f16>();
                 Elements::Strips(&values, self.rows)

@@ -9,6 +9,7 @@
 //! | [`frozen_nn`] | `y (n, cols) = x (n, rows) W (rows, cols)` | forward of a layer, backward of the head |
 //! | [`frozen_nt`] | `y (n, rows) = x (n, cols) W^T` | backward of a layer, forward of the head |
 
+use super::activation::{self, Activation};
 use crate::device::{Device, View, ViewMut};
 
 mod cpu;
@@ -87,6 +88,51 @@ pub fn frozen_nt(x: View, w: Matrix, start: InitialValue, y: ViewMut, n: usize) 
         #[cfg(feature = "cuda")]
         Device::Cuda(gpu) => cuda::frozen_nt(gpu, x, w, start, (y, w.rows), n),
     }
+}
+
+/// `y (n, cols) = start + x (n, rows) W`, and `activated (n, cols) = f(y)`. Where a device does both in one pass, f sees
+/// y before it is rounded.
+pub fn frozen_nn_activated(
+    x: View,
+    w: Matrix,
+    start: InitialValue,
+    y: ViewMut,
+    (f, activated): (Activation, ViewMut),
+    n: usize,
+) {
+    let mut y = y;
+    #[cfg(feature = "cuda")]
+    let mut activated = activated;
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(gpu) = y.device()
+        && f == Activation::GeluTanh
+        && cuda::frozen_nn_gelu(gpu, x, w, start, (y.reborrow(), activated.reborrow()), n)
+    {
+        return;
+    }
+    frozen_nn(x, w, start, y.reborrow(), n);
+    activation::forward(f, y.as_view(), activated);
+}
+
+/// `d (n, rows) = (start + dy (n, cols) W^T) * f'(x)`: the gradient of x where the layer's input was f(x (n, rows)).
+pub fn frozen_nt_derived(
+    dy: View,
+    w: Matrix,
+    start: InitialValue,
+    d: ViewMut,
+    (f, x): (Activation, View),
+    n: usize,
+) {
+    let mut d = d;
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(gpu) = d.device()
+        && f == Activation::GeluTanh
+        && cuda::frozen_nt_gelu_gradient(gpu, dy, w, start, (d.reborrow(), x), n)
+    {
+        return;
+    }
+    frozen_nt(dy, w, start, d.reborrow(), n);
+    activation::backward(f, x, d);
 }
 
 /// Sizes of a dense layer `y (n, outputs) = x (n, inputs) W^T + b` with FP32 `W (outputs, inputs)` and

@@ -48,19 +48,23 @@ impl Block<'_> {
         if self.reads_input(Site::MlpProj) {
             activation::forward(kind, inner, workspace.shared.activated_mut().slice(0, n * f));
         }
-        let (activated, d_activated) = workspace.shared.wide_mut();
+        let (activated, d_inner) = workspace.shared.wide_mut();
         // Nothing of it where no adapter needs it.
         let activated = activated.slice(0, activated.len().min(n * f));
-        let d_activated = Some(d_activated.slice(0, n * f));
+        let d_inner = Some(d_inner.slice(0, n * f));
         self.linear_backward(
             Site::MlpProj,
             rows!(back.grad, n, c),
             activated,
             kept,
-            SiteGradients { d_xa: &mut back.d_xa, scaled: &mut workspace.scaled, dx: d_activated },
+            SiteGradients {
+                d_xa: &mut back.d_xa,
+                scaled: &mut workspace.scaled,
+                dx: d_inner,
+                input_of: Some((kind, inner)),
+            },
             to,
         );
-        activation::backward(kind, inner, workspace.shared.wide_mut().1.slice(0, n * f));
 
         let middle = rows!(kept.outputs.middle, n, c);
         let (binding, norm) = self.norm(self.group(), Site::CFc);
@@ -74,8 +78,7 @@ impl Block<'_> {
         }
         let d_normed = rows!(mut back.narrow, n, c);
         let (d_inner, normed) = (workspace.shared.wide().slice(0, n * f), rows!(workspace.normed, n, c));
-        let buffers =
-            SiteGradients { d_xa: &mut back.d_xa, scaled: &mut workspace.scaled, dx: Some(d_normed) };
+        let buffers = SiteGradients::new(&mut back.d_xa, &mut workspace.scaled, Some(d_normed));
         self.linear_backward(Site::CFc, d_inner, normed, kept, buffers, to);
         let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.statistics.stats_2, n, 2));
         let middle = rows!(kept.outputs.middle, n, c);
@@ -112,7 +115,7 @@ impl Block<'_> {
         let wants_dx = input_gradient || binding.trains() || self.needs_dx(Site::CAttn);
         let d_normed = wants_dx.then(|| rows!(mut back.narrow, n, c));
         let (d_qkv, normed) = (workspace.shared.wide().slice(0, n * 3 * c), rows!(workspace.normed, n, c));
-        let buffers = SiteGradients { d_xa: &mut back.d_xa, scaled: &mut workspace.scaled, dx: d_normed };
+        let buffers = SiteGradients::new(&mut back.d_xa, &mut workspace.scaled, d_normed);
         self.linear_backward(Site::CAttn, d_qkv, normed, kept, buffers, to);
         let (d_normed, stats) = (rows!(back.narrow, n, c), rows!(kept.statistics.stats_1, n, 2));
         binding.gradients(d_normed, x, stats, to.store.reborrow());
@@ -138,8 +141,7 @@ impl Block<'_> {
             rows!(mut back.narrow, m, c)
         };
         let dy = rows!(back.grad, m, c);
-        let buffers =
-            SiteGradients { d_xa: &mut back.d_xa, scaled: &mut workspace.scaled, dx: Some(d_mixed) };
+        let buffers = SiteGradients::new(&mut back.d_xa, &mut workspace.scaled, Some(d_mixed));
         self.linear_backward(Site::AttnProj, dy, mixed, kept, buffers, to);
         if let Some(wanted) = self.wanted {
             spread(rows!(workspace.normed, m, c), wanted, rows!(mut back.narrow, n, c), c);

@@ -213,6 +213,15 @@ impl Weights {
         self.linears_mut().for_each(|linear| linear.weight.data.round_to_bf16_on_device());
     }
 
+    /// Has rows of zeros follow a head without codes on a device, up to a multiple of `rows`.
+    pub fn pad_head_on_device(&mut self, rows: usize) {
+        let head = self.head.as_mut().unwrap_or(&mut self.wte);
+        if head.scales.is_some() {
+            return;
+        }
+        head.data.pad_on_device((head.rows.next_multiple_of(rows) - head.rows) * head.cols);
+    }
+
     /// Brings tensors to `device`, one after another: all of them, or all but those of the blocks. What was mapped of
     /// files and is not needed any more is let go.
     ///

@@ -1,0 +1,164 @@
+//! CUDA side of a delta that is fused into the frozen product: one launch makes `x A^T` and what the product then adds to, in both
+//! directions, on tensor cores; the gradients of A and B are products of the library.
+//!
+//! | launch | reads | writes |
+//! |---|---|---|
+//! | `delta_start` | x, A, B, residual | xa, `residual + s xa B^T` in the place of y |
+//! | product | x, W, y | `y + x W + b`, perhaps GELU of it |
+//! | `delta_back` | dy, A, B | d_xa, `s d_xa A` in the place of dx |
+//! | product | dy, W, dx | `dx + dy W^T`, perhaps times the derivative of GELU |
+//! | two products | dy, xa; d_xa, x | `dB += s dy^T xa`, `dA += s d_xa^T x` |
+//!
+//! xa and d_xa are of the type of the activations, `(n, R)` with R the rank rounded up to 8 or 16.
+
+use super::{
+    AdaptedLinear, BackwardBuffers, Delta, ForwardBuffers, SavedProducts, Summands,
+    device_scratch::fused_rank,
+};
+use crate::{
+    device::{
+        DType, View, ViewMut,
+        cuda::{Argument, Gpu, Grid, arguments, named},
+    },
+    kernels::{
+        activation::{self, Activation},
+        matmul::{self, InitialValue, cuda::GeluProduct, device_scratch::SMALL_BATCH},
+    },
+};
+
+/// The only delta of a layer, where it is fused into the product.
+#[derive(Clone, Copy)]
+pub struct FusedDelta<'a> {
+    delta: &'a Delta,
+    a: View<'a>,
+    b: View<'a>,
+    inputs: usize,
+    outputs: usize,
+    /// The rank rounded up.
+    ranks: usize,
+    n: usize,
+}
+
+impl<'a> FusedDelta<'a> {
+    /// The delta of `linear`, if it is the only one, on all columns and tokens, without vectors of its own or an input that
+    /// is scaled or dropped, of a rank that the kernels have, and activations `dtype` and weights are of one 16-bit type.
+    pub fn of(gpu: &'static Gpu, linear: &AdaptedLinear<'a>, dtype: DType, n: usize) -> Option<Self> {
+        let (inputs, outputs) = (linear.inputs(), linear.outputs());
+        let [delta] = linear.deltas else { return None };
+        let ranks = fused_rank(delta.rank)?;
+        let whole =
+            delta.columns == (0..outputs) && delta.tokens.as_ref().is_none_or(|tokens| *tokens == (0..n));
+        let plain = !delta.scales() && linear.dropout.p == 0.0 && linear.vectors.u.is_empty();
+        // Products of coded weights have steps of their own.
+        let multiplied_as_it_is = linear.layer.weight.data.dtype() == dtype;
+        let fits = inputs.is_multiple_of(8) && outputs.is_multiple_of(8) && n > SMALL_BATCH;
+        let fuses = gpu.fuses()
+            && dtype.size() == 2
+            && multiplied_as_it_is
+            && whole
+            && plain
+            && fits
+            && !delta.transposed;
+        fuses.then(|| Self {
+            delta,
+            a: linear.values.slice(delta.a, delta.rank * inputs),
+            b: linear.values.slice(delta.b, delta.rank * outputs),
+            inputs,
+            outputs,
+            ranks,
+            n,
+        })
+    }
+
+    /// `xa` and, with `y`, what the product adds to.
+    fn start(
+        self,
+        gpu: &'static Gpu,
+        x: View,
+        xa: View,
+        (residual, bias): (Option<View>, Option<View>),
+        y: Option<&ViewMut>,
+    ) {
+        let Self { delta, a, b, inputs, outputs, n, .. } = self;
+        assert!(x.len() >= n * inputs && xa.len() >= n * self.ranks, "shapes of a delta");
+        assert!(y.is_none_or(|y| y.len() >= n * outputs), "shapes of a delta");
+        let y = y.map_or(Argument::NULL, Argument::from);
+        let [n_, inputs, outputs, rank] = [n, inputs, outputs, delta.rank].map(Argument::int);
+        let arguments = arguments![x, a, b, xa, residual, bias, y, n_, inputs, outputs, rank, delta.scale];
+        let grid = Grid::row(n.div_ceil(32), 128);
+        gpu.launch(&super::cuda::IMAGE, &named("delta_start", x.dtype()), grid, arguments);
+    }
+
+    /// xa of a forward alone, to the same bits.
+    pub fn xa(self, gpu: &'static Gpu, x: View, xa: ViewMut) {
+        self.start(gpu, x, xa.as_view().typed(x.dtype()), (None, None), None);
+    }
+
+    /// As [`super::cuda::forward`].
+    pub fn forward(self, gpu: &'static Gpu, of: Summands, x: View, to: ForwardBuffers) {
+        let ForwardBuffers { xa, y, activated, .. } = to;
+        let (n, weight, dtype) = (self.n, of.linear.layer.weight, x.dtype());
+        let (residual, bias) = match of.start {
+            InitialValue::Zero => (None, None),
+            InitialValue::Keep => (Some(y.as_view()), None),
+            InitialValue::Bias(bias) => (None, Some(bias)),
+            InitialValue::Residual(residual, bias) => (Some(residual), Some(bias)),
+        };
+        // The product has a bias of its own type alone.
+        let (in_product, before) = if dtype == DType::F16 { (bias, None) } else { (None, bias) };
+        let xa = xa.as_view().typed(dtype);
+        if let Some((Activation::GeluTanh, to)) = &activated
+            && let Some(product) = GeluProduct::new(gpu, of.input, weight, in_product, (&y, to), n)
+        {
+            self.start(gpu, x, xa, (residual, before), Some(to));
+            return product.add(gpu, in_product);
+        }
+        self.start(gpu, x, xa, (residual, before), Some(&y));
+        let mut y = y;
+        matmul::cuda::add_frozen_nn(gpu, of.input, weight, in_product, y.reborrow(), n);
+        if let Some((f, to)) = activated {
+            activation::forward(f, y.as_view(), to);
+        }
+    }
+
+    /// Backward of the frozen product and of the delta: `dy (n, out)` is the gradient of what g multiplies.
+    pub fn backward(
+        self,
+        gpu: &'static Gpu,
+        linear: &AdaptedLinear,
+        (dy, x): (View, View),
+        saved: SavedProducts,
+        to: BackwardBuffers,
+    ) {
+        let Self { delta, a, b, inputs, outputs, ranks, n } = self;
+        let BackwardBuffers { mut grads, d_xa, dx, .. } = to;
+        let (xa, d_xa) = (saved.xa.typed(dy.dtype()), d_xa.as_view().typed(dy.dtype()));
+        assert!(
+            dy.len() >= n * outputs && d_xa.len() >= n * ranks && xa.len() >= n * ranks,
+            "shapes of a delta"
+        );
+        assert!(dx.as_ref().is_none_or(|dx| dx.len() >= n * inputs), "shapes of a delta");
+        let place = dx.as_ref().map_or(Argument::NULL, Argument::from);
+        let [n_, inputs_, outputs_, rank] = [n, inputs, outputs, delta.rank].map(Argument::int);
+        let arguments = arguments![dy, a, b, d_xa, place, n_, inputs_, outputs_, rank, delta.scale];
+        let grid = Grid::row(n.div_ceil(32), 128);
+        gpu.launch(&super::cuda::IMAGE, &named("delta_back", dy.dtype()), grid, arguments);
+        if let Some(dx) = dx {
+            let weight = linear.layer.weight;
+            match saved.input_of {
+                Some(f) => matmul::frozen_nt_derived(dy, weight, InitialValue::Keep, dx, f, n),
+                None => matmul::frozen_nt(dy, weight, InitialValue::Keep, dx, n),
+            }
+        }
+        if !delta.b_frozen {
+            let to = grads.reborrow().slice(delta.b, outputs * delta.rank);
+            let shape = (n, outputs, delta.rank);
+            matmul::cuda::add_transposed_product(gpu, (dy, outputs), (xa, ranks), delta.scale, to, shape);
+        }
+        if !delta.a_frozen {
+            let to = grads.slice(delta.a, delta.rank * inputs);
+            let shape = (n, delta.rank, inputs);
+            matmul::cuda::add_transposed_product(gpu, (d_xa, ranks), (x, inputs), delta.scale, to, shape);
+        }
+    }
+}
