@@ -14,7 +14,7 @@ use engraft::{
 use engraft_util::rng;
 
 use crate::{
-    Line, Report,
+    Line, Report, decoding,
     setup::{Kind, Outcome, Prepared, Recipe, Size, base, start, streamed},
 };
 
@@ -50,6 +50,7 @@ pub fn check(device: Device, types: &[DType], size: Size, report: &mut Report) -
         report.add("micro-batches", micro_batches(&base, size).map(|line| vec![line]));
         report.add("resume", resumed(&base, size));
         report.add("generation", generation(&cpu, &base, size));
+        report.add("launches", decoding::launches(&base, size));
     }
     Ok(())
 }
@@ -251,7 +252,8 @@ fn text(base: &Base, size: Size) -> Vec<u32> {
     (0..size.tokens as u64).map(|at| (rng::bits(9, at) % base.config.vocab as u64) as u32).collect()
 }
 
-fn decoder(base: &Arc<Base>, size: Size) -> Result<Decoder> {
+/// A decoder of two rows with an adapter.
+pub fn decoder(base: &Arc<Base>, size: Size) -> Result<Decoder> {
     let set = Recipe::of(Kind::Both, size).set(base)?;
     let bindings = AdapterBindings::new(&[(&set, 1.0)], base.config.layers)?;
     Decoder::new(Arc::clone(base), bindings, start(&set), 2, size.tokens)

@@ -145,6 +145,15 @@ impl Device {
         }
     }
 
+    /// Kernels and products that were started so far, a recorded graph counting as one; 0 on a CPU.
+    pub fn launches(self) -> usize {
+        match self {
+            Self::Cpu => 0,
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpu) => gpu.launches(),
+        }
+    }
+
     /// Allocates `bytes` of scratch now, so that no kernel has to; does nothing on a CPU.
     ///
     /// # Errors

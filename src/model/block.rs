@@ -5,6 +5,7 @@
 //! MLP) is computed again from what was kept, by the same functions, hence with the same bits.
 
 mod backward;
+mod decode;
 
 use std::ops::Range;
 
@@ -160,9 +161,15 @@ impl<'a> Block<'a> {
         x: View,
         mut buffers: BlockBuffers,
         workspace: &mut Workspace,
-        cache: Option<&mut LayerCache>,
+        mut cache: Option<&mut LayerCache>,
         y: ViewMut,
     ) -> Saved {
+        let mut y = y;
+        if let Some(cache) = &mut cache
+            && self.decode(x, &mut buffers, cache, y.reborrow())
+        {
+            return Saved(buffers);
+        }
         self.attention_half(x, &mut buffers, workspace, cache);
         if self.outputs() > 0 {
             self.mlp_half(&mut buffers, workspace, y);

@@ -1,7 +1,7 @@
 //! Kernels that work row by row, against their twins: embedding, layer norm, gather and scatter, cross-entropy.
 
 use cuda_shim::{Launcher, kernels};
-use engraft::kernels::{head_loss, layernorm::reference};
+use engraft::kernels::{argmax, head_loss, layernorm::reference};
 use half::{bf16, f16};
 
 use crate::{args, harness::*};
@@ -26,6 +26,7 @@ kernels!(
     layernorm_parameters_f16_launch,
     layernorm_parameters_bf16_launch,
     layernorm_parameters_finish_launch,
+    argmax_launch,
     gather_f32_launch,
     gather_f16_launch,
     gather_bf16_launch,
@@ -211,6 +212,28 @@ fn rows_are_gathered_and_scattered() {
     gather_scatter::<f32>(gather_f32_launch, scatter_f32_launch);
     gather_scatter::<f16>(gather_f16_launch, scatter_f16_launch);
     gather_scatter::<bf16>(gather_bf16_launch, scatter_bf16_launch);
+}
+
+#[test]
+fn argmax_takes_what_its_twin_takes() {
+    let v = 1043;
+    let mut logits: Vec<f32> = numbers(1, 7 * v).iter().map(|x| (x * 9.0) as f32).collect();
+    // Equal ones far apart and side by side, of both signs of zero, and some that are not finite.
+    (logits[700], logits[v - 1], logits[v + 32], logits[v + 31]) = (10.0, 10.0, 10.0, 10.0);
+    logits[2 * v..3 * v].fill(-0.0);
+    logits[2 * v + 5] = 0.0;
+    (logits[3 * v + 900], logits[3 * v + 40]) = (f32::INFINITY, f32::NAN);
+    logits[4 * v + 1] = f32::NEG_INFINITY;
+    logits[5 * v..6 * v].fill(f32::MIN);
+    let expected: Vec<argmax::Largest> = logits.chunks(v).map(argmax::reference::row).collect();
+    let device = Device::<f32>::new(&logits);
+    for (threads, seed) in [(1024, 1), (32, 2), (256, 3)] {
+        let to = Device::<u32>::poisoned(2 * 7);
+        run(argmax_launch, [7, 1, 1], threads, 0, seed, args![device.head(), to.head(), v as i32]);
+        for (numbers, expected) in to.get().chunks(2).zip(&expected) {
+            assert_eq!(numbers, [expected.id, expected.logit.to_bits()]);
+        }
+    }
 }
 
 /// The twin computes logits itself; a head that is the identity makes them the hidden states.

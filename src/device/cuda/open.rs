@@ -69,6 +69,7 @@ impl Gpu {
             allowed: Mutex::default(),
             most_shared,
             waits: AtomicBool::new(false),
+            launches: AtomicUsize::new(0),
             products,
             failure: Mutex::default(),
             held: AtomicUsize::new(0),

@@ -13,16 +13,16 @@ static IMAGE: Image = image!("attention");
 /// [`Heads`] in the layout of shape.cuh.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct RawHeads {
+pub struct RawHeads {
     data: u64,
     row: i64,
     batch: i64,
 }
 
 impl RawHeads {
-    const NONE: Self = Self { data: 0, row: 0, batch: 0 };
+    pub const NONE: Self = Self { data: 0, row: 0, batch: 0 };
 
-    fn of(heads: Heads) -> Self {
+    pub fn of(heads: Heads) -> Self {
         Self { data: heads.data.address(), row: heads.row as i64, batch: heads.batch as i64 }
     }
 
@@ -45,7 +45,7 @@ struct RawShape {
     scale: f32,
 }
 
-fn raw_shape(shape: Shape, scale: f32) -> Argument {
+pub fn raw_shape(shape: Shape, scale: f32) -> Argument {
     let Shape { batch, queries, past, heads, width, prefix, .. } = shape;
     let [batch, queries, past, heads, width, prefix] =
         [batch, queries, past, heads, width, prefix].map(|size| i32::try_from(size).unwrap_or(-1));
