@@ -48,8 +48,8 @@ struct Own {
   int query[2][2];
   Sight sight[2][2];
 
-  /// Whether all of them see all columns `at .. at + 64`: one branch for the warp, since matrix instructions must not run
-  /// with diverged lanes.
+  /// Whether all of them see all columns `at .. at + 64`: one branch for the warp, since matrix instructions must not
+  /// run with diverged lanes.
   __device__ __forceinline__ bool all_see(int at) const {
     bool all = true;
 #pragma unroll
@@ -205,8 +205,8 @@ template <class T> __device__ __forceinline__ float quad_dot(const T *dout, cons
   return quad_sum(sum);
 }
 
-/// The dq third of d_qkv (b, t, 3 h d), as in `attention_dq`, and delta (b, h, t) = do out, which `attention_dkv_mma` reads.
-/// Grid: (ceil(t / 128), h, b) blocks of 128.
+/// The dq third of d_qkv (b, t, 3 h d), as in `attention_dq`, and delta (b, h, t) = do out, which `attention_dkv_mma`
+/// reads. Grid: (ceil(t / 128), h, b) blocks of 128.
 template <class T>
 __device__ void attention_dq_mma(Operands<T> all, const unsigned *starts, Shape s, const T *dout, const T *out,
                                  const float *lse, float *delta, T *d_qkv) {

@@ -6,15 +6,15 @@
 //   4. decode_norm_product: shares of ln_2(middle) W of c_fc, and of x A^T
 //   5. decode_add_activated: joins them, applies the activation, y = middle + mlp.c_proj(..)
 //
-// Shares of a sum are added in order, by the launch that reads them or by the block of their tile that ends last: no sum
-// depends on which one that is, on the number of rows, or on the place of a row.
+// Shares of a sum are added in order, by the launch that reads them or by the block of their tile that ends last: no
+// sum depends on which one that is, on the number of rows, or on the place of a row.
 #include "activation/value.cuh"
 #include "attention/plain.cuh"
 #include "layernorm/rows.cuh"
 #include "tile.cuh"
 
-/// `extern "C"` kernels of the template `name<rows, T>`: for up to 8 rows, and `name_row` for one, which takes half of the
-/// registers. T is the type of activations in both lists.
+/// `extern "C"` kernels of the template `name<rows, T>`: for up to 8 rows, and `name_row` for one, which takes half
+/// of the registers. T is the type of activations in both lists.
 #define EXPORT_ROWS(name, parameters, arguments)                                                                 \
   EXPORT_FOR(name, name, ROWS, parameters, arguments)                                                            \
   EXPORT_FOR(name##_row, name, 1, parameters, arguments)
@@ -48,9 +48,9 @@ __device__ __forceinline__ void statistics(const T *x, int row, int c, float eps
   rstd = 1.f / sqrtf(warp_sum(squares) / c + epsilon);
 }
 
-/// parts (splits, n, cols): shares of norm(x (n, inputs)) w (inputs, cols), of `size` rows of w each; and xa (splits, n,
-/// ranks) those of norm(x) A^T. Grid: (ceil(cols / 64), splits) blocks of 256, one more in x where there are deltas;
-/// n size floats of shared memory.
+/// parts (splits, n, cols): shares of norm(x (n, inputs)) w (inputs, cols), of `size` rows of w each; and xa (splits,
+/// n, ranks) those of norm(x) A^T. Grid: (ceil(cols / 64), splits) blocks of 256, one more in x where there are
+/// deltas; n size floats of shared memory.
 template <int N, class T>
 __device__ void decode_norm_product(const T *x, Parameter gain, Parameter bias, float epsilon, const Weight<T> *w,
                                     float *parts, float *xa, int n, int inputs, int cols, int size, GivenDeltas given) {
@@ -91,12 +91,12 @@ __device__ void decode_norm_product(const T *x, Parameter gain, Parameter bias, 
   }
 }
 EXPORT_ROWS(decode_norm_product,
-            (const T *x, Parameter gain, Parameter bias, float epsilon, const Weight<T> *w, float *parts, float *xa, int n,
-             int inputs, int cols, int size, DELTAS(d)),
+            (const T *x, Parameter gain, Parameter bias, float epsilon, const Weight<T> *w, float *parts, float *xa,
+             int n, int inputs, int cols, int size, DELTAS(d)),
             (x, gain, bias, epsilon, w, parts, xa, n, inputs, cols, size, ALL_DELTAS(d)))
 
-/// A product of which the shares are still to be added: parts (splits, n, cols) + bias (cols), and xa (splits, n, ranks) of
-/// its deltas.
+/// A product of which the shares are still to be added: parts (splits, n, cols) + bias (cols), and xa (splits, n,
+/// ranks) of its deltas.
 struct Open {
   const float *parts, *xa;
   const half_t *bias;
@@ -109,14 +109,15 @@ template <class T> struct CacheOf {
   i64 row;
 };
 
-/// Rows of the batch: `rows` from `first` on, of `n` in all. For each, the number of tokens in the cache and its row there.
+/// Rows of the batch: `rows` from `first` on, of `n` in all. For each, the number of tokens in the cache and its row
+/// there.
 struct Rows {
   const unsigned *counts, *slots;
   int first, n;
 };
 
-/// out (n, h d) of one query for each row of a group, whose keys are cut into shares of at most `most`; queries, keys and
-/// values of the tokens are what `open` leaves. parts (n, h, splits, d + 2). Keys and values go to the cache.
+/// out (n, h d) of one query for each row of a group, whose keys are cut into shares of at most `most`; queries, keys
+/// and values of the tokens are what `open` leaves. parts (n, h, splits, d + 2). Keys and values go to the cache.
 /// Grid: (splits, h, rows) blocks of 128; 5 d + 8 + ranks floats of shared memory.
 template <class T>
 __device__ void decode_attend(Open open, CacheOf<T> cache, Heads<T> pk, Heads<T> pv, Shape s, Rows rows, int most,
@@ -150,21 +151,22 @@ __device__ void decode_attend(Open open, CacheOf<T> cache, Heads<T> pk, Heads<T>
   }
   __syncthreads();
   Heads<T> none = {nullptr, 0, 0};
-  Operands<T> head = {none, {cache.k + cached, c, 0}, {cache.v + cached, c, 0}, pk.head(0, h, s.width), pv.head(0, h, s.width)};
+  Heads<T> k = {cache.k + cached, c, 0}, v = {cache.v + cached, c, 0};
+  Operands<T> head = {none, k, v, pk.head(0, h, s.width), pv.head(0, h, s.width)};
   Softmax softmax = attend(head, q, own, s, 0, begin + warp() * 32, end, 128);
   if (lane() == 0) own[s.width] = softmax.most, own[s.width + 1] = softmax.sum;
   __syncthreads();
   i64 at = i64(row) * s.heads + h;
   parts += at * gridDim.x * line, out += at * s.width;
-  if (shares == 1)
-    return join_parts(memory, 4, s.width, [&](int e, float, float sum, float value) { out[e] = narrow<T>(value / sum); });
+  auto write = [&](int e, float, float sum, float value) { out[e] = narrow<T>(value / sum); };
+  if (shares == 1) return join_parts(memory, 4, s.width, write);
   float *to = parts + blockIdx.x * line;
   join_parts(memory, 4, s.width, [&](int e, float largest, float sum, float value) {
     to[e] = value;
     if (e == 0) to[s.width] = largest, to[s.width + 1] = sum;
   });
   if (!is_last(tickets + at, shares)) return;
-  join_parts(parts, shares, s.width, [&](int e, float, float sum, float value) { out[e] = narrow<T>(value / sum); });
+  join_parts(parts, shares, s.width, write);
 }
 EXPORT(decode_attend,
        (Open open, CacheOf<T> cache, Heads<T> pk, Heads<T> pv, Shape shape, Rows rows, int most, float *parts,
@@ -176,18 +178,19 @@ struct Sizes {
   int n, inputs, cols, size;
 };
 
-/// Where shares of a product wait for the last block of their tile: parts (splits, n, cols), xa (tiles, splits, n, ranks),
-/// tickets (tiles).
+/// Where shares of a product wait for the last block of their tile: parts (splits, n, cols), xa (tiles, splits, n,
+/// ranks), tickets (tiles).
 struct Joint {
   float *parts, *xa;
   unsigned *tickets;
 };
 
-/// y (n, cols) = residual (n, cols) + bias + in w + deltas; `input(row, column)` is element of `in`. Shared memory, which
-/// `input` may use from `in + n * size` on: n size floats, and after them n ranks.
+/// y (n, cols) = residual (n, cols) + bias + in w + deltas; `input(row, column)` is element of `in`. Shared memory,
+/// which `input` may use from `in + n * size` on: n size floats, and after them n ranks.
 template <int N, class T, class Prepare, class In>
-__device__ __forceinline__ void add_product(const Prepare &prepare, const In &input, const Weight<T> *w, const T *residual,
-                                            const half_t *bias, T *y, Sizes s, Joint joint, const Deltas &deltas) {
+__device__ __forceinline__ void add_product(const Prepare &prepare, const In &input, const Weight<T> *w,
+                                            const T *residual, const half_t *bias, T *y, Sizes s, Joint joint,
+                                            const Deltas &deltas) {
   DYNAMIC_SHARED(float, in); // (n, size), then (n, ranks)
   Share share = Share::of(s.inputs, s.size);
   Tile<N, Weight<T>> tile;
@@ -228,7 +231,8 @@ __device__ void decode_add(const T *x, const Weight<T> *w, const T *residual, co
   add_product<N>([] {}, input, w, residual, bias, y, s, joint, deltas);
 }
 EXPORT_ROWS(decode_add,
-            (const T *x, const Weight<T> *w, const T *residual, const half_t *bias, T *y, Sizes sizes, Joint joint, DELTAS(d)),
+            (const T *x, const Weight<T> *w, const T *residual, const half_t *bias, T *y, Sizes sizes, Joint joint,
+             DELTAS(d)),
             (x, w, residual, bias, y, sizes, joint, ALL_DELTAS(d)))
 
 /// The value of an activation function by its number.
@@ -245,8 +249,8 @@ __device__ __forceinline__ float activated(int kind, float x) {
 /// The same with x = f(what `open` leaves), whose deltas are b0 to b7; n more floats of shared memory for each of their
 /// ranks.
 template <int N, class T>
-__device__ void decode_add_activated(int kind, Open open, const Weight<T> *w, const T *residual, const half_t *bias, T *y,
-                                     Sizes s, Joint joint, GivenDeltas given_before, GivenDeltas given) {
+__device__ void decode_add_activated(int kind, Open open, const Weight<T> *w, const T *residual, const half_t *bias,
+                                     T *y, Sizes s, Joint joint, GivenDeltas given_before, GivenDeltas given) {
   SHARED(Deltas, before);
   SHARED(Deltas, deltas);
   before.take(given_before);
@@ -267,6 +271,6 @@ __device__ void decode_add_activated(int kind, Open open, const Weight<T> *w, co
   add_product<N>(prepare, input, w, residual, bias, y, s, joint, deltas);
 }
 EXPORT_ROWS(decode_add_activated,
-            (int kind, Open open, const Weight<T> *w, const T *residual, const half_t *bias, T *y, Sizes sizes, Joint joint,
-             DELTAS(b), DELTAS(d)),
+            (int kind, Open open, const Weight<T> *w, const T *residual, const half_t *bias, T *y, Sizes sizes,
+             Joint joint, DELTAS(b), DELTAS(d)),
             (kind, open, w, residual, bias, y, sizes, joint, ALL_DELTAS(b), ALL_DELTAS(d)))

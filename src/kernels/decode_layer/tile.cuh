@@ -1,5 +1,5 @@
-// Products of up to 8 rows with a frozen matrix W (rows, cols), cut into shares of the rows of W and tiles of 64 columns;
-// and the low-rank deltas beside them.
+// Products of up to 8 rows with a frozen matrix W (rows, cols), cut into shares of the rows of W and tiles of 64
+// columns; and the low-rank deltas beside them.
 //
 // A block asks for its weights before it makes its inputs, so that both wait for memory at the same time.
 #pragma once
@@ -14,8 +14,8 @@ constexpr int GROUPS = THREADS / LANES;   // rows of W that a block reads by one
 constexpr int AHEAD = 4;                  // such reads that are on their way together
 constexpr int STEP = GROUPS * AHEAD;      // rows of W
 
-/// A low-rank delta, scale (x A^T) B^T on `columns` columns from `first` on, for `rows` rows of the batch from `row` on; none
-/// where the rank is 0. A (rank, inputs), B (columns, rank).
+/// A low-rank delta, scale (x A^T) B^T on `columns` columns from `first` on, for `rows` rows of the batch from `row`
+/// on; none where the rank is 0. A (rank, inputs), B (columns, rank).
 struct Delta {
   const float *a, *b;
   float scale;
@@ -35,8 +35,8 @@ struct GivenDeltas {
   Delta at[MOST_DELTAS];
 };
 
-/// The deltas of a site, in order, in shared memory: loops over them need not be unrolled. Their x A^T (n, ranks) are side
-/// by side.
+/// The deltas of a site, in order, in shared memory: loops over them need not be unrolled. Their x A^T (n, ranks) are
+/// side by side.
 struct Deltas {
   Delta at[MOST_DELTAS];
 

@@ -45,8 +45,8 @@ __device__ __forceinline__ float run_squares(const float (&v)[WIDE], float mean,
   return sum;
 }
 
-/// Totals over a row (c) of N values of each run; 0 in `own` where there is no run. 128 N bytes of shared memory for each
-/// line of the row, and every thread of the block.
+/// Totals over a row (c) of N values of each run; 0 in `own` where there is no run. 128 N bytes of shared memory for
+/// each line of the row, and every thread of the block.
 ///
 /// A lane adds its runs line by line and then the lanes are added as in `warp_sum`: the order follows from c alone.
 template <int N> __device__ __forceinline__ void row_sums(const float (&own)[RUNS][N], int c, float (&total)[N]) {
