@@ -13,38 +13,47 @@ use crate::{args, harness::*};
 
 kernels!(
     decode_norm_product_f32_launch,
+    decode_norm_product_row_f32_launch,
     decode_norm_product_f16_launch,
+    decode_norm_product_row_f16_launch,
     decode_norm_product_bf16_launch,
+    decode_norm_product_row_bf16_launch,
     decode_attend_f32_launch,
     decode_attend_f16_launch,
     decode_attend_bf16_launch,
     decode_add_f32_launch,
+    decode_add_row_f32_launch,
     decode_add_f16_launch,
+    decode_add_row_f16_launch,
     decode_add_bf16_launch,
+    decode_add_row_bf16_launch,
     decode_add_activated_f32_launch,
+    decode_add_activated_row_f32_launch,
     decode_add_activated_f16_launch,
+    decode_add_activated_row_f16_launch,
     decode_add_activated_bf16_launch,
+    decode_add_activated_row_bf16_launch,
 );
 
-/// The four kernels of a type of activations.
-type Kernels = [Launcher; 4];
+/// The four kernels of a type of activations, each for a single row and for more.
+type Kernels = [[Launcher; 2]; 4];
 const F32: Kernels = [
-    decode_norm_product_f32_launch,
-    decode_attend_f32_launch,
-    decode_add_f32_launch,
-    decode_add_activated_f32_launch,
+    [decode_norm_product_row_f32_launch, decode_norm_product_f32_launch],
+    [decode_attend_f32_launch; 2],
+    [decode_add_row_f32_launch, decode_add_f32_launch],
+    [decode_add_activated_row_f32_launch, decode_add_activated_f32_launch],
 ];
 const F16: Kernels = [
-    decode_norm_product_f16_launch,
-    decode_attend_f16_launch,
-    decode_add_f16_launch,
-    decode_add_activated_f16_launch,
+    [decode_norm_product_row_f16_launch, decode_norm_product_f16_launch],
+    [decode_attend_f16_launch; 2],
+    [decode_add_row_f16_launch, decode_add_f16_launch],
+    [decode_add_activated_row_f16_launch, decode_add_activated_f16_launch],
 ];
 const BF16: Kernels = [
-    decode_norm_product_bf16_launch,
-    decode_attend_bf16_launch,
-    decode_add_bf16_launch,
-    decode_add_activated_bf16_launch,
+    [decode_norm_product_row_bf16_launch, decode_norm_product_bf16_launch],
+    [decode_attend_bf16_launch; 2],
+    [decode_add_row_bf16_launch, decode_add_bf16_launch],
+    [decode_add_activated_row_bf16_launch, decode_add_activated_bf16_launch],
 ];
 
 /// Columns of a tile.
@@ -261,7 +270,7 @@ fn launch(
     run(kernel, grid, threads, 4 * floats, seed, &mut all);
 }
 
-/// A norm, a product and its deltas in shares; joined by hand.
+/// A norm, a product and its deltas in shares; joined by hand. Returns the shares of the first row.
 fn norm_product<T: Activation>(
     kernels: Kernels,
     n: usize,
@@ -269,7 +278,7 @@ fn norm_product<T: Activation>(
     size: usize,
     trained: bool,
     seed: u64,
-) {
+) -> Vec<f64> {
     let x: Vec<f64> = numbers(1, n * c).iter().map(|x| T::of(3.0 * x + 1.0).wide()).collect();
     let (gain, bias, w) = (rounded::<f16>(2, c), rounded::<f16>(3, c), weights::<T>(4, c, cols));
     let deltas = Lows::new(10, n, c, cols, true);
@@ -285,7 +294,7 @@ fn norm_product<T: Activation>(
         (Device::<f32>::poisoned(splits * n * cols), Device::<f32>::poisoned(splits * n * ranks));
     let sizes = [n, c, cols, size].map(|size| size as i32);
     launch(
-        kernels[0],
+        kernels[0][usize::from(n > 1)],
         [cols.div_ceil(TILE) + 1, splits, 1],
         (256, n * size, seed),
         args![
@@ -308,7 +317,8 @@ fn norm_product<T: Activation>(
         |parts: &[f64], count: usize, at: usize| (0..splits).map(|s| parts[s * count + at]).sum::<f64>();
     let plain = Lows(Vec::new(), c);
     let expected = product(&normed, &w, &vec![0.0; cols], &plain, n, cols);
-    let found: Vec<f64> = (0..n * cols).map(|at| sum(&parts.wide(), n * cols, at)).collect();
+    let parts = parts.wide();
+    let found: Vec<f64> = (0..n * cols).map(|at| sum(&parts, n * cols, at)).collect();
     assert_close(&found, &expected, 1e-5, "shares of a product");
     for row in 0..n {
         for (q, expected) in deltas.xa(&normed, row).into_iter().enumerate().filter(|(_, xa)| !xa.is_nan()) {
@@ -319,6 +329,7 @@ fn norm_product<T: Activation>(
             );
         }
     }
+    (0..splits).flat_map(|split| parts[split * n * cols..][..cols].to_vec()).collect()
 }
 
 #[test]
@@ -409,14 +420,14 @@ fn added<T: Activation>(
     let x_in = Device::<T>::of(&x);
     match function {
         None => launch(
-            kernels[2],
+            kernels[2][usize::from(n > 1)],
             grid,
             (256, n * (size + ranks), seed),
             args![x_in.head(), w_in.head(), r.head(), b.head(), y.head(), sizes, joint],
             &[&deltas],
         ),
         Some((kind, _)) => launch(
-            kernels[3],
+            kernels[3][usize::from(n > 1)],
             grid,
             (256, n * (size + ranks + before.ranks()), seed),
             args![kind, left.open(), w_in.head(), r.head(), b.head(), y.head(), sizes, joint],
@@ -513,7 +524,7 @@ fn attended<T: Activation>(kernels: Kernels, case: Attention, seed: u64) {
     let cache = Cache { k: k.head(), v: v.head(), row: (capacity * c) as i64 };
     let at = Rows { counts: count.head(), slots: slot.head(), first: first as i32, n: n as i32 };
     launch(
-        kernels[1],
+        kernels[1][0],
         [splits, heads, rows],
         (128, 5 * width + 8 + deltas.ranks(), seed),
         args![
@@ -580,5 +591,15 @@ fn attention_joins_its_operands_and_appends_them() {
         attended::<f32>(F32, Attention { width: 24, grid: (1, 200), ..case }, seed);
         attended::<f16>(F16, Attention { counts: [1, 0, 3], prefix: 0, grid: (9, 1), ..case }, seed);
         attended::<f16>(F16, Attention { first: 1, counts: [40, 3, 0], ..case }, seed);
+    }
+}
+
+#[test]
+fn a_row_has_the_same_bits_alone_and_among_others() {
+    let shares = |n| norm_product::<f32>(F32, n, (301, 136), 128, false, 1);
+    let whole = |n| added::<f32>(F32, n, (600, 136), None, false, 1)[..136].to_vec();
+    let (alone, product) = (shares(1), whole(1));
+    for n in [2, 8] {
+        assert!(shares(n) == alone && whole(n) == product, "a row among {n}");
     }
 }
