@@ -145,7 +145,7 @@ impl Device {
         }
     }
 
-    /// Kernels and products that were started so far, a recorded graph counting as one; 0 on a CPU.
+    /// Kernels and products that were started or recorded so far; starting a graph counts as one. 0 on a CPU.
     pub fn launches(self) -> usize {
         match self {
             Self::Cpu => 0,

@@ -211,7 +211,7 @@ impl Gpu {
         self.waits.store(true, Relaxed);
     }
 
-    /// Kernels, products and graphs that were started so far; of those in a graph only the graph.
+    /// Kernels and products that were started or recorded so far; starting a graph counts as one.
     pub fn launches(&self) -> usize {
         self.launches.load(Relaxed)
     }
