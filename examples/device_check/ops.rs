@@ -20,7 +20,7 @@ use engraft::{
 use engraft_util::rng;
 use half::{bf16, f16};
 
-use crate::{Line, Report, embedding, linears, runs::largest_error};
+use crate::{Line, Report, decoding, embedding, linears, runs::largest_error};
 
 /// The device of an op and the type of its activations; `rounded` is the type that inputs are rounded to.
 #[derive(Clone, Copy)]
@@ -92,7 +92,7 @@ impl On {
 pub type Outputs = Vec<(&'static str, Vec<f32>)>;
 type Check = (&'static str, fn(On) -> Result<Outputs>);
 
-const CHECKS: [Check; 25] = [
+const CHECKS: [Check; 27] = [
     ("embed", embedding::tables),
     ("delta of the embedding", embedding::deltas),
     ("virtual tokens", embedding::virtual_tokens),
@@ -116,7 +116,9 @@ const CHECKS: [Check; 25] = [
     ("attention, heads of 20", |on| attentions(on, 20, 71)),
     // More than 48 KiB of shared memory in a block.
     ("attention, heads of 1056", |on| attentions(on, 1056, 9)),
-    ("attention of one query", decoding),
+    ("attention of one query", one_query),
+    ("layer of a decoder", decoding::layers),
+    ("largest logit", decoding::largest),
     ("head and loss", heads),
     ("adamw, both kinds of moments", updates),
 ];
@@ -311,7 +313,7 @@ fn dense_heads(data: View, c: usize) -> Heads {
 
 /// A query in each of two rows after a cache of 300 tokens, appended in two pieces, and a prefix; once more where the
 /// device counts the tokens of each row and says where it is.
-fn decoding(on: On) -> Result<Outputs> {
+fn one_query(on: On) -> Result<Outputs> {
     let (batch, past, heads, width, p, capacity) = (2, 300, 2, 64, 5, 310);
     let c = heads * width;
     let mut caches = [on.room(batch * capacity * c)?, on.room(batch * capacity * c)?];

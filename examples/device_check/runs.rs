@@ -14,7 +14,7 @@ use engraft::{
 use engraft_util::rng;
 
 use crate::{
-    Line, Report,
+    Line, Report, decoding,
     setup::{Kind, Outcome, Prepared, Recipe, Size, base, start, streamed},
 };
 
@@ -56,6 +56,7 @@ pub fn check(device: Device, types: &[DType], size: Size, report: &mut Report) -
         report.add("micro-batches", micro_batches(&base, size).map(|line| vec![line]));
         report.add("resume", resumed(&base, size));
         report.add("generation", generation(&cpu, &base, size));
+        report.add("launches", decoding::launches(&base, size));
     }
     Ok(())
 }
@@ -322,7 +323,8 @@ fn text(base: &Base, size: Size) -> Vec<u32> {
     (0..size.tokens as u64).map(|at| (rng::bits(9, at) % base.config.vocab as u64) as u32).collect()
 }
 
-fn decoder(base: &Arc<Base>, kind: Kind, size: Size) -> Result<Decoder> {
+/// A decoder of two rows with an adapter.
+pub fn decoder(base: &Arc<Base>, kind: Kind, size: Size) -> Result<Decoder> {
     let set = Recipe::of(kind, size).set(base)?;
     let bindings = AdapterBindings::new(&[(&set, 1.0)], base.config.layers)?;
     let values = start(&set, self::base(size, Device::Cpu, DType::F32)?.as_ref())?;

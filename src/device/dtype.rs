@@ -46,7 +46,7 @@ impl DType {
 }
 
 /// A Rust type that stands for a [`DType`] in host memory.
-pub trait Element: Copy + Send + Sync + 'static {
+pub trait Element: Copy + Default + Send + Sync + 'static {
     /// The matching run-time type.
     const DTYPE: DType;
 }

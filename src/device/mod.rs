@@ -159,6 +159,15 @@ impl Device {
         }
     }
 
+    /// Kernels and products that were started or recorded so far; starting a graph counts as one. 0 on a CPU.
+    pub fn launches(self) -> usize {
+        match self {
+            Self::Cpu => 0,
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpu) => gpu.launches(),
+        }
+    }
+
     /// Allocates `bytes` of scratch now, so that no kernel has to; does nothing on a CPU.
     ///
     /// # Errors

@@ -122,13 +122,13 @@ impl<'a> View<'a> {
         }
     }
 
-    /// Replaces the content of `to` by the FP32 elements; from a device through pinned memory, and after waiting for
-    /// the device.
+    /// Replaces the content of `to` by the elements; from a device through pinned memory, and after waiting for the
+    /// device.
     ///
     /// # Panics
     /// When they are of another type.
-    pub fn read_into(self, to: &mut Vec<f32>) {
-        assert_eq!(self.dtype, DType::F32, "a buffer is of another type");
+    pub fn read_into<T: Element>(self, to: &mut Vec<T>) {
+        assert_eq!(self.dtype, T::DTYPE, "a buffer is of another type");
         to.clear();
         match self.device {
             Device::Cpu => to.extend_from_slice(self.host()),

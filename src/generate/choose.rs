@@ -34,6 +34,12 @@ impl<'a> Chooser<'a> {
         Self { options, largest, generator: StdRng::seed_from_u64(seed), end_of_text }
     }
 
+    /// Whether the choice after `new` tokens is the largest logit as the model gives it.
+    pub fn is_greedy(&self, new: usize) -> bool {
+        let waits = self.end_of_text.is_some() && new < self.options.min_new_tokens;
+        self.options.temperature == 0.0 && self.options.repetition_penalty == 1.0 && !waits
+    }
+
     /// The token after `seen`, `new` of which were generated; `logits` are finite, and are changed.
     pub fn choose(&mut self, logits: &mut [f32], seen: &[u32], new: usize) -> Result<u32> {
         let failed = |cause: candle_core::Error| Error::failed(format!("sampling failed: {cause}"));

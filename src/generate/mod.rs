@@ -17,7 +17,7 @@ use crate::{
     data::Tokenizer,
     device::Frozen,
     error::{Error, Result},
-    model::{AdapterBindings, Base, BlockWeights, Decoder, not_finite::remedy_in_use},
+    model::{AdapterBindings, Base, BlockWeights, Decoder, Largest, not_finite::remedy_in_use},
     observe::machine,
 };
 
@@ -197,6 +197,11 @@ impl<'a> Generator<'a> {
             }
             // A sample that has ended reads its last token again; the result is ignored.
             let last: Vec<u32> = running.iter().filter_map(|sample| sample.seen.last().copied()).collect();
+            if running.iter().all(|sample| sample.finish.is_some() || sample.is_greedy()) {
+                let largest = decoder.feed_each_greedily(&last)?;
+                running.iter_mut().zip(largest).for_each(|(sample, largest)| sample.largest = Some(largest));
+                continue;
+            }
             let logits = decoder.feed_each(&last)?.par_chunks_exact(vocab);
             running
                 .par_iter_mut()
@@ -217,6 +222,8 @@ struct Running<'a> {
     seen: Vec<u32>,
     prompt: usize,
     logits: Vec<f32>,
+    /// The largest logit, where that is all that was asked for.
+    largest: Option<Largest>,
     finish: Option<Finish>,
 }
 
@@ -237,17 +244,34 @@ impl<'a> Running<'a> {
             seen: prompt.to_vec(),
             prompt: prompt.len(),
             logits: logits.to_vec(),
+            largest: None,
             finish: None,
+        }
+    }
+
+    /// Whether the next token follows from the largest logit alone.
+    fn is_greedy(&self) -> bool {
+        self.chooser.is_greedy(self.seen.len() - self.prompt)
+    }
+
+    /// The next token, the largest logit or chosen from all of them.
+    fn choose(&mut self, new: usize) -> Result<u32> {
+        let largest = self.largest.take();
+        let logits =
+            largest.as_ref().map_or(&self.logits[..], |largest| std::slice::from_ref(&largest.logit));
+        if let Some(bad) = logits.iter().find(|logit| !logit.is_finite()) {
+            return Err(Error::failed(format!("the model gives a logit of {bad}; {}", self.remedy)));
+        }
+        match largest {
+            Some(largest) => Ok(largest.id),
+            None => self.chooser.choose(&mut self.logits, &self.seen, new),
         }
     }
 
     /// Chooses the next token; `full` when no further one can be read.
     fn advance(&mut self, full: bool, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<()> {
         let new = self.seen.len() - self.prompt;
-        if let Some(bad) = self.logits.iter().find(|logit| !logit.is_finite()) {
-            return Err(Error::failed(format!("the model gives a logit of {bad}; {}", self.remedy)));
-        }
-        let id = self.chooser.choose(&mut self.logits, &self.seen, new)?;
+        let id = self.choose(new)?;
         if Some(id) == self.end_of_text {
             self.finish = Some(Finish::EndOfText);
             return Ok(());

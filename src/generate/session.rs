@@ -58,7 +58,11 @@ impl<'g, 'a> Session<'g, 'a> {
             let full = self.decoder.position() == self.decoder.capacity();
             running.advance(full, stream)?;
             let Some(&last) = running.seen.last().filter(|_| running.finish.is_none()) else { break };
-            running.logits.copy_from_slice(self.decoder.feed(&[last])?);
+            if running.is_greedy() {
+                running.largest = self.decoder.feed_each_greedily(&[last])?.pop();
+            } else {
+                running.logits.copy_from_slice(self.decoder.feed(&[last])?);
+            }
             self.read.push(last);
         }
         let seconds = start.elapsed().as_secs_f64().max(1e-9);

@@ -6,6 +6,7 @@
 //! of a device whose product made it, from sums that were not rounded yet.
 
 mod backward;
+mod decode;
 
 use std::ops::Range;
 
@@ -161,9 +162,15 @@ impl<'a> Block<'a> {
         x: View,
         mut buffers: BlockBuffers,
         workspace: &mut Workspace,
-        cache: Option<&mut LayerCache>,
+        mut cache: Option<&mut LayerCache>,
         y: ViewMut,
     ) -> Saved {
+        let mut y = y;
+        if let Some(cache) = &mut cache
+            && self.decode(x, &mut buffers, cache, y.reborrow())
+        {
+            return Saved(buffers);
+        }
         self.attention_half(x, &mut buffers, workspace, cache);
         if self.outputs() > 0 {
             self.mlp_half(&mut buffers, workspace, y);

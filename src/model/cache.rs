@@ -2,11 +2,14 @@
 
 use crate::{
     device::{
-        Buffer, DType,
+        Buffer, DType, ViewMut,
         arena::{Arena, Arenas, Placement},
     },
     error::Result,
-    kernels::attention::{self, CacheRows, Heads},
+    kernels::{
+        attention::{self, CacheRows, Heads},
+        decode_layer,
+    },
 };
 
 use super::{Config, arch::Arch};
@@ -24,6 +27,8 @@ pub enum CachedRows<'a> {
 pub struct LayerCache {
     k: Buffer,
     v: Buffer,
+    /// Tickets of [`decode_layer`], all 0.
+    tickets: Buffer,
     /// Tokens that a row has room for.
     capacity: usize,
     /// Width c of a key.
@@ -44,6 +49,16 @@ impl LayerCache {
                 attention::append_rows((k, v), (self.k.view_mut(), self.v.view_mut()), sizes, row, rows);
             }
         }
+    }
+
+    /// Tokens that a row has room for.
+    pub(super) fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Keys and values of all rows, `(rows, capacity, c)` each, and the tickets of [`decode_layer`].
+    pub(super) fn parts(&mut self) -> ((ViewMut<'_>, ViewMut<'_>), ViewMut<'_>) {
+        ((self.k.view_mut(), self.v.view_mut()), self.tickets.view_mut())
     }
 
     /// Keys and values as attention reads them: those of the one row, or the whole cache.
@@ -110,13 +125,15 @@ impl Cache {
         arenas: &mut Arenas,
     ) -> Result<Self> {
         let width = Arch::of(config).kv();
+        let tickets = decode_layer::device_scratch::tickets(rows, config.width, config.heads);
         let cut = |arena: &mut Arena| {
             let shape = [rows, capacity, width];
             (0..config.layers)
                 .map(|layer| {
                     let k = arena.take(format!("layer {layer} keys"), activations, &shape)?;
                     let v = arena.take(format!("layer {layer} values"), activations, &shape)?;
-                    Ok(LayerCache { k, v, capacity, width })
+                    let tickets = arena.take(format!("layer {layer} tickets"), DType::U32, &[tickets])?;
+                    Ok(LayerCache { k, v, tickets, capacity, width })
                 })
                 .collect()
         };

@@ -21,6 +21,7 @@ use crate::{
         graph::Graph,
     },
     error::{Error, Result},
+    kernels::argmax::{self, Largest},
 };
 
 use super::{
@@ -42,6 +43,8 @@ pub struct Decoder {
     logits: Buffer,
     /// Logits of a device, copied.
     on_host: Vec<f32>,
+    /// The largest of them `(rows, 2)`, as [`argmax`] leaves them.
+    largest: Buffer,
     /// The numbers that a pass reads, in one upload: see [`PassInputs`].
     inputs: Buffer,
     /// First visible token of each token `(n)`: 0 of all.
@@ -104,7 +107,7 @@ impl Decoder {
         let mut arenas = Arenas::real(None).on(device);
         let rows = rows.max(1);
         let size = DecoderSize { rows, cached: capacity + bindings.prompt_len() };
-        let (cache, [logits, inputs, starts]) = size.cut(config, activations, &mut arenas)?;
+        let (cache, [logits, largest, inputs, starts]) = size.cut(config, activations, &mut arenas)?;
         let mut streamer = WeightStreamer::new(Policy::default(), &base)?;
         let adapter = DecoderAdapter::new(&base, &mut streamer, bindings, values)?;
         let buffers = workspace(&base, std::slice::from_ref(&adapter), size)?;
@@ -118,6 +121,7 @@ impl Decoder {
             most: size.most(),
             logits,
             on_host: Vec::new(),
+            largest,
             inputs,
             starts,
             recorded,
@@ -296,6 +300,29 @@ impl Decoder {
     /// # Errors
     /// As [`Decoder::feed`], and when a row is named twice or does not exist. Nothing is read then.
     pub fn feed_rows(&mut self, sequences: &[RowTokens]) -> Result<&[f32]> {
+        self.read(sequences)?;
+        self.read_logits(sequences.len())
+    }
+
+    /// As [`Decoder::feed_each`]; returns the choice of greedy decoding for each row, and no logits: a device sends few
+    /// bytes then.
+    ///
+    /// # Errors
+    /// As [`Decoder::feed_each`].
+    pub fn feed_each_greedily(&mut self, ids: &[u32]) -> Result<Vec<Largest>> {
+        let tokens = ids.chunks(1).enumerate();
+        self.read(&tokens.map(|(row, ids)| RowTokens { row, ids }).collect::<Vec<_>>())?;
+        let (count, vocab) = (ids.len(), self.layers.base.config.vocab);
+        let largest = rows!(mut self.largest, count, argmax::NUMBERS);
+        argmax::forward(rows!(self.logits, count, vocab), largest, vocab);
+        let mut numbers: Vec<u32> = Vec::new();
+        rows!(self.largest, count, argmax::NUMBERS).read_into(&mut numbers);
+        self.layers.base.device.check()?;
+        Ok(numbers.chunks(argmax::NUMBERS).filter_map(Largest::of).collect())
+    }
+
+    /// Reads tokens, and leaves the logits that follow them.
+    fn read(&mut self, sequences: &[RowTokens]) -> Result<()> {
         self.check(sequences)?;
         let whole: Vec<Cow<[u32]>> = sequences.iter().map(|sequence| self.after_prompt(sequence)).collect();
         on_pool(|| {
@@ -310,7 +337,7 @@ impl Decoder {
                 self.pass(&pieces, done)?;
                 done += ended;
             }
-            self.read_logits(sequences.len())
+            Ok(())
         })
     }
 

@@ -26,6 +26,7 @@ mod stack;
 mod weight_streamer;
 pub mod weights;
 
+pub use crate::kernels::argmax::Largest;
 pub use base::{Base, BaseSource, TokenizerFiles};
 pub use bindings::{AdapterBindings, PrefixSource, Projection};
 pub use block::Gradients;

@@ -40,7 +40,7 @@ fn trained(vector: Option<Vector>) -> Option<usize> {
 
 impl NormBinding {
     /// Whether the norm is the base's.
-    fn is_none(&self) -> bool {
+    pub(super) fn is_none(&self) -> bool {
         self.gain.is_none() && self.bias.is_none()
     }
 

@@ -7,7 +7,7 @@ use crate::{
     kernels::{
         adamw,
         adapted_linear::{self, DeltaScratch},
-        attention, column_norms, embed, layernorm,
+        attention, column_norms, decode_layer, embed, layernorm,
         matmul::{
             self, Arithmetic,
             device_scratch::{SMALL_BATCH, product},
@@ -97,11 +97,19 @@ fn products(needs: ScratchNeeds, activations: DType) -> usize {
 }
 
 /// Bytes of scratch of generation: up to `needs.rows` tokens of a prompt at a time, and one token of each of `samples`
-/// after up to `needs.keys` less one.
-pub fn decoding(needs: ScratchNeeds, activations: DType, samples: usize) -> usize {
+/// after up to `needs.keys` less one; `ranks` is the largest sum of the ranks at a site of all samples.
+pub fn decoding(needs: ScratchNeeds, activations: DType, samples: usize, ranks: usize) -> usize {
     let (heads, head_width) = (needs.config.heads, needs.config.head_width());
     let attention = attention::device_scratch::attention_decode(samples, needs.keys, heads, head_width);
-    products(needs, activations).max(attention).max(thin_products(needs))
+    let layer = decode_layer::device_scratch::layer(decode_layer::device_scratch::Sizes {
+        n: samples,
+        width: needs.config.width,
+        inner: needs.config.inner,
+        heads,
+        keys: needs.keys,
+        ranks: ranks.min(decode_layer::MOST_RANKS),
+    });
+    products(needs, activations).max(attention).max(thin_products(needs)).max(layer)
 }
 
 /// Bytes of the shares of `x A^T` and of its gradient, after B times d and e.

@@ -60,7 +60,7 @@ struct Operands<'a> {
 }
 
 impl<'a> Block<'a> {
-    fn binding(&self, group: &RowGroup<'a>, site: Site) -> &'a SiteBinding {
+    pub(super) fn binding(&self, group: &RowGroup<'a>, site: Site) -> &'a SiteBinding {
         &group.sites[self.layer][site as usize]
     }
 

@@ -125,9 +125,9 @@ impl Case<'_> {
         Shape { batch, queries: queries as i32, past: past as i32, heads, width, prefix, scale: SCALE }
     }
 
-    /// Blocks for `rows` queries or keys.
+    /// Blocks for `rows` queries.
     fn grid(&self, rows: usize) -> [usize; 3] {
-        [rows.div_ceil(if self.tensor { 64 } else { 4 }), self.heads, self.batch]
+        [rows.div_ceil(if self.tensor { 128 } else { 4 }), self.heads, self.batch]
     }
 
     fn grid_of_keys(&self) -> [usize; 3] {
@@ -207,23 +207,18 @@ fn check<T: Activation>(case: Case) {
     let dout = rounded::<T>(4, batch * t * c);
     let (d, delta) = (Device::<T>::of(&dout), Device::<f32>::poisoned(batch * heads * t));
     let sizes = [batch, t, heads, width].map(|x| x as i32);
-    run(
-        kernels.delta,
-        [(batch * t * heads).div_ceil(4), 1, 1],
-        128,
-        0,
-        seed,
-        args![d.head(), out.head(), delta.head(), sizes[0], sizes[1], sizes[2], sizes[3]],
-    );
     let (d_qkv, parts) = (Device::<T>::poisoned(qkv.len()), Device::<f32>::poisoned(batch * 2 * p * c));
-    run(
-        kernels.dq,
-        case.grid(t),
-        128,
-        case.dynamic(3),
-        seed,
-        args![q, k, v, pk, pv, at, shape, d.head(), lse.head(), delta.head(), d_qkv.head()],
-    );
+    let (lse_in, to) = (lse.head(), d_qkv.head());
+    if tensor {
+        // It makes delta itself.
+        let args = args![q, k, v, pk, pv, at, shape, d.head(), out.head(), lse_in, delta.head(), to];
+        run(kernels.dq, case.grid(t), 128, 0, seed, args);
+    } else {
+        let args = args![d.head(), out.head(), delta.head(), sizes[0], sizes[1], sizes[2], sizes[3]];
+        run(kernels.delta, [(batch * t * heads).div_ceil(4), 1, 1], 128, 0, seed, args);
+        let args = args![q, k, v, pk, pv, at, shape, d.head(), lse_in, delta.head(), to];
+        run(kernels.dq, case.grid(t), 128, case.dynamic(3), seed, args);
+    }
     run(
         kernels.dkv,
         case.grid_of_keys(),
@@ -316,6 +311,13 @@ fn tensor_core_attention_matches_its_twin() {
     // The first query of a warp sees all of a tile but its last key.
     check::<f16>(Case { starts: &[0; 150], p: 14, ..large });
     check::<bf16>(Case { t: 65, starts: &long[..65], p: 0, ..large });
+    // Warps of 32 queries that see none of a tile of keys: of a document before theirs, or of tokens after theirs; two
+    // blocks of queries, the second with a single one.
+    let apart: Vec<u32> = (0..129).map(|i| i / 32 * 32).collect();
+    let wide = Case { t: 129, starts: &apart, ..large };
+    check::<f16>(wide);
+    check::<bf16>(Case { p: 0, seed: 4, ..wide });
+    check::<f16>(Case { t: 128, starts: &[0; 128], p: 0, ..wide });
 }
 
 /// Queries after `past` keys in a cache with room for more; a single one also where the device alone knows how many they

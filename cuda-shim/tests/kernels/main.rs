@@ -3,6 +3,7 @@
 
 mod attention;
 mod column_norms;
+mod decoding;
 mod embedding;
 mod fused;
 mod harness;

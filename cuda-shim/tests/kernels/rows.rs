@@ -1,7 +1,7 @@
 //! Kernels that work row by row, against their twins: embedding, layer norm, gather and scatter, cross-entropy.
 
 use cuda_shim::{Launcher, kernels};
-use engraft::kernels::{head_loss, layernorm::reference};
+use engraft::kernels::{argmax, head_loss, layernorm::reference};
 use half::{bf16, f16};
 
 use crate::{args, harness::*};
@@ -26,6 +26,7 @@ kernels!(
     layernorm_parameters_f16_launch,
     layernorm_parameters_bf16_launch,
     layernorm_parameters_finish_launch,
+    argmax_launch,
     gather_f32_launch,
     gather_f16_launch,
     gather_bf16_launch,
@@ -68,29 +69,49 @@ fn embedding_adds_rows_of_both_tables() {
     embed::<bf16>(embed_bf16_launch);
 }
 
+/// Grid, threads and shared memory of a block for each of `n` rows, in which a thread holds up to `runs` runs.
+fn a_row_a_block(n: usize, c: usize, runs: usize, values: usize) -> ([usize; 3], usize, usize) {
+    let lines = c.div_ceil(256);
+    ([n, 1, 1], 32 * lines.div_ceil(runs), 128 * values * lines)
+}
+
 fn layernorm<T: Activation>(forward: Launcher, backward: Launcher) {
     let n = 7;
-    for (c, seed) in WIDTHS.into_iter().flat_map(|c| SEEDS.into_iter().map(move |seed| (c, seed))) {
-        let x: Vec<f64> = numbers(1, n * c).iter().map(|x| T::of(3.0 * x + 5.0).wide()).collect();
-        let (gain, bias) = (rounded::<f16>(2, c), rounded::<f16>(3, c));
-        let (dy, dx) = (rounded::<T>(4, n * c), rounded::<T>(5, n * c));
-        let (x_in, g, b) = (Device::<T>::of(&x), Device::<f16>::of(&gain), Device::<f16>::of(&bias));
-        let (y, stats) = (Device::<T>::poisoned(n * c), Device::<f32>::poisoned(n * 2));
-        let grid = [n.div_ceil(4), 1, 1];
-        let (rows, width) = (n as i32, c as i32);
-        let args = args![x_in.head(), g.head(), b.head(), 1e-5f32, y.head(), stats.head(), rows, width];
-        run(forward, grid, 128, 0, seed, args);
-        let (expected, expected_stats) = reference::forward(&x, &gain, &bias, 1e-5);
-        assert_close(&y.wide(), &expected, T::ROUNDING + 2e-6, "y");
-        assert_close(&stats.wide(), &expected_stats, 2e-6, "stats");
-
-        let (dy_in, sum) = (Device::<T>::of(&dy), Device::<T>::of(&dx));
-        let args = args![dy_in.head(), x_in.head(), stats.head(), g.head(), sum.head(), rows, width];
-        run(backward, grid, 128, 0, seed, args);
-        let part = reference::backward(&dy, &x, &expected_stats, &gain);
-        let expected: Vec<f64> = dx.iter().zip(part).map(|(a, b)| a + b).collect();
-        assert_close(&sum.wide(), &expected, T::ROUNDING + 2e-6, "dx");
+    // The last width takes every run of the fewest threads. Threads change no bit.
+    for c in WIDTHS.into_iter().chain([2043]) {
+        let [whole, some, few] = [(1, 1), (2, 2), (4, 3)]
+            .map(|(runs, seed)| layernorm_of::<T>((forward, backward), (n, c), runs, seed));
+        assert!(whole == some && whole == few, "the number of threads changes bits, width {c}");
     }
+}
+
+/// y and dx, held against the twin.
+fn layernorm_of<T: Activation>(
+    (forward, backward): (Launcher, Launcher),
+    (n, c): (usize, usize),
+    runs: usize,
+    seed: u64,
+) -> [Vec<f64>; 2] {
+    let x: Vec<f64> = numbers(1, n * c).iter().map(|x| T::of(3.0 * x + 5.0).wide()).collect();
+    let (gain, bias) = (rounded::<f16>(2, c), rounded::<f16>(3, c));
+    let (dy, dx) = (rounded::<T>(4, n * c), rounded::<T>(5, n * c));
+    let (x_in, g, b) = (Device::<T>::of(&x), Device::<f16>::of(&gain), Device::<f16>::of(&bias));
+    let (y, stats) = (Device::<T>::poisoned(n * c), Device::<f32>::poisoned(n * 2));
+    let width = c as i32;
+    let (grid, threads, shared) = a_row_a_block(n, c, runs, 1);
+    let args = args![x_in.head(), g.head(), b.head(), 1e-5f32, y.head(), stats.head(), width];
+    run(forward, grid, threads, shared, seed, args);
+    let (expected, expected_stats) = reference::forward(&x, &gain, &bias, 1e-5);
+    assert_close(&y.wide(), &expected, T::ROUNDING + 2e-6, "y");
+    assert_close(&stats.wide(), &expected_stats, 2e-6, "stats");
+
+    let (dy_in, sum) = (Device::<T>::of(&dy), Device::<T>::of(&dx));
+    let args = args![dy_in.head(), x_in.head(), stats.head(), g.head(), sum.head(), width];
+    run(backward, grid, threads, 2 * shared, seed, args);
+    let part = reference::backward(&dy, &x, &expected_stats, &gain);
+    let expected: Vec<f64> = dx.iter().zip(part).map(|(a, b)| a + b).collect();
+    assert_close(&sum.wide(), &expected, T::ROUNDING + 2e-6, "dx");
+    [y.wide(), sum.wide()]
 }
 
 #[test]
@@ -115,20 +136,21 @@ fn trained_layernorm<T: Activation>([forward, backward, parameters]: [Launcher; 
         let [half_gain, half_bias] = [&gain, &bias].map(|values| Device::<f16>::of(values));
         let [wide_gain, wide_bias] = [&gain, &bias].map(|values| Device::<f32>::of(values));
         let (y, stats) = (Device::<T>::poisoned(n * c), Device::<f32>::poisoned(n * 2));
-        let (grid, rows, width) = ([n.div_ceil(4), 1, 1], n as i32, c as i32);
+        let (rows, width) = (n as i32, c as i32);
+        let (grid, threads, shared) = a_row_a_block(n, c, 2, 1);
         let half =
             |trained: bool, values: &Device<f16>| if trained { std::ptr::null_mut() } else { values.head() };
         let wide =
             |trained: bool, values: &Device<f32>| if trained { values.head() } else { std::ptr::null_mut() };
         let (g, tg) = (half(gain_trained, &half_gain), wide(gain_trained, &wide_gain));
         let (b, tb) = (half(bias_trained, &half_bias), wide(bias_trained, &wide_bias));
-        let args = args![x_in.head(), g, tg, b, tb, 1e-5f32, y.head(), stats.head(), rows, width];
-        run(forward, grid, 128, 0, 1, args);
+        let args = args![x_in.head(), g, tg, b, tb, 1e-5f32, y.head(), stats.head(), width];
+        run(forward, grid, threads, shared, 1, args);
         let (expected, expected_stats) = reference::forward(&x, &gain, &bias, 1e-5);
         assert_close(&y.wide(), &expected, T::ROUNDING + 2e-6, "y");
         if gain_trained {
-            let args = args![dy_in.head(), x_in.head(), stats.head(), tg, sum.head(), rows, width];
-            run(backward, grid, 128, 0, 1, args);
+            let args = args![dy_in.head(), x_in.head(), stats.head(), tg, sum.head(), width];
+            run(backward, grid, threads, 2 * shared, 1, args);
             let part = reference::backward(&dy, &x, &expected_stats, &gain);
             let expected: Vec<f64> = dx.iter().zip(part).map(|(a, b)| a + b).collect();
             assert_close(&sum.wide(), &expected, T::ROUNDING + 2e-6, "dx");
@@ -193,6 +215,28 @@ fn rows_are_gathered_and_scattered() {
     gather_scatter::<f32>(gather_f32_launch, scatter_f32_launch);
     gather_scatter::<f16>(gather_f16_launch, scatter_f16_launch);
     gather_scatter::<bf16>(gather_bf16_launch, scatter_bf16_launch);
+}
+
+#[test]
+fn argmax_takes_what_its_twin_takes() {
+    let v = 1043;
+    let mut logits: Vec<f32> = numbers(1, 7 * v).iter().map(|x| (x * 9.0) as f32).collect();
+    // Equal ones far apart and side by side, of both signs of zero, and some that are not finite.
+    (logits[700], logits[v - 1], logits[v + 32], logits[v + 31]) = (10.0, 10.0, 10.0, 10.0);
+    logits[2 * v..3 * v].fill(-0.0);
+    logits[2 * v + 5] = 0.0;
+    (logits[3 * v + 900], logits[3 * v + 40]) = (f32::INFINITY, f32::NAN);
+    logits[4 * v + 1] = f32::NEG_INFINITY;
+    logits[5 * v..6 * v].fill(f32::MIN);
+    let expected: Vec<argmax::Largest> = logits.chunks(v).map(argmax::reference::row).collect();
+    let device = Device::<f32>::new(&logits);
+    for (threads, seed) in [(1024, 1), (32, 2), (256, 3)] {
+        let to = Device::<u32>::poisoned(2 * 7);
+        run(argmax_launch, [7, 1, 1], threads, 0, seed, args![device.head(), to.head(), v as i32]);
+        for (numbers, expected) in to.get().chunks(2).zip(&expected) {
+            assert_eq!(numbers, [expected.id, expected.logit.to_bits()]);
+        }
+    }
 }
 
 /// The twin computes logits itself; a head that is the identity makes them the hidden states.

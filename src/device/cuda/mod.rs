@@ -16,7 +16,7 @@ use std::{
 use cudarc::driver::{CudaContext, CudaStream, DriverError, result, sys};
 
 use super::{
-    DType, View,
+    DType, Element, View,
     kinds::{CUDA_CONTROL, CUDA_WORKSPACE},
 };
 use crate::error::{Error, Result};
@@ -55,6 +55,8 @@ pub struct Gpu {
     waits: AtomicBool,
     /// Whether ops make each step a launch of its own.
     apart: AtomicBool,
+    /// Launches, products and graphs that were started.
+    launches: AtomicUsize,
     products: blas::Products,
     /// First unreported failure.
     failure: Mutex<Option<String>>,
@@ -226,8 +228,14 @@ impl Gpu {
         !self.apart.load(Relaxed)
     }
 
-    /// Waits for `what` where every launch is waited for; recorded work is waited for as a whole.
+    /// Kernels and products that were started or recorded so far; starting a graph counts as one.
+    pub fn launches(&self) -> usize {
+        self.launches.load(Relaxed)
+    }
+
+    /// Counts `what` as started, and waits for it where every launch is waited for; recorded work is waited for as a whole.
     fn settle(&self, what: &str) {
+        self.launches.fetch_add(1, Relaxed);
         if self.waits.load(Relaxed) && graph::stream_of_recorder().is_none() {
             self.attempt(what, self.stream.synchronize());
         }
@@ -311,7 +319,7 @@ impl Gpu {
         host
     }
 
-    /// Starts a copy of FP32 values to pinned memory of the host; it is done after the next [`Gpu::check`].
+    /// Starts a copy of values to pinned memory of the host; it is done after the next [`Gpu::check`].
     pub(crate) fn download_later(&'static self, from: View) -> Option<(Pinned, usize)> {
         let bytes = from.size();
         let fits = |pinned: &Pinned| pinned.len() >= bytes;
@@ -333,12 +341,12 @@ impl Gpu {
         Some((pinned, bytes))
     }
 
-    /// Copies FP32 values to the host, and waits until they are there; any values after a failure.
-    pub(crate) fn read_into(&'static self, from: View, to: &mut Vec<f32>) {
-        let Some((pinned, _)) = self.download_later(from) else { return to.resize(from.len(), 0.0) };
+    /// Copies values to the host, and waits until they are there; any values after a failure.
+    pub(crate) fn read_into<T: Element>(&'static self, from: View, to: &mut Vec<T>) {
+        let Some((pinned, _)) = self.download_later(from) else { return to.resize(from.len(), T::default()) };
         self.attempt("downloading", self.stream.synchronize());
         // SAFETY: the copy is done, and the pages hold that many numbers and are aligned for them.
-        to.extend_from_slice(unsafe { std::slice::from_raw_parts(pinned.head().cast::<f32>(), from.len()) });
+        to.extend_from_slice(unsafe { std::slice::from_raw_parts(pinned.head().cast::<T>(), from.len()) });
         self.spare(pinned);
     }
 

@@ -70,6 +70,7 @@ impl Gpu {
             most_shared,
             waits: AtomicBool::new(false),
             apart: AtomicBool::new(false),
+            launches: AtomicUsize::new(0),
             products,
             failure: Mutex::default(),
             held: AtomicUsize::new(0),

@@ -8,8 +8,8 @@ use crate::device::{
 
 static IMAGE: Image = image!("activation");
 
-/// The number of a function in `kernel.cu`.
-fn number(kind: Activation) -> i32 {
+/// The number of a function in `value.cuh`.
+pub fn number(kind: Activation) -> i32 {
     match kind {
         Activation::GeluTanh => 0,
         Activation::Gelu => 1,

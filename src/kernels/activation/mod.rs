@@ -13,7 +13,7 @@ use crate::device::{Device, View, ViewMut};
 
 mod cpu;
 #[cfg(feature = "cuda")]
-mod cuda;
+pub(super) mod cuda;
 pub mod reference;
 mod simd;
 #[cfg(test)]

@@ -10,19 +10,22 @@ use crate::device::{
 
 static IMAGE: Image = image!("attention");
 
+/// Queries of a block of the tensor-core kernels; QUERIES in tiles.cuh.
+const TENSOR_QUERIES: usize = 128;
+
 /// [`Heads`] in the layout of shape.cuh.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct RawHeads {
+pub struct RawHeads {
     data: u64,
     row: i64,
     batch: i64,
 }
 
 impl RawHeads {
-    const NONE: Self = Self { data: 0, row: 0, batch: 0 };
+    pub const NONE: Self = Self { data: 0, row: 0, batch: 0 };
 
-    fn of(heads: Heads) -> Self {
+    pub fn of(heads: Heads) -> Self {
         Self { data: heads.data.address(), row: heads.row as i64, batch: heads.batch as i64 }
     }
 
@@ -45,7 +48,7 @@ struct RawShape {
     scale: f32,
 }
 
-fn raw_shape(shape: Shape, scale: f32) -> Argument {
+pub fn raw_shape(shape: Shape, scale: f32) -> Argument {
     let Shape { batch, queries, past, heads, width, prefix, .. } = shape;
     let [batch, queries, past, heads, width, prefix] =
         [batch, queries, past, heads, width, prefix].map(|size| i32::try_from(size).unwrap_or(-1));
@@ -97,7 +100,7 @@ pub fn forward(
     }
     all.extend_from_slice(arguments![&out, &lse]);
     let (kernel, grid) = if operands.are_tiles(shape) {
-        ("attention_forward_mma", tiles(shape.queries.div_ceil(64), shape))
+        ("attention_forward_mma", tiles(shape.queries.div_ceil(TENSOR_QUERIES), shape))
     } else {
         ("attention_forward", tiles(shape.queries.div_ceil(4), shape).with_shared(32 * shape.width))
     };
@@ -175,25 +178,23 @@ pub fn backward(
     let aligned = [dout.address(), d_qkv.address()].iter().all(|address| address.is_multiple_of(16));
     let mma = operands.are_tiles(shape) && aligned;
     gpu.scratch(attention_backward(batch * queries, heads), |delta| {
-        let sizes = [batch, queries, heads, width].map(Argument::int);
-        let arguments = arguments![dout, seen.out, delta, sizes[0], sizes[1], sizes[2], sizes[3]];
-        let grid = Grid::row((batch * queries * heads).div_ceil(4), 128);
-        gpu.launch(&IMAGE, &named("attention_delta", dtype), grid, arguments);
         let mut all = operands.arguments();
-        all.extend_from_slice(arguments![
-            seen.starts,
-            raw_shape(shape, scale),
-            dout,
-            seen.lse,
-            delta,
-            &d_qkv
-        ]);
-        let (kernel, grid) = if mma {
-            ("attention_dq_mma", tiles(queries.div_ceil(64), shape))
+        all.extend_from_slice(arguments![seen.starts, raw_shape(shape, scale), dout]);
+        let rest = arguments![seen.lse, delta, &d_qkv];
+        if mma {
+            // It makes delta, too.
+            let all = [&all[..], arguments![seen.out], rest].concat();
+            let grid = tiles(queries.div_ceil(TENSOR_QUERIES), shape);
+            gpu.launch(&IMAGE, &named("attention_dq_mma", dtype), grid, &all);
         } else {
-            ("attention_dq", tiles(queries.div_ceil(4), shape).with_shared(48 * width))
-        };
-        gpu.launch(&IMAGE, &named(kernel, dtype), grid, &all);
+            let sizes = [batch, queries, heads, width].map(Argument::int);
+            let arguments = arguments![dout, seen.out, delta, sizes[0], sizes[1], sizes[2], sizes[3]];
+            let grid = Grid::row((batch * queries * heads).div_ceil(4), 128);
+            gpu.launch(&IMAGE, &named("attention_delta", dtype), grid, arguments);
+            let grid = tiles(queries.div_ceil(4), shape).with_shared(48 * width);
+            gpu.launch(&IMAGE, &named("attention_dq", dtype), grid, &[&all[..], rest].concat());
+        }
+        all.extend_from_slice(rest);
         all.push(if prefix == 0 { Argument::NULL } else { Argument::from(&d_prefix) });
         let (kernel, grid) = if mma {
             ("attention_dkv_mma", tiles(prefix.div_ceil(64) + queries.div_ceil(64), shape))

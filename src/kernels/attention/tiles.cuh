@@ -46,6 +46,7 @@ template <int LEFT> __device__ __forceinline__ void wait_for_copies() {
 constexpr int WIDTH = 64;       // of a head
 constexpr int ROWS = 64;        // of a tile: 16 a warp
 constexpr int THREADS = 128;
+constexpr int QUERIES = 128;    // of a block where a warp owns 32: two fragments of 16, which share what is read for them
 constexpr int PITCH = WIDTH + 8; // 144 bytes: the eight rows of a matrix are in different banks
 
 template <class T> using Tile = T[ROWS][PITCH];
@@ -85,6 +86,25 @@ __device__ __forceinline__ void scores(float (&s)[2][4], const Left<T> &left, co
   }
 }
 
+/// The same for two fragments of rows, which share each fragment of the tile.
+template <class T>
+__device__ __forceinline__ void scores(float (&s)[2][2][4], const Left<T> (&left)[2], const Tile<T> &tile, int row) {
+#pragma unroll
+  for (int m = 0; m < 2; m++)
+#pragma unroll
+    for (int r = 0; r < 4; r++) s[m][0][r] = s[m][1][r] = 0.f;
+#pragma unroll
+  for (int k = 0; k < WIDTH / 16; k++) {
+    unsigned right[4];
+    load_matrices<false>(right, &tile[row + lane() / 16 * 8 + lane() % 8][k * 16 + lane() / 8 % 2 * 8]);
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+      mma<T>(s[m][0], left[m].at[k], right);
+      mma<T>(s[m][1], left[m].at[k], right + 2);
+    }
+  }
+}
+
 /// sum (16, width) += weights (16, 16) rows `row .. row + 16` of the tile.
 template <class T>
 __device__ __forceinline__ void add_weighted(float (&sum)[WIDTH / 8][4], const float (&weights)[2][4],
@@ -99,6 +119,38 @@ __device__ __forceinline__ void add_weighted(float (&sum)[WIDTH / 8][4], const f
     mma<T>(sum[n], left, right);
     mma<T>(sum[n + 1], left, right + 2);
   }
+}
+
+/// The same for two fragments of rows.
+template <class T>
+__device__ __forceinline__ void add_weighted(float (&sum)[2][WIDTH / 8][4], const float (&weights)[2][2][4],
+                                             const Tile<T> &tile, int row) {
+  unsigned left[2][4];
+#pragma unroll
+  for (int m = 0; m < 2; m++)
+#pragma unroll
+    for (int r = 0; r < 4; r++)
+      left[m][r] = pack<T>(weights[m][r / 2][r % 2 * 2], weights[m][r / 2][r % 2 * 2 + 1]);
+#pragma unroll
+  for (int n = 0; n < WIDTH / 8; n += 2) {
+    unsigned right[4];
+    load_matrices<true>(right, &tile[row + lane() % 16][n * 8 + lane() / 16 * 8]);
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+      mma<T>(sum[m][n], left[m], right);
+      mma<T>(sum[m][n + 1], left[m], right + 2);
+    }
+  }
+}
+
+/// `f(m, n, r, x)` for each element of two results (16, 16).
+template <class F> __device__ __forceinline__ void each(float (&s)[2][2][4], const F &f) {
+#pragma unroll
+  for (int m = 0; m < 2; m++)
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+      for (int r = 0; r < 4; r++) f(m, n, r, s[m][n][r]);
 }
 
 /// `f(n, r, x)` for each element of a result (16, 16).

@@ -8,7 +8,10 @@ use crate::{
         arena::{Arenas, Placement, TableRow},
     },
     error::Result,
-    kernels::matmul::Arithmetic,
+    kernels::{
+        argmax,
+        matmul::{Arithmetic, device_scratch::SMALL_BATCH},
+    },
     model::{
         Config, Limits, Policy,
         activations::ActivationBuffers,
@@ -53,19 +56,20 @@ impl DecoderSize {
         self.cached.clamp(1, CHUNK).max(self.rows)
     }
 
-    /// The cache, and logits, inputs and starts of a pass.
+    /// The cache, and logits, the largest of them, inputs and starts of a pass.
     pub fn cut(
         self,
         config: &Config,
         activations: DType,
         arenas: &mut Arenas,
-    ) -> Result<(Cache, [Buffer; 3])> {
+    ) -> Result<(Cache, [Buffer; 4])> {
         let (rows, most) = (self.rows, self.most());
         let cache = Cache::new(config, rows, self.cached, activations, arenas)?;
         let buffers = arenas.build("decoding", Placement::Memory, |arena| {
             let logits = arena.take("logits", F32, &[rows, config.vocab])?;
+            let largest = arena.take("largest logits", U32, &[rows, argmax::NUMBERS])?;
             let inputs = arena.take("inputs", U32, &[PassInputs::most(rows, most)])?;
-            Ok([logits, inputs, arena.take("starts", U32, &[most])?])
+            Ok([logits, largest, inputs, arena.take("starts", U32, &[most])?])
         })?;
         Ok((cache, buffers))
     }
@@ -102,7 +106,11 @@ impl DecoderSize {
         };
         match place {
             ScratchPlace::Threads(threads, arithmetic) => scratch::bytes(needs, threads, arithmetic),
-            ScratchPlace::Device(activations) => scratch::decoding(needs, activations, self.rows),
+            ScratchPlace::Device(activations) => {
+                // Each row may have adapters of its own.
+                let ranks = most(&AdapterBindings::most_ranks) * self.rows.min(SMALL_BATCH);
+                scratch::decoding(needs, activations, self.rows, ranks)
+            }
         }
     }
 
