@@ -5,6 +5,7 @@
 //! same range cannot coexist. [`cpu`] and `cuda` hold the code that all kernels of a vendor share. [`DeviceKind`]
 //! answers every question that other rooms have about a device.
 
+pub mod accelerators;
 pub mod arena;
 pub mod async_copy;
 mod auto;
