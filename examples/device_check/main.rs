@@ -11,7 +11,8 @@
 //! `cuda-shim/driver` trainings are tiny, on a real device larger: `--large` and `--small` choose.
 //!
 //! The golden files are those of --golden, or else of `tests/golden` in the working folder, or where the program was
-//! built. `--wait` waits after each launch: a fault then names the kernel or product that made it.
+//! built. `--wait` waits after each launch: a fault then names the kernel or product that made it. The variable
+//! ENGRAFT_KERNELS names a folder with images of kernels, which come before the built-in ones (docs/MANUAL.md).
 //!
 //! Every line of the table of relative errors goes to stdout as soon as it is known, the same as one JSON object into FILE
 //! after each part, target/device_check.json where none is named. An error ends its part, not the others; exit code 1
@@ -28,7 +29,11 @@ mod setup;
 mod speed;
 mod wide;
 
-use std::{path::PathBuf, process::ExitCode, time::Instant};
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+    time::Instant,
+};
 
 use engraft::{
     device::{DType, Device},
@@ -94,6 +99,9 @@ impl Options {
     }
 }
 
+/// Names a folder with images of kernels, as for the programs.
+const KERNELS: &str = "ENGRAFT_KERNELS";
+
 /// Name of the device of cuda-shim/driver.
 const INTERPRETED: &str = "shim";
 
@@ -102,6 +110,10 @@ const INTERPRETED: &str = "shim";
 fn open(name: &str) -> Result<(Device, String, &'static [DType], Size)> {
     if name == "cpu" {
         return Ok((Device::Cpu, "the CPU itself".to_owned(), &[DType::F32], Size::SMALL));
+    }
+    if let Some(folder) = std::env::var_os(KERNELS).filter(|folder| !folder.is_empty()) {
+        let ops = Device::take_kernels_from(Path::new(&folder))?.join(", ");
+        println!("kernels of {ops} are those of {}", Path::new(&folder).display());
     }
     let device = Device::cuda(name.parse().unwrap_or(0))?;
     let name = if let Device::Cuda(gpu) = device { gpu.name() } else { String::new() };

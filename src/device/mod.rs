@@ -26,6 +26,8 @@ pub mod rates;
 pub mod staging;
 mod view;
 
+use std::path::Path;
+
 #[cfg(feature = "cuda")]
 use self::cuda::Gpu;
 #[cfg(not(feature = "cuda"))]
@@ -73,6 +75,29 @@ impl Device {
     pub fn cuda(ordinal: usize) -> Result<Self> {
         Err(Error::input(format!(
             "--device cuda:{ordinal}: this program was built without CUDA; build it with `--features cuda`, or give --device cpu"
+        )))
+    }
+
+    /// For developers: has the images of kernels in `folder` taken instead of those that the build embedded, and returns
+    /// the ops whose images these are. To be called before a device is opened.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when the folder has no images or cannot be read, and of a program that was built without CUDA.
+    #[cfg(feature = "cuda")]
+    pub fn take_kernels_from(folder: &Path) -> Result<Vec<&'static str>> {
+        cuda::take_images_from(folder)
+    }
+
+    /// For developers: has the images of kernels in `folder` taken instead of those that the build embedded, and returns
+    /// the ops whose images these are. To be called before a device is opened.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when the folder has no images or cannot be read, and of a program that was built without CUDA.
+    #[cfg(not(feature = "cuda"))]
+    pub fn take_kernels_from(folder: &Path) -> Result<Vec<&'static str>> {
+        Err(Error::input(format!(
+            "{}: this program was built without CUDA and takes no kernels; build it with `--features cuda`",
+            folder.display()
         )))
     }
 
