@@ -156,7 +156,7 @@ def adapter_of(s, a, size, folder):
     rows = write_rows(folder / "short.jsonl", 1, 64)
     options = [*job(base(s.places.bases, size), rows, 1, 64, 1), "--targets", "all-linear", "--rank", 16, "--device", a.device]
     made = s.run(f"{size} adapter", train_command(s.places.program("engraft"), options, folder / "rank16"), 15)
-    return None if made is None or "failed" in made else folder / "rank16" / "adapter"
+    return folder / "rank16" / "adapter" if made and not made.keys() & {"failed", "left_out"} else None
 
 
 def sampling(s, a, size, adapter, new):

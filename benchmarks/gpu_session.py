@@ -149,7 +149,8 @@ class Session:
         if self.left() < needs:
             self.keep(name, {"left_out": f"needs {needs} s, {max(self.left(), 0):.0f} were left"})
             return None
-        limit = min(self.left(), self.patience * (limit or max(120, 4 * needs)))
+        own_limit = self.patience * (limit or max(120, 4 * needs))
+        limit = min(self.left(), own_limit)
         result, start = {}, time.monotonic()
         with open(self.log, "a", encoding="utf-8", errors="replace") as log:
             log.write(f"\n=== {name}\n$ {' '.join(words(command))}\n")
@@ -157,7 +158,9 @@ class Session:
             try:
                 with self.device.peak(result):
                     code, lines = self.process(words(command), limit, log, echo)
-                if code is None:
+                if code is None and limit < own_limit:
+                    result["left_out"] = f"ended after {limit:.0f} s, the last of --minutes"
+                elif code is None:
                     result["failed"] = f"took longer than {limit:.0f} s"
                 elif code != 0:
                     result["failed"] = f"exit code {code}"
@@ -210,7 +213,7 @@ class Session:
         text = self.log.read_text(encoding="utf-8", errors="replace")
         said = [line for line in text[text.rfind("\n=== "):].splitlines()[3:] if line.strip()]
         wrong = [line for line in said if "BROKEN" in line or "FAILED" in line or line.lower().startswith("error")]
-        return [line[:300] for line in (wrong or said)[-3:]]
+        return [" ".join(line.split())[:200] for line in (wrong or said)[-3:]]
 
     def keep(self, name, result):
         """Writes all results so far, and a line."""
