@@ -1,5 +1,4 @@
-//! Compiles the CUDA kernels, one fat binary for each op, and lists the ops, if the feature `cuda` is on; otherwise does
-//! nothing.
+//! Compiles the CUDA kernels, one fat binary for each op, if the feature `cuda` is on; otherwise does nothing.
 
 use std::{
     env, fs,
@@ -38,13 +37,8 @@ fn compile_all() -> Result<(), String> {
         "the feature `cuda` needs nvcc, which is not in NVCC, CUDA_HOME, CUDA_PATH or PATH; install CUDA, or run scripts/cuda-toolchain.sh and source the env.sh it writes",
     )?;
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("cargo gives no OUT_DIR")?);
-    let kernels = kernels()?;
-    let ops: Vec<&String> = kernels.iter().map(|(op, _)| op).collect();
-    let list = out.join("ops.rs");
-    fs::write(&list, format!("&{ops:?}"))
-        .map_err(|cause| format!("{}: cannot be written: {cause}", list.display()))?;
     // A kernel takes up to a minute to compile, so all compile at the same time.
-    let running: Vec<_> = kernels
+    let running: Vec<_> = kernels()?
         .into_iter()
         .map(|(op, source)| {
             let child = compiler(&nvcc, &source, &out.join(format!("{op}.fatbin"))).spawn();

@@ -105,6 +105,20 @@ const KERNELS: &str = "ENGRAFT_KERNELS";
 /// Name of the device of cuda-shim/driver.
 const INTERPRETED: &str = "shim";
 
+/// Has the images `OP.fatbin` of a folder taken instead of the built-in ones, and tells each.
+fn take_kernels(folder: &Path) -> Result<()> {
+    let unreadable =
+        |cause| Error::input(format!("{}: cannot be read: {cause}; correct {KERNELS}", folder.display()));
+    for entry in std::fs::read_dir(folder).map_err(unreadable)? {
+        let path = entry.map_err(unreadable)?.path();
+        if path.extension().is_some_and(|extension| extension == "fatbin") {
+            let code = std::fs::read(&path).map_err(unreadable)?;
+            println!("kernels of {} are those of {}", Device::take_kernels(&path, &code)?, path.display());
+        }
+    }
+    Ok(())
+}
+
 /// Opens the device, and returns its name, the types of activations that it computes in, the usual one first, and the
 /// default size.
 fn open(name: &str) -> Result<(Device, String, &'static [DType], Size)> {
@@ -112,8 +126,7 @@ fn open(name: &str) -> Result<(Device, String, &'static [DType], Size)> {
         return Ok((Device::Cpu, "the CPU itself".to_owned(), &[DType::F32], Size::SMALL));
     }
     if let Some(folder) = std::env::var_os(KERNELS).filter(|folder| !folder.is_empty()) {
-        let ops = Device::take_kernels_from(Path::new(&folder))?.join(", ");
-        println!("kernels of {ops} are those of {}", Path::new(&folder).display());
+        take_kernels(Path::new(&folder))?;
     }
     let device = Device::cuda(name.parse().unwrap_or(0))?;
     let name = if let Device::Cuda(gpu) = device { gpu.name() } else { String::new() };

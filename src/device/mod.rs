@@ -78,26 +78,27 @@ impl Device {
         )))
     }
 
-    /// For developers: has the images of kernels in `folder` taken instead of those that the build embedded, and returns
-    /// the ops whose images these are. To be called before a device is opened.
+    /// For developers: has `code` taken instead of the embedded code of the op that `path` is called like, and returns the
+    /// op. To be called before a device is opened.
     ///
     /// # Errors
-    /// [`Error::Input`] when the folder has no images or cannot be read, and of a program that was built without CUDA.
+    /// [`Error::Input`] when there is no such op, and of a program that was built without CUDA.
     #[cfg(feature = "cuda")]
-    pub fn take_kernels_from(folder: &Path) -> Result<Vec<&'static str>> {
-        cuda::take_images_from(folder)
+    pub fn take_kernels(path: &Path, code: &[u8]) -> Result<&'static str> {
+        cuda::take_image(path, code)
     }
 
-    /// For developers: has the images of kernels in `folder` taken instead of those that the build embedded, and returns
-    /// the ops whose images these are. To be called before a device is opened.
+    /// For developers: has `code` taken instead of the embedded code of the op that `path` is called like, and returns the
+    /// op. To be called before a device is opened.
     ///
     /// # Errors
-    /// [`Error::Input`] when the folder has no images or cannot be read, and of a program that was built without CUDA.
+    /// [`Error::Input`] when there is no such op, and of a program that was built without CUDA.
     #[cfg(not(feature = "cuda"))]
-    pub fn take_kernels_from(folder: &Path) -> Result<Vec<&'static str>> {
+    pub fn take_kernels(path: &Path, code: &[u8]) -> Result<&'static str> {
+        let _ = code;
         Err(Error::input(format!(
             "{}: this program was built without CUDA and takes no kernels; build it with `--features cuda`",
-            folder.display()
+            path.display()
         )))
     }
 

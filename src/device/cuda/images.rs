@@ -1,15 +1,16 @@
-//! The code of kernels: what the build embedded, or, for developers, images from a folder, so that a kernel can be
-//! changed and compiled on a machine without Rust.
+//! The code of kernels: what the build embedded, or, for developers, an image that takes its place, so that a kernel can
+//! be changed and compiled on a machine without Rust.
 
 use std::{
+    collections::HashMap,
     ffi::c_void,
-    fs,
     path::{Path, PathBuf},
-    sync::OnceLock,
+    sync::Mutex,
 };
 
 use cudarc::driver::{DriverError, result};
 
+use super::lock;
 use crate::error::{Error, Result};
 
 /// The code of an op's kernels: machine code for some devices, and PTX for later ones.
@@ -36,54 +37,52 @@ macro_rules! image {
 pub(crate) use image;
 
 /// Every op that has kernels.
-const OPS: &[&str] = include!(concat!(env!("OUT_DIR"), "/ops.rs"));
+const OPS: [&str; 13] = [
+    "activation",
+    "adamw",
+    "adamw8",
+    "adapted_linear",
+    "attention",
+    "column_norms",
+    "elementwise",
+    "embed",
+    "gather",
+    "head_loss",
+    "layernorm",
+    "matmul",
+    "noise",
+];
 
-/// Extension of an image's file.
-const EXTENSION: &str = "fatbin";
+/// Images that take the place of embedded ones, by op: where each is from, and its bytes, aligned for the driver.
+static TAKEN: Mutex<Option<HashMap<&'static str, (PathBuf, Vec<u128>)>>> = Mutex::new(None);
 
-/// The folder whose images come before the embedded ones.
-static FOLDER: OnceLock<PathBuf> = OnceLock::new();
-
-/// Has the images `OP.fatbin` in `folder` loaded instead of the embedded ones of the same ops, and returns these ops. The
-/// first folder that is named stays the one of this process; images that are loaded already stay too.
+/// Has `code` loaded instead of the embedded image of the op that `path` is called like (`layernorm.fatbin`), and returns
+/// the op. An image that is loaded already stays.
 ///
 /// # Errors
-/// [`Error::Input`] when the folder cannot be read, has no image, or has one of an op that there is not.
-pub fn take_images_from(folder: &Path) -> Result<Vec<&'static str>> {
-    let refuse = |path: &Path, why: &str| Error::input(format!("{}: {why}", path.display()));
-    let unreadable = |cause| refuse(folder, &format!("cannot be read: {cause}; name a folder of images"));
-    let mut found = Vec::new();
-    for entry in fs::read_dir(folder).map_err(unreadable)? {
-        let path = entry.map_err(unreadable)?.path();
-        if path.extension().is_none_or(|extension| extension != EXTENSION) {
-            continue;
-        }
-        let stem = path.file_stem().unwrap_or_default();
-        let Some(op) = OPS.iter().copied().find(|op| stem == *op) else {
-            let ops = OPS.join(", ");
-            return Err(refuse(&path, &format!("is the image of no op; there are {ops}")));
-        };
-        found.push(op);
-    }
-    if found.is_empty() {
-        return Err(refuse(folder, "has no image; an image is called like its op, such as layernorm.fatbin"));
-    }
-    found.sort_unstable();
-    let _ = FOLDER.set(folder.to_owned());
-    Ok(found)
+/// [`Error::Input`] when there is no such op.
+pub fn take_image(path: &Path, code: &[u8]) -> Result<&'static str> {
+    let stem = path.file_stem().unwrap_or_default();
+    let Some(op) = OPS.into_iter().find(|op| stem == *op) else {
+        return Err(Error::input(format!(
+            "{}: is the image of no op; there are {}",
+            path.display(),
+            OPS.join(", ")
+        )));
+    };
+    lock(&TAKEN).get_or_insert_default().insert(op, (path.to_owned(), aligned(code)));
+    Ok(op)
 }
 
 impl Image {
     /// Loads the code for the device that this thread uses, and returns the address of the module.
     pub(super) fn load(&self) -> Result<usize, String> {
-        let file = FOLDER.get().map(|folder| folder.join(self.op).with_extension(EXTENSION));
-        let Some(file) = file.filter(|file| file.exists()) else {
-            return load(self.code.0.as_ptr().cast()).map_err(|cause| cause.to_string());
-        };
-        let words = read(&file)?;
-        load(words.as_ptr().cast()).map_err(|cause| {
-            format!("{}: {cause}; compile it for this device with nvcc 13.0", file.display())
-        })
+        match lock(&TAKEN).as_ref().and_then(|taken| taken.get(self.op)) {
+            None => load(self.code.0.as_ptr().cast()).map_err(|cause| cause.to_string()),
+            Some((path, words)) => load(words.as_ptr().cast()).map_err(|cause| {
+                format!("{}: {cause}; compile it for this device with nvcc 13.0", path.display())
+            }),
+        }
     }
 }
 
@@ -94,15 +93,14 @@ fn load(code: *const c_void) -> Result<usize, DriverError> {
     unsafe { result::module::load_data(code) }.map(|module| module as usize)
 }
 
-/// A file's bytes, aligned for the driver, with at least 16 zeros behind them: text ends with one.
-fn read(file: &Path) -> Result<Vec<u128>, String> {
-    let bytes = fs::read(file).map_err(|cause| format!("{}: cannot be read: {cause}", file.display()))?;
+/// Bytes aligned for the driver, with at least 16 zeros behind them: code that is text ends with one.
+fn aligned(bytes: &[u8]) -> Vec<u128> {
     let word = |chunk: &[u8]| {
         let mut word = [0; 16];
         word[..chunk.len()].copy_from_slice(chunk);
         u128::from_ne_bytes(word)
     };
-    Ok(bytes.chunks(16).map(word).chain([0]).collect())
+    bytes.chunks(16).map(word).chain([0]).collect()
 }
 
 #[cfg(test)]
@@ -110,27 +108,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_folder_without_images_or_with_others_is_refused() {
-        let home = tempfile::tempdir().unwrap();
-        let refused = |folder: &Path| take_images_from(folder).unwrap_err().to_string();
-        assert!(refused(&home.path().join("missing")).contains("missing: cannot be read: "));
-        fs::write(home.path().join("layernorm.cu"), "").unwrap();
-        assert!(refused(home.path()).contains("has no image; an image is called like its op"));
-        fs::write(home.path().join("layernrom.fatbin"), "").unwrap();
-        let text = refused(home.path());
-        assert!(
-            text.contains("layernrom.fatbin: is the image of no op; there are activation, adamw, "),
-            "{text}"
-        );
+    fn every_op_that_has_kernels_is_listed() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/kernels");
+        let mut found: Vec<String> = std::fs::read_dir(folder)
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .filter(|op| op.join("kernel.cu").exists())
+            .map(|op| op.file_name().unwrap().to_string_lossy().into_owned())
+            .collect();
+        found.sort_unstable();
+        assert_eq!(found, OPS);
     }
 
     #[test]
-    fn a_read_image_is_aligned_and_ends_with_zeros() {
-        let home = tempfile::tempdir().unwrap();
-        let file = home.path().join("x.fatbin");
+    fn an_image_belongs_to_the_op_that_it_is_called_like() {
+        assert_eq!(take_image(Path::new("folder/layernorm.fatbin"), b"code").unwrap(), "layernorm");
+        let text = take_image(Path::new("folder/layernrom.fatbin"), b"code").unwrap_err().to_string();
+        let expected = "folder/layernrom.fatbin: is the image of no op; there are activation, adamw, ";
+        assert!(text.starts_with(expected), "{text}");
+    }
+
+    #[test]
+    fn an_image_is_aligned_and_ends_with_zeros() {
         for length in [1, 15, 16, 17] {
-            fs::write(&file, vec![7u8; length]).unwrap();
-            let bytes: Vec<u8> = read(&file).unwrap().into_iter().flat_map(u128::to_ne_bytes).collect();
+            let bytes: Vec<u8> = aligned(&vec![7; length]).into_iter().flat_map(u128::to_ne_bytes).collect();
             assert!(bytes[..length].iter().all(|byte| *byte == 7), "{length}");
             assert!(bytes.len() >= length + 16 && bytes[length..].iter().all(|byte| *byte == 0), "{length}");
         }

@@ -33,7 +33,7 @@ pub mod staging;
 
 pub use blas::Call;
 pub(crate) use images::image;
-pub use images::{Code, Image, take_images_from};
+pub use images::{Code, Image, take_image};
 pub(crate) use launch::arguments;
 pub use launch::{Argument, Grid};
 use memory::{Memory, Pinned};

@@ -5,7 +5,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    cli::common::{environment, output::write_note},
+    cli::common::{kernels, output::write_note},
     device::{AutoDevice, DType, Device, DeviceKind},
     model::BaseDType,
 };
@@ -31,11 +31,11 @@ impl DeviceName {
         match self {
             Self::Cpu => Ok(Device::HOST),
             Self::Cuda(number) => {
-                take_kernels()?;
+                kernels::take()?;
                 Device::cuda(number)
             }
             Self::Auto => {
-                take_kernels()?;
+                kernels::take()?;
                 Ok(auto_device())
             }
         }
@@ -49,18 +49,6 @@ impl DeviceName {
             Self::Auto => AutoDevice::find().device.kind(),
         }
     }
-}
-
-/// Has kernels taken from the folder that a developer named, and says so.
-fn take_kernels() -> crate::error::Result<()> {
-    let Some(folder) = environment::kernels() else { return Ok(()) };
-    let ops = Device::take_kernels_from(&folder)?.join(", ");
-    write_note(&format!(
-        "hint: kernels of {ops} are those of {} ({})",
-        folder.display(),
-        environment::KERNELS
-    ));
-    Ok(())
 }
 
 /// The device of `--device auto`. Where a device seems to be here and is not taken, a line on stderr says why.
