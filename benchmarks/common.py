@@ -35,12 +35,12 @@ def base(bases, size):
     return folder
 
 
-def write_rows(path, count, seq, seed=0):
+def write_rows(path, count, seq, seed=0, vocab=VOCAB):
     """`count` rows of `seq` random tokens as JSONL."""
     draw = random.Random(seed)
     with open(path, "w", encoding="utf-8") as file:
         for _ in range(count):
-            ids = [draw.randrange(VOCAB) for _ in range(seq)]
+            ids = [draw.randrange(vocab) for _ in range(seq)]
             file.write(json.dumps({"input_ids": ids, "labels": ids}) + "\n")
     return path
 

@@ -3,7 +3,7 @@
     python benchmarks/gpt2.py small FOLDER
     python benchmarks/gpt2.py 13b FOLDER --shards 8 [--dtype f32]
 
-Sizes: tiny, small (124M), medium (355M), large (774M), xl (1.56B), 13b (12.9B, the shape of
+Sizes: tiny, small (124M), medium (355M), medium-2 (its first two layers), large (774M), xl (1.56B), 13b (12.9B, the shape of
 Cerebras-GPT-13B). Speed and memory do not depend on the values. Biases and layer-norm gains are not left
 at 0 and 1, so that swapped tensors would show. Needs numpy only and holds one tensor at a time, for any
 size of model; 13b takes 26 GB of disk.
@@ -19,6 +19,7 @@ SIZES = {  # layers, width, heads, positions, activation
     "tiny": (2, 64, 4, 1024, "gelu_new"),
     "small": (12, 768, 12, 1024, "gelu_new"),
     "medium": (24, 1024, 16, 1024, "gelu_new"),
+    "medium-2": (2, 1024, 16, 1024, "gelu_new"),
     "large": (36, 1280, 20, 1024, "gelu_new"),
     "xl": (48, 1600, 25, 1024, "gelu_new"),
     "13b": (40, 5120, 40, 2048, "gelu"),

@@ -5,7 +5,8 @@
 Speed is that of the median step after the first; memory is the peak resident set of the process, and
 `import_bytes` the part of it that the imports alone take. With --dtype bf16 or f16 the base and its activations are of that
 type; PEFT keeps the adapter in FP32. On a GPU, and with --autocast, the step runs under autocast, f16 with a gradient
-scaler. The base's own dropouts are off, as they are in engraft.
+scaler. The base's own dropouts are off, as they are in engraft. With --fit a batch that the GPU has no memory for is halved
+until one runs; `batch` tells which did.
 """
 
 import argparse
@@ -64,6 +65,7 @@ def main():
     p.add_argument("--checkpointing", action="store_true")
     p.add_argument("--device", default="cpu")
     p.add_argument("--autocast", action="store_true")
+    p.add_argument("--fit", action="store_true")
     a = p.parse_args()
 
     torch.manual_seed(0)
@@ -84,25 +86,43 @@ def main():
 
     with open(a.rows, encoding="utf-8") as file:
         records = [json.loads(line) for line in file]
-    seconds, losses = [], []
-    for step in range(a.steps):
-        batch = records[step * a.batch:(step + 1) * a.batch]
-        ids = torch.tensor([record["input_ids"] for record in batch]).to(a.device)
-        labels = torch.tensor([record["labels"] for record in batch]).to(a.device)
-        start = time.perf_counter()
-        with torch.autocast(a.device, dtype=DTYPES[a.dtype], enabled=(gpu or a.autocast) and a.dtype != "f32"):
-            loss = step_model(input_ids=ids, labels=labels).loss
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(trainable, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
+
+    def run(rows):
+        """Seconds and losses of all steps of `rows` rows, and the tokens of a step."""
+        seconds, losses = [], []
+        for step in range(a.steps):
+            batch = records[step * rows:(step + 1) * rows]
+            ids = torch.tensor([record["input_ids"] for record in batch]).to(a.device)
+            labels = torch.tensor([record["labels"] for record in batch]).to(a.device)
+            start = time.perf_counter()
+            with torch.autocast(a.device, dtype=DTYPES[a.dtype], enabled=(gpu or a.autocast) and a.dtype != "f32"):
+                loss = step_model(input_ids=ids, labels=labels).loss
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(trainable, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+            # Waits until a device has finished.
+            losses.append(loss.item())
+            seconds.append(time.perf_counter() - start)
+        return seconds, losses, ids.numel()
+
+    rows = a.batch
+    while True:
+        try:
+            seconds, losses, tokens = run(rows)
+            break
+        except torch.OutOfMemoryError:
+            if not a.fit or rows == 1:
+                raise
+        # Outside of the handler, whose exception holds the tensors of the step.
+        rows //= 2
         optimizer.zero_grad(set_to_none=True)
-        # Waits until a device has finished.
-        losses.append(loss.item())
-        seconds.append(time.perf_counter() - start)
+        torch.cuda.empty_cache()
     print(json.dumps({
-        "tokens_per_s": ids.numel() / statistics.median(seconds[1:]),
+        "tokens_per_s": tokens / statistics.median(seconds[1:]),
+        "batch": rows,
         "s_per_step": statistics.median(seconds[1:]),
         "peak_bytes": peak_bytes(),
         "import_bytes": imports,

@@ -12,7 +12,10 @@
 //
 // SHIM_MEMORY is how many bytes the device has, SHIM_FILL the byte that fresh memory is filled with. SHIM_NO_RECORDING
 // refuses to record; SHIM_DRIVER (12040), SHIM_CAPABILITY (75) and SHIM_NO_IMAGE make an old driver, an old device and one
-// that loads no kernel; SHIM_FAIL names a kernel whose launch ends in a fault.
+// that loads no kernel; SHIM_FAIL names a kernel whose launch ends in a fault. SHIM_RECORD names a file that gets a line for
+// each launch, product, clearing and copy, in order (those of a graph when it is recorded, not when it is launched). With
+// SHIM_SKIP no work is done and no memory of the device is touched, so that steps of large models can be recorded; what
+// comes back is zeros.
 //
 // It shows wrong arguments, names, grids and sizes of launches, missing waits between copies and kernels, work that
 // a recorded graph lacks, and errors anywhere in a training step. It shows nothing about timing, tensor cores or the
@@ -36,6 +39,7 @@
 #include <vector>
 
 #include "memory.h"
+#include "record.h"
 
 typedef int Result; // 0: success
 typedef void *Handle;
@@ -129,6 +133,7 @@ static void wait_for(const Event &event) {
 }
 static Result give(Handle handle, Work work) {
   Stream &stream = *static_cast<Stream *>(handle);
+  if (record::skips()) work = [] {};
   if (stream.recording) return stream.recording->push_back(work), 0;
   if (broken) return broken;
   std::lock_guard<std::recursive_mutex> lock(order);
@@ -286,6 +291,7 @@ Result cuMemFreeHost(void *place) {
 Result cuMemsetD8Async(Address to, unsigned char value, size_t size, Handle stream) {
   if (Result no = wrong(IN_CAPTURE)) return no;
   if (!is_reached(to, size)) return no_memory_there();
+  record::line("clear %zu\n", size);
   return give(stream, [=] { doing = "a memset", memset(reinterpret_cast<void *>(to), value, size); });
 }
 /// As the driver: copies from pages that are not pinned take a copy of them, and copies to such pages wait.
@@ -293,6 +299,7 @@ Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t size, Handle st
   bool straight = is_pinned(from, size);
   if (Result no = wrong(straight)) return no;
   if (!is_reached(to, size)) return no_memory_there();
+  record::line("upload %zu\n", size);
   if (straight) return give(stream, [=] { doing = "a copy", memcpy(reinterpret_cast<void *>(to), from, size); });
   if (is_beside(stream)) return refuse(INVALID, "a copy beside the kernels from pages that are not pinned");
   std::vector<char> copy(static_cast<const char *>(from), static_cast<const char *>(from) + size);
@@ -303,6 +310,8 @@ Result cuMemcpyDtoHAsync_v2(void *to, Address from, size_t size, Handle stream) 
   if (Result no = wrong(straight)) return no;
   if (!is_reached(from, size)) return no_memory_there();
   if (!straight && is_beside(stream)) return refuse(INVALID, "a copy beside the kernels to pages that are not pinned");
+  record::line("download %zu\n", size);
+  if (record::skips()) return memset(to, 0, size), broken;
   give(stream, [=] { doing = "a copy", memcpy(to, reinterpret_cast<void *>(from), size); });
   return straight ? broken : cuStreamSynchronize(stream);
 }
@@ -310,12 +319,17 @@ Result cuMemcpyAsync(Address to, Address from, size_t size, Handle stream) {
   if (Result no = wrong(IN_CAPTURE)) return no;
   for (Address place : {to, from})
     if (!is_reached(place, size)) return no_memory_there();
+  record::line("copy %zu\n", size);
   return give(stream, [=] { doing = "a copy", memcpy(reinterpret_cast<void *>(to), reinterpret_cast<void *>(from), size); });
 }
 
-Result cuModuleLoadData(Handle *module, const void *) {
+/// Takes what the CUDA compiler and its stand-in write, by the first bytes, and uses nothing of it.
+Result cuModuleLoadData(Handle *module, const void *image) {
   if (Result no = wrong(NEVER_IN_CAPTURE)) return no;
-  return getenv("SHIM_NO_IMAGE") ? INVALID_IMAGE : (*module = objects + 1, 0);
+  uint32_t first;
+  memcpy(&first, image, sizeof first);
+  bool known = first == 0xba55ed50 || memcmp(image, "stand-in", 9) == 0 || memcmp(image, "\177ELF", 4) == 0;
+  return !known || getenv("SHIM_NO_IMAGE") ? INVALID_IMAGE : (*module = objects + 1, 0);
 }
 
 static Handle own_library() {
@@ -363,6 +377,7 @@ Result cuLaunchKernel(Handle function, unsigned x, unsigned y, unsigned z, unsig
     const char *value = static_cast<const char *>(arguments[values.size()]);
     values.emplace_back(value, value + *size);
   }
+  record::line("launch %s %u %u %u %u\n", name.c_str(), x, y, z, threads);
   return give(stream, [=]() mutable {
     typedef int (*Launcher)(const unsigned *, const unsigned *, size_t, uint64_t, void **);
     static uint64_t seed;

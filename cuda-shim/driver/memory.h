@@ -11,6 +11,8 @@
 #include <map>
 #include <mutex>
 
+#include "record.h"
+
 namespace memory {
 
 constexpr size_t PAGE = 4096;
@@ -47,7 +49,7 @@ public:
     if (mprotect(pages, length, PROT_READ | PROT_WRITE)) return nullptr;
     unsigned char *place = pages + length - room;
     memset(pages, CANARY, place - pages);
-    memset(place, fill(), size);
+    if (!record::skips()) memset(place, fill(), size);
     memset(place + size, CANARY, room - size);
     all[reinterpret_cast<uintptr_t>(place)] = {size, pages, length};
     return place;

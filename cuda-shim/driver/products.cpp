@@ -12,6 +12,8 @@
 #include <functional>
 #include <vector>
 
+#include "record.h"
+
 typedef int Result; // 0: success
 typedef void *Handle;
 constexpr Result INVALID = 7;
@@ -186,6 +188,7 @@ Result cublasLtMatmul(Handle, Handle product_, const float *alpha, const void *A
       return refuse("a side matrix outside of the device's memory");
   }
   if (workspace_bytes < chosen.workspace || !shim_has(workspace, workspace_bytes)) return refuse("too little workspace");
+  record::line("product %zu %zu %zu %d %d %d %d\n", m, n, k, a.type, d.type, product.epilogue, *beta != 0);
   bool backwards = chosen.aligned[0] > 16 || chosen.aligned[1] > 16 || chosen.aligned[2] > 16 || chosen.aligned[3] > 16;
   std::function<void()> work = [=, alpha = *alpha, beta = *beta] {
     std::vector<float> left(m * k), right(n * k);

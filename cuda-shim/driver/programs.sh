@@ -68,6 +68,20 @@ precision=f16
 if SHIM_MEMORY=20000 cuda "${eval[@]}" 2>refused; then echo "the base fits into 20000 bytes, which is impossible" >&2; exit 1; fi
 grep 'bytes for the base cannot be allocated on CUDA device 0 (free: .*): out of memory; .*--stream-base on' refused
 
+# Images from a folder come before the built-in ones, which is told; a wrong one is named.
+mkdir images
+printf 'stand-in\0' >images/layernorm.fatbin
+ENGRAFT_KERNELS=images cuda "${eval[@]}" --adapter on-cpu/adapter >eval-images.log 2>hint
+grep 'hint: kernels of layernorm are those of images (ENGRAFT_KERNELS)' hint
+cuda "${eval[@]}" --adapter on-cpu/adapter >eval.log
+same "eval $precision, an image from a folder" eval.log eval-images.log
+echo '__global__ void layernorm_forward_f16()' >images/layernorm.fatbin
+if ENGRAFT_KERNELS=images cuda "${eval[@]}" 2>refused; then echo "an image that is none is loaded" >&2; exit 1; fi
+grep 'layernorm: images/layernorm.fatbin: .*image is invalid.*; compile it for this device' refused
+mv images/layernorm.fatbin images/layernrom.fatbin
+if ENGRAFT_KERNELS=images cuda "${eval[@]}" 2>refused; then echo "the image of no op is taken" >&2; exit 1; fi
+grep 'images/layernrom.fatbin: is the image of no op; there are activation, ' refused
+
 # What cannot be used is told when the device is opened, with a remedy, and --device auto goes on without it.
 refuses() { # VARIABLE SENTENCE
     if env "$1" LD_LIBRARY_PATH="$shim" "${eval[@]}" --device cuda >/dev/null 2>refused; then

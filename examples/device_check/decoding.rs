@@ -25,7 +25,7 @@ use crate::{
     Line,
     ops::{On, Outputs},
     runs::decoder,
-    setup::Size,
+    setup::{Kind, Size},
 };
 
 const N: usize = 3;

@@ -12,7 +12,8 @@
 //! `cuda-shim/driver` trainings are tiny, on a real device larger: `--large` and `--small` choose.
 //!
 //! The golden files are those of --golden, or else of `tests/golden` in the working folder, or where the program was
-//! built. `--wait` waits after each launch: a fault then names the kernel or product that made it.
+//! built. `--wait` waits after each launch: a fault then names the kernel or product that made it. The variable
+//! ENGRAFT_KERNELS names a folder with images of kernels, which come before the built-in ones (docs/MANUAL.md).
 //!
 //! Every line of the table of relative errors goes to stdout as soon as it is known, the same as one JSON object into FILE
 //! after each part, target/device_check.json where none is named. An error ends its part, not the others; exit code 1
@@ -30,7 +31,11 @@ mod setup;
 mod speed;
 mod wide;
 
-use std::{path::PathBuf, process::ExitCode, time::Instant};
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+    time::Instant,
+};
 
 use engraft::{
     device::{DType, Device},
@@ -98,14 +103,34 @@ impl Options {
     }
 }
 
+/// Names a folder with images of kernels, as for the programs.
+const KERNELS: &str = "ENGRAFT_KERNELS";
+
 /// Name of the device of cuda-shim/driver.
 const INTERPRETED: &str = "shim";
+
+/// Has the images `OP.fatbin` of a folder taken instead of the built-in ones, and tells each.
+fn take_kernels(folder: &Path) -> Result<()> {
+    let unreadable =
+        |cause| Error::input(format!("{}: cannot be read: {cause}; correct {KERNELS}", folder.display()));
+    for entry in std::fs::read_dir(folder).map_err(unreadable)? {
+        let path = entry.map_err(unreadable)?.path();
+        if path.extension().is_some_and(|extension| extension == "fatbin") {
+            let code = std::fs::read(&path).map_err(unreadable)?;
+            println!("kernels of {} are those of {}", Device::take_kernels(&path, &code)?, path.display());
+        }
+    }
+    Ok(())
+}
 
 /// Opens the device, and returns its name, the types of activations that it computes in, the usual one first, and the
 /// default size.
 fn open(name: &str) -> Result<(Device, String, &'static [DType], Size)> {
     if name == "cpu" {
         return Ok((Device::Cpu, "the CPU itself".to_owned(), &[DType::F32], Size::SMALL));
+    }
+    if let Some(folder) = std::env::var_os(KERNELS).filter(|folder| !folder.is_empty()) {
+        take_kernels(Path::new(&folder))?;
     }
     let device = Device::cuda(name.parse().unwrap_or(0))?;
     let name = if let Device::Cuda(gpu) = device { gpu.name() } else { String::new() };

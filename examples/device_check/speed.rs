@@ -48,6 +48,8 @@ struct Scale {
     attention: (usize, usize, usize),
     trainables: usize,
     tokens: usize,
+    /// Samples that are made together.
+    samples: usize,
 }
 
 const LARGE: Scale = Scale {
@@ -57,9 +59,17 @@ const LARGE: Scale = Scale {
     attention: (32, 16, 1024),
     trainables: 10_000_000,
     tokens: 256,
+    samples: 32,
 };
-const SMALL: Scale =
-    Scale { repeats: 1, rows: 9, matrix: (32, 64), attention: (1, 2, 70), trainables: 5000, tokens: 4 };
+const SMALL: Scale = Scale {
+    repeats: 1,
+    rows: 9,
+    matrix: (32, 64),
+    attention: (1, 2, 70),
+    trainables: 5000,
+    tokens: 4,
+    samples: 3,
+};
 
 /// All figures; those of tokens are of the base in `folder`, or of the one that checks train on.
 pub fn measure(
@@ -178,7 +188,7 @@ fn updates(device: Device, scale: &Scale) -> Result<Vec<Speed>> {
     Ok(speeds)
 }
 
-/// One sample with a LoRA of rank 16 on all sites, its launches recorded and one by one.
+/// One sample with a LoRA of rank 16 on all sites, its launches recorded and one by one, and several at a time.
 fn tokens(
     device: Device,
     activations: DType,
@@ -190,32 +200,38 @@ fn tokens(
         Some(folder) => load(&BaseSource::Folder(folder.to_owned()), "base", device, activations)?,
         None => crate::setup::base(size, device, activations)?,
     };
-    let (mut speeds, tokens) = (Vec::new(), scale.tokens.min(base.config.positions - 2));
-    for (recorded, what) in [(true, "recorded"), (false, "launch by launch")] {
-        let mut decoder = sample(&base, tokens)?;
+    let (mut speeds, tokens) = (Vec::new(), scale.tokens.min(base.config.positions - 3));
+    for (rows, recorded) in [(1, true), (1, false), (scale.samples, true)] {
+        let mut decoder = decoder(&base, rows, tokens)?;
         if !recorded {
             decoder.never_record();
         }
+        decoder.feed(&[1])?;
+        decoder.fork(rows);
+        let ids = vec![1; rows];
         // The first two load kernels and record.
         for _ in 0..2 {
-            decoder.feed(&[1])?;
+            decoder.feed_each(&ids)?;
         }
         let start = Instant::now();
         for _ in 0..tokens {
-            decoder.feed(&[1])?;
+            decoder.feed_each(&ids)?;
         }
-        let value = tokens as f64 / start.elapsed().as_secs_f64();
+        let value = (rows * tokens) as f64 / start.elapsed().as_secs_f64();
+        let samples = if rows == 1 { "one sample".to_owned() } else { format!("{rows} samples") };
+        let how = if recorded { "recorded" } else { "launch by launch" };
         let (layers, width) = (base.config.layers, base.config.width);
-        let what = format!("one sample, {layers} layers of {width}, rank 16, {what}");
+        let what = format!("{samples}, {layers} layers of {width}, rank 16, {how}");
         speeds.push(Speed { what, value, unit: "tokens/s" });
     }
     Ok(speeds)
 }
 
-fn sample(base: &Arc<Base>, tokens: usize) -> Result<Decoder> {
+/// A decoder of `rows` samples of up to `tokens` tokens after three more.
+fn decoder(base: &Arc<Base>, rows: usize, tokens: usize) -> Result<Decoder> {
     let targets = "all-linear".parse::<Targets>().unwrap_or_else(|never| match never {});
     let lora = LoraSpec { rank: 16, targets, ..LoraSpec::default() };
     let set = AdapterSet::new(&lora.into(), &base.description())?;
     let bindings = AdapterBindings::new(&[(&set, 1.0)], base.config.layers)?;
-    Decoder::new(Arc::clone(base), bindings, start(&set, base)?, 1, tokens + 2)
+    Decoder::new(Arc::clone(base), bindings, start(&set, base)?, rows, tokens + 3)
 }

@@ -5,6 +5,7 @@
 //! same range cannot coexist. [`cpu`] and `cuda` hold the code that all kernels of a vendor share. [`DeviceKind`]
 //! answers every question that other rooms have about a device.
 
+pub mod accelerators;
 pub mod arena;
 pub mod async_copy;
 mod auto;
@@ -24,6 +25,8 @@ pub mod page_cache;
 pub mod rates;
 pub mod staging;
 mod view;
+
+use std::path::Path;
 
 #[cfg(feature = "cuda")]
 use self::cuda::Gpu;
@@ -74,6 +77,30 @@ impl Device {
     pub fn cuda(ordinal: usize) -> Result<Self> {
         Err(Error::input(format!(
             "--device cuda:{ordinal}: this program was built without CUDA; build it with `--features cuda`, or give --device cpu"
+        )))
+    }
+
+    /// For developers: has `code` taken instead of the embedded code of the op that `path` is called like, and returns the
+    /// op. To be called before a device is opened.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when there is no such op, and of a program that was built without CUDA.
+    #[cfg(feature = "cuda")]
+    pub fn take_kernels(path: &Path, code: &[u8]) -> Result<&'static str> {
+        cuda::take_image(path, code)
+    }
+
+    /// For developers: has `code` taken instead of the embedded code of the op that `path` is called like, and returns the
+    /// op. To be called before a device is opened.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when there is no such op, and of a program that was built without CUDA.
+    #[cfg(not(feature = "cuda"))]
+    pub fn take_kernels(path: &Path, code: &[u8]) -> Result<&'static str> {
+        let _ = code;
+        Err(Error::input(format!(
+            "{}: this program was built without CUDA and takes no kernels; build it with `--features cuda`",
+            path.display()
         )))
     }
 

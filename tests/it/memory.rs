@@ -30,6 +30,34 @@ fn a_plan_needs_neither_weights_nor_network_nor_device() {
     assert!(!names(sandbox.path("").as_path()).contains(&"runs".to_owned()), "planning leaves no run");
 }
 
+/// Times of a device that is not here: counted, and told only of runs that are covered.
+#[test]
+fn a_plan_for_a_device_predicts_its_time_where_every_launch_is_known() {
+    let sandbox = Sandbox::new();
+    let time = |more: &str| {
+        let line =
+            format!("plan --base gpt2 --device cuda --memory 60GiB --batch 8 --seq-len 1024 --json {more}");
+        only(&sandbox.engraft(&line).succeeds(), "plan")["device_time"].clone()
+    };
+    let lora = time("--recompute none");
+    let step = &lora["step"];
+    let launches = |kernel: &str| {
+        let order = step["order"].as_array().unwrap();
+        order.iter().filter(|launch| launch.as_str().unwrap().starts_with(kernel)).count()
+    };
+    assert_eq!((launches("attention_forward"), launches("embed")), (12, 1));
+    let names: Vec<_> = step["gpus"].as_array().unwrap().iter().map(|gpu| gpu["gpu"].clone()).collect();
+    assert_eq!(names, ["A100", "H100", "H200"]);
+    let sum = |at: usize| -> f64 {
+        step["ops"].as_array().unwrap().iter().map(|op| op["us"][at].as_f64().unwrap()).sum()
+    };
+    for (at, gpu) in step["gpus"].as_array().unwrap().iter().enumerate() {
+        let us = gpu["us"].as_f64().unwrap();
+        assert!((sum(at) / us - 1.0).abs() < 1e-9 && us > 1e3, "{gpu}");
+    }
+    assert!(time("--recompute all").is_null() && time("--method prefix").is_null());
+}
+
 #[test]
 fn a_plan_is_for_the_threads_and_the_precision_that_were_asked_for() {
     let sandbox = Sandbox::new();

@@ -114,6 +114,14 @@ impl Environment {
     }
 }
 
+/// The variable that names a folder with images of kernels, for developers.
+pub const KERNELS: &str = "ENGRAFT_KERNELS";
+
+/// The folder that [`KERNELS`] names.
+pub fn kernels() -> Option<PathBuf> {
+    std::env::var_os(KERNELS).filter(|value| !value.is_empty()).map(PathBuf::from)
+}
+
 fn homeless(variable: &str) -> Error {
     Error::input(format!("HOME: is not set, so there is no folder for caches; set HOME or {variable}"))
 }

@@ -7,6 +7,7 @@ pub mod download;
 pub mod elsewhere;
 pub mod environment;
 mod failure;
+pub mod kernels;
 pub mod open;
 pub mod options;
 pub mod output;

@@ -16,6 +16,7 @@ mod report_page;
 mod resolve;
 mod sampling;
 mod table;
+mod time_table;
 
 use std::process::ExitCode;
 

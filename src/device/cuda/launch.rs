@@ -1,42 +1,8 @@
-//! The parts of a launch: the code of kernels, the number of threads, and the arguments.
+//! The parts of a launch: the number of threads, and the arguments.
 
 use std::ffi::c_void;
 
-use cudarc::driver::{DriverError, result};
-
 use crate::device::{View, ViewMut};
-
-/// The code of an op's kernels: machine code for some devices, and PTX for later ones.
-pub struct Image {
-    /// Folder of the op.
-    pub op: &'static str,
-    /// The fat binary that the CUDA compiler wrote.
-    pub code: &'static Code<[u8]>,
-}
-
-impl Image {
-    /// Loads the code for the device that this thread uses, and returns the address of the module.
-    pub(super) fn load(&self) -> Result<usize, DriverError> {
-        // SAFETY: the code is the CUDA compiler's whole output, in static memory.
-        let module = unsafe { result::module::load_data(self.code.0.as_ptr().cast()) };
-        module.map(|module| module as usize)
-    }
-}
-
-/// Bytes aligned for the driver.
-#[repr(C, align(16))]
-pub struct Code<B: ?Sized>(pub B);
-
-/// The [`Image`] of the op in folder `$op`.
-macro_rules! image {
-    ($op:literal) => {
-        $crate::device::cuda::Image {
-            op: $op,
-            code: &$crate::device::cuda::Code(*include_bytes!(concat!(env!("OUT_DIR"), "/", $op, ".fatbin"))),
-        }
-    };
-}
-pub(crate) use image;
 
 /// The blocks and threads that run a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -25,14 +25,17 @@ pub mod async_copy;
 mod blas;
 mod event;
 pub mod graph;
+mod images;
 mod launch;
 pub mod memory;
 mod open;
 pub mod staging;
 
 pub use blas::{Call, Epilogue, SideMatrix};
-pub use launch::{Argument, Code, Grid, Image};
-pub(crate) use launch::{arguments, image};
+pub(crate) use images::image;
+pub use images::{Code, Image, take_image};
+pub(crate) use launch::arguments;
+pub use launch::{Argument, Grid};
 use memory::{Memory, Pinned};
 
 /// Bytes of shared memory that a block has without asking for more.

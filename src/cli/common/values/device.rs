@@ -5,7 +5,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    cli::common::output::write_note,
+    cli::common::{kernels, output::write_note},
     device::{AutoDevice, DType, Device, DeviceKind},
     model::BaseDType,
 };
@@ -30,8 +30,14 @@ impl DeviceName {
     pub fn open(self) -> crate::error::Result<Device> {
         match self {
             Self::Cpu => Ok(Device::HOST),
-            Self::Cuda(number) => Device::cuda(number),
-            Self::Auto => Ok(auto_device()),
+            Self::Cuda(number) => {
+                kernels::take()?;
+                Device::cuda(number)
+            }
+            Self::Auto => {
+                kernels::take()?;
+                Ok(auto_device())
+            }
         }
     }
 

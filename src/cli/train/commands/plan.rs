@@ -6,7 +6,10 @@ use engraft_adapters::AdapterSet;
 
 use super::train::joined;
 use crate::{
-    cli::train::table,
+    cli::train::{
+        table,
+        time_table::{self, Times},
+    },
     cli::{
         common::{
             args::BaseArgs,
@@ -18,14 +21,15 @@ use crate::{
         train::{args::TrainArgs, data_source, layers, resolve},
     },
     data::{Dataset, Tokenizer},
+    device::DType,
     embedded,
     error::Result,
     kernels::matmul::Arithmetic,
-    model::{Config, base::check_weights, builtin, weights},
-    plan::PlannedDevice,
+    model::{Config, Recompute, base::check_weights, builtin, weights},
+    plan::{PlannedDevice, device_time::DeviceTime, launches::Pass},
     train as run,
     train::{
-        AdapterOptions, DataSource, PlanRequest, RowOptions, RunOptions,
+        AdapterOptions, DataSource, PlanConfig, PlanRequest, RowOptions, RunOptions,
         sample::{self, PromptSource},
     },
 };
@@ -80,15 +84,46 @@ pub fn run(typed: TrainArgs) -> Result<()> {
         sample_tokens,
     };
     let selection = run::plan_request(&options, plan_request)?;
+    let times = times(&selection.chosen.plan.config, &plan_request);
     if args.json == Some(true) {
-        write_json(&table::event(&selection))
+        let mut event = table::event(&selection);
+        if let Some(times) = &times {
+            event["device_time"] = time_table::event(times);
+        }
+        write_json(&event)
     } else {
         write_out(&table::whole(&selection))?;
+        if let Some(times) = &times {
+            write_out(&format!("\n{}", time_table::whole(times)))?;
+        }
         if let Some(hint) = open::faster_in_bf16(kind, args.compute.precision, args.base.base_dtype) {
             write_note(&format!("hint: {hint}"));
         }
         Ok(())
     }
+}
+
+/// Keys that the token of a predicted decoding rate sees.
+const KEYS: usize = 128;
+
+/// The predicted time of a micro-batch and of a token on devices whose speeds are not measured; `None` where the table of
+/// launches does not cover the run: other adapters than LoRA, other activations than F16, recomputation.
+fn times(config: &PlanConfig, request: &PlanRequest) -> Option<Times> {
+    let PlanConfig { micro_batch, policy, .. } = *config;
+    let plain = policy.activations == DType::F16 && policy.recompute == Recompute::None;
+    if request.device.kind.is_calibrated || !plain {
+        return None;
+    }
+    let step = Pass {
+        config: request.config,
+        set: request.set,
+        batch: micro_batch,
+        tokens: request.seq_len,
+        head_rows: policy.head_rows,
+    };
+    let token = Pass { batch: 1, tokens: KEYS, ..step };
+    step.is_covered()
+        .then(|| Times { step: DeviceTime::of_training(step), token: (DeviceTime::of_token(token), KEYS) })
 }
 
 /// Sizes of a base, with its tokenizer where there is one.

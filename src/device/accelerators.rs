@@ -1,0 +1,141 @@
+//! GPUs that times are predicted for: their published peaks, and the shares of these that our kernels are expected to
+//! reach. The peaks are those of NVIDIA's data sheets (SXM modules, dense). **No share was measured**: those of the H100 are
+//! an estimate from reading the kernels, made before any GPU had run them, and a first run is held against them.
+
+/// What a kernel's time is limited by, beside its bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Work {
+    /// A product of the library, by the width of the model.
+    Product,
+    /// Attention on tensor cores, forward.
+    AttentionForward,
+    /// Attention on tensor cores, backward.
+    AttentionBackward,
+    /// Products with a rank on one side, outside of tensor cores.
+    Thin,
+    /// A pass over activations, one element after another.
+    Elementwise,
+    /// A pass over activations by rows that are read more than once.
+    Rows,
+    /// Losses and gradients of FP32 logits.
+    Logits,
+    /// Products of few rows, which read each weight once.
+    Weights,
+}
+
+/// A GPU by its data sheet.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Accelerator {
+    /// Its name.
+    pub name: &'static str,
+    /// FLOP/s of dense FP16 products with FP32 sums.
+    pub tensor_peak: f64,
+    /// FLOP/s of FP32 outside of tensor cores.
+    pub fp32_peak: f64,
+    /// Bytes/s of its memory.
+    pub bandwidth: f64,
+    /// FLOP/s that large products are taken to reach at best: what shares of a step are of.
+    pub ceiling: f64,
+    /// Share of `tensor_peak` that products reach at widths of 768, 1024 and 1600.
+    products: [f64; 3],
+    /// Shares of `tensor_peak` of attention forward and backward, counted as 2 and 5 products a visible pair.
+    attention: (f64, f64),
+}
+
+/// The widths of `Accelerator::products`: GPT-2 small, medium and XL.
+const WIDTHS: [f64; 3] = [768.0, 1024.0, 1600.0];
+
+/// Seconds between two kernels of a stream: the end of one, its memory flushed, and the start of the next.
+pub const GAP: f64 = 2e-6;
+/// Seconds that the shortest kernel takes: a chain of dependent loads and one barrier.
+pub const SHORTEST: f64 = 1.5e-6;
+
+/// Share of the bandwidth of an elementwise pass.
+const ELEMENTWISE: f64 = 0.9;
+/// Share of a pass by rows: a warp a row leaves loads in flight unused between its two sums.
+const ROWS: f64 = 0.57;
+/// Share of cross-entropy, a block a row of 201 KB that is read twice.
+const LOGITS: f64 = 0.68;
+/// Share of products of few rows: one 16-byte load in flight a thread.
+const WEIGHTS: f64 = 0.5;
+/// Share of `fp32_peak` of thin products: tiles of 16 ranks where 8 are used, stores with bank conflicts.
+const THIN: f64 = 0.125;
+
+impl Accelerator {
+    /// A100 80 GB. On its slower tensor cores products reach a larger share, and `mma.sync` is the way to all of them.
+    pub const A100: Self = Self {
+        name: "A100",
+        tensor_peak: 312e12,
+        fp32_peak: 19.5e12,
+        bandwidth: 2.039e12,
+        ceiling: 250e12,
+        products: [0.70, 0.74, 0.78],
+        attention: (0.42, 0.38),
+    };
+
+    /// H100 80 GB: 560, 600 and 650 TFLOP/s of products, 172 and 161 of attention.
+    pub const H100: Self = Self {
+        name: "H100",
+        tensor_peak: 990e12,
+        fp32_peak: 67e12,
+        bandwidth: 3.35e12,
+        ceiling: 700e12,
+        products: [560.0 / 990.0, 600.0 / 990.0, 650.0 / 990.0],
+        attention: (172.0 / 990.0, 161.0 / 990.0),
+    };
+
+    /// H200: the processor of an H100 with more and faster memory.
+    pub const H200: Self = Self { name: "H200", bandwidth: 4.8e12, ..Self::H100 };
+
+    /// All that are predicted.
+    pub const ALL: [Self; 3] = [Self::A100, Self::H100, Self::H200];
+
+    /// FLOP/s of products in a model of `width`, straight lines between the widths that are known.
+    pub fn product_rate(&self, width: usize) -> f64 {
+        let at = (width as f64).clamp(WIDTHS[0], WIDTHS[2]);
+        let first = usize::from(at > WIDTHS[1]);
+        let part = (at - WIDTHS[first]) / (WIDTHS[first + 1] - WIDTHS[first]);
+        let [below, above] = [self.products[first], self.products[first + 1]];
+        self.tensor_peak * (below + part * (above - below))
+    }
+
+    /// Seconds of one kernel that does `flops` operations on `bytes` of memory in a model of `width`, with the gap after
+    /// it: the longer of the two, and no less than [`SHORTEST`].
+    pub fn seconds(&self, work: Work, width: usize, bytes: f64, flops: f64) -> f64 {
+        let (share, rate) = match work {
+            Work::Product => (ELEMENTWISE, self.product_rate(width)),
+            Work::AttentionForward => (ELEMENTWISE, self.tensor_peak * self.attention.0),
+            Work::AttentionBackward => (ELEMENTWISE, self.tensor_peak * self.attention.1),
+            Work::Thin => (ELEMENTWISE, self.fp32_peak * THIN),
+            Work::Elementwise => (ELEMENTWISE, self.fp32_peak),
+            Work::Rows => (ROWS, self.fp32_peak),
+            Work::Logits => (LOGITS, self.fp32_peak),
+            Work::Weights => (WEIGHTS, self.fp32_peak),
+        };
+        (bytes / (share * self.bandwidth)).max(flops / rate).max(SHORTEST) + GAP
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_of_products_go_through_the_known_widths() {
+        let rates =
+            [100, 768, 896, 1024, 1600, 5120].map(|width| Accelerator::H100.product_rate(width) / 1e12);
+        let expected = [560.0, 560.0, 580.0, 600.0, 650.0, 650.0];
+        for (rate, expected) in rates.into_iter().zip(expected) {
+            assert!((rate - expected).abs() < 1e-9, "{rate} {expected}");
+        }
+    }
+
+    #[test]
+    fn a_kernel_takes_the_longer_of_memory_and_arithmetic() {
+        let gpu = Accelerator::H100;
+        // Nothing to do, 1 GB of elements, and 1 TFLOP of a product on little memory.
+        assert_eq!(gpu.seconds(Work::Product, 768, 0.0, 0.0), SHORTEST + GAP);
+        assert!((gpu.seconds(Work::Elementwise, 768, 1e9, 1e6) - GAP - 1e9 / (0.9 * 3.35e12)).abs() < 1e-12);
+        assert!((gpu.seconds(Work::Product, 768, 1e6, 1e12) - GAP - 1.0 / 560.0).abs() < 1e-12);
+    }
+}
