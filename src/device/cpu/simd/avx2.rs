@@ -23,6 +23,8 @@ impl Avx2 {
 #[allow(clippy::undocumented_unsafe_blocks, reason = "one reason for all")]
 unsafe impl Simd for Avx2 {
     type Floats = __m256;
+    type Words = __m256i;
+    type Table = [__m256; 2];
     const LANES: usize = 8;
     const MANY_REGISTERS: bool = false;
     // 12 sums, two weights and an element of x.
@@ -185,6 +187,27 @@ unsafe impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn whole(self, from: *const i8) -> __m256 {
         unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(from.cast()))) }
+    }
+
+    #[inline(always)]
+    unsafe fn words(self, from: *const u8) -> __m256i {
+        unsafe { _mm256_loadu_si256(from.cast()) }
+    }
+
+    #[inline(always)]
+    fn table(self, values: &[f32; 16]) -> [__m256; 2] {
+        unsafe { [_mm256_loadu_ps(values.as_ptr()), _mm256_loadu_ps(values.as_ptr().add(8))] }
+    }
+
+    // The permutation reads the lowest three bits of an index; the fourth, as the sign, chooses the half of the table.
+    #[inline(always)]
+    fn look_up(self, [low, high]: [__m256; 2], words: __m256i, n: usize) -> __m256 {
+        unsafe {
+            let index = _mm256_srl_epi32(words, _mm_cvtsi32_si128(4 * n as i32));
+            let upper = _mm256_sll_epi32(words, _mm_cvtsi32_si128(28 - 4 * n as i32));
+            let (low, high) = (_mm256_permutevar8x32_ps(low, index), _mm256_permutevar8x32_ps(high, index));
+            _mm256_blendv_ps(low, high, _mm256_castsi256_ps(upper))
+        }
     }
 
     // In three rounds of pairs 1, 2 and 4 apart.
