@@ -46,8 +46,7 @@ def train(program, output, options):
     found = events(out)
     if code or "done" not in found:
         fail(f"{' '.join(words(command))} ended with {code}: {errors}")
-    evaluations = found.get("eval", [])
-    return found["start"], found["step"][-1]["elapsed"], evaluations[-1]["loss"] if evaluations else None
+    return found["start"], found["step"][-1]["elapsed"], found.get("eval", {}).get("loss")
 
 
 def sized(program, method, values):

@@ -9,8 +9,8 @@
 //! bitsandbytes lets blocks run on from one column to the next where the rows are no multiple of 64; here such a column
 //! ends with a shorter block. No GPT-2 on the hub has such sizes.
 //!
-//! In memory the codes of [`WORD`] consecutive rows of a column make a little-endian 32-bit word, the first row in its
-//! lowest bits. [`STRIP`] columns lie side by side, word row after word row, so that a task reads one stretch of memory
+//! In memory the codes of [`WORD`] consecutive rows of a column make a little-endian 32-bit word: the first four rows in
+//! the lower halves of its bytes, the others in the upper halves. [`STRIP`] columns lie side by side, word row after word row, so that a task reads one stretch of memory
 //! and a vector of words holds the same rows of neighbouring columns. Rows and columns that fill up words and strips
 //! have the code of zero.
 
@@ -128,6 +128,11 @@ impl Sizes {
     }
 }
 
+/// The lowest bit of the code of a row in its word.
+fn shift(row: usize) -> usize {
+    8 * (row % 4) + 4 * (row / 4 % 2)
+}
+
 /// A coded matrix.
 #[derive(Clone, Copy)]
 pub struct Nf4<'a> {
@@ -219,7 +224,7 @@ impl Nf4<'_> {
     fn code(self, row: usize, column: usize) -> u32 {
         let at = Self::word_at(self.sizes, row, column);
         let word = self.codes[at..].first_chunk().copied().map_or(0, u32::from_le_bytes);
-        (word >> (4 * (row % WORD))) & 15
+        (word >> shift(row)) & 15
     }
 }
 
@@ -285,7 +290,7 @@ fn quantise_strip(values: &[f32], sizes: Sizes, strip: usize, (codes, largest): 
                 let mut word = 0u32;
                 for row in first..first + WORD {
                     let code = if row < rows.end { nearest(value(row) * factor) } else { ZERO };
-                    word |= code << (4 * (row - first));
+                    word |= code << shift(row);
                 }
                 words[first / WORD * STRIP + index] = word.to_le_bytes();
             }

@@ -228,15 +228,15 @@ impl Weights {
     /// # Errors
     /// [`Error::Memory`] when there is no memory for them; then those of some may be where they were.
     pub fn settle(&mut self) -> Result<()> {
-        self.settle_blocks()?;
-        FrozenMatrix::settle(&mut [], self.tensors_mut(false))
+        self.settle_blocks(None)?;
+        FrozenMatrix::settle(&mut [], self.tensors_mut(false), None)
     }
 
-    /// The same of the blocks alone.
+    /// The same of the blocks alone, for passes of `rows` tokens if their number is known.
     ///
     /// # Errors
     /// As [`Weights::settle`].
-    pub fn settle_blocks(&mut self) -> Result<()> {
+    pub fn settle_blocks(&mut self, rows: Option<usize>) -> Result<()> {
         let (mut matrices, mut vectors) = (Vec::new(), Vec::new());
         for BlockWeights { ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj } in &mut self.blocks {
             for linear in [c_attn, attn_proj, c_fc, mlp_proj] {
@@ -245,7 +245,7 @@ impl Weights {
             }
             vectors.extend([ln_1, ln_2].into_iter().flat_map(|norm| [&mut norm.gain, &mut norm.bias]));
         }
-        FrozenMatrix::settle(&mut matrices, vectors)
+        FrozenMatrix::settle(&mut matrices, vectors, rows)
     }
 
     /// The head, or the token embedding in its place, (v, c).

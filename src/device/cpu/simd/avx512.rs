@@ -181,7 +181,7 @@ unsafe impl Simd for Avx512 {
     #[inline(always)]
     fn look_up(self, table: __m512, words: __m512i, n: usize) -> __m512 {
         unsafe {
-            let index = _mm512_srl_epi32(words, _mm_cvtsi32_si128(4 * n as i32));
+            let index = _mm512_srl_epi32(words, _mm_cvtsi32_si128((8 * (n % 4) + 4 * (n / 4)) as i32));
             _mm512_permutexvar_ps(index, table)
         }
     }

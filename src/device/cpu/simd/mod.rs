@@ -127,8 +127,19 @@ pub unsafe trait Simd: Copy + Send + Sync {
     unsafe fn words(self, from: *const u8) -> Self::Words;
     /// The table of these values.
     fn table(self, values: &[f32; 16]) -> Self::Table;
-    /// The value of the table that the four bits from bit `4 n` of each word select, n < 8.
+    /// The values of the table that four bits of each word select: the lower half of byte n for n < 4, and the upper half
+    /// of byte n - 4 for n < 8.
     fn look_up(self, table: Self::Table, words: Self::Words, n: usize) -> Self::Floats;
+    /// [`Simd::look_up`] for the lower halves of all four bytes, or the upper ones.
+    #[inline(always)]
+    fn look_up_four(self, table: Self::Table, words: Self::Words, upper: bool) -> [Self::Floats; 4] {
+        let first = if upper { 4 } else { 0 };
+        array(
+            self.zero(),
+            #[inline(always)]
+            |i| self.look_up(table, words, first + i),
+        )
+    }
 
     /// The transpose of the square that the first LANES vectors make; the others are not read.
     fn transposed(self, rows: [Self::Floats; MOST]) -> [Self::Floats; MOST];

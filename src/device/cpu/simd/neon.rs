@@ -198,7 +198,7 @@ unsafe impl Simd for Neon {
     #[inline(always)]
     fn look_up(self, table: uint8x16x4_t, words: uint32x4_t, n: usize) -> float32x4_t {
         unsafe {
-            let shifted = vshlq_u32(words, vdupq_n_s32(-4 * n as i32));
+            let shifted = vshlq_u32(words, vdupq_n_s32(-((8 * (n % 4) + 4 * (n / 4)) as i32)));
             let code = vandq_u32(shifted, vdupq_n_u32(15));
             let bytes = vmlaq_u32(vdupq_n_u32(0x0302_0100), code, vdupq_n_u32(0x0404_0404));
             vreinterpretq_f32_u8(vqtbl4q_u8(table, vreinterpretq_u8_u32(bytes)))

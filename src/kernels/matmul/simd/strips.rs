@@ -82,14 +82,12 @@ pub fn nn_of_codes<S: Simd>(
     assert!(scales.len() >= rows * (cols / STRIP), "a scale for every block");
     check(start, n, cols);
     let (out, deep) = (Shared::new(y), S::PANEL.0);
-    // A sum is one chain: of few rows four vectors hide its latency, of more the sums fill the registers.
-    let (tall, vectors) = match n {
-        1..3 => (n, STRIP / S::LANES),
-        _ => S::TALL,
+    // A sum is one chain: sums fill the registers as long as there are rows, and of the last few rows more vectors hide
+    // the latency.
+    let shape_of = |left: usize| match left {
+        1..3 => (left, (STRIP / S::LANES).min(4)),
+        _ => (left.min(S::TALL.0), S::TALL.1),
     };
-    let vectors = vectors.min(4);
-    let tall = n.div_ceil(n.div_ceil(tall).max(1)).max(1);
-    let columns = vectors * S::LANES;
     let (tasks, width) = cut(cols, STRIP);
     each(tasks, |task| {
         with_scratch(n * deep, |scaled| {
@@ -101,7 +99,10 @@ pub fn nn_of_codes<S: Simd>(
                     for (row, scaled) in scaled.chunks_exact_mut(depth.max(1)).enumerate().take(n) {
                         scale(s, &x[row * rows + k..][..depth], scales, scaled);
                     }
-                    for row in (0..n).step_by(tall) {
+                    let mut row = 0;
+                    while row < n {
+                        let (tall, vectors) = shape_of(n - row);
+                        let columns = vectors * S::LANES;
                         for column in (first..first + STRIP).step_by(columns) {
                             let at = row * cols + column;
                             let tile = Tile {
@@ -121,8 +122,9 @@ pub fn nn_of_codes<S: Simd>(
                                 scale: 1.0,
                             };
                             // SAFETY: the tile is inside the checked lengths; these columns belong to this task.
-                            unsafe { tile.rows_of_narrow::<S, i8>(s, tall.min(n - row), vectors) }
+                            unsafe { tile.rows_of_narrow::<S, i8>(s, tall, vectors) }
                         }
+                        row += tall;
                     }
                 }
             }

@@ -12,7 +12,7 @@ const WORD: usize = 8;
 pub struct Nibbles<'a> {
     /// The value of each code.
     pub table: &'a [f32; 16],
-    /// Codes of the first eight steps of the first column: a word, the first step in its lowest bits.
+    /// Codes of the first eight steps of the first column: a word, in the order of [`Simd::look_up`].
     pub words: *const u8,
     /// Bytes to the next eight steps.
     pub words_row: usize,
@@ -117,20 +117,44 @@ impl Tile {
         mut sums: [[S::Floats; V]; M],
         steps: usize,
     ) -> [[S::Floats; V]; M] {
-        for n in 0..WORD {
-            if n < steps {
-                // SAFETY: the caller's promise.
-                unsafe {
-                    let mut w = [s.zero(); V];
-                    for v in 0..V {
-                        let words = s.words(words.add(4 * v * S::LANES));
-                        let scales = s.load(scales.add(v * S::LANES));
-                        w[v] = s.mul(s.look_up(table, words, n), scales);
-                    }
-                    for m in 0..M {
-                        let x = s.splat(*x.add(m * self.x_row + n));
+        if S::MANY_REGISTERS {
+            // One look-up costs two operations, and an element of x serves all vectors.
+            for n in 0..WORD {
+                if n < steps {
+                    // SAFETY: the caller's promise.
+                    unsafe {
+                        let mut w = [s.zero(); V];
                         for v in 0..V {
-                            sums[m][v] = s.fma(x, w[v], sums[m][v]);
+                            let words = s.words(words.add(4 * v * S::LANES));
+                            let scales = s.load(scales.add(v * S::LANES));
+                            w[v] = s.mul(s.look_up(table, words, n), scales);
+                        }
+                        for m in 0..M {
+                            let x = s.splat(*x.add(m * self.x_row + n));
+                            for v in 0..V {
+                                sums[m][v] = s.fma(x, w[v], sums[m][v]);
+                            }
+                        }
+                    }
+                }
+            }
+            return sums;
+        }
+        // SAFETY: the caller's promise.
+        unsafe {
+            for v in 0..V {
+                let (words, scales) =
+                    (s.words(words.add(4 * v * S::LANES)), s.load(scales.add(v * S::LANES)));
+                for half in 0..2 {
+                    let values = s.look_up_four(table, words, half == 1);
+                    for i in 0..WORD / 2 {
+                        let n = half * WORD / 2 + i;
+                        if n < steps {
+                            let w = s.mul(values[i], scales);
+                            for m in 0..M {
+                                let x = s.splat(*x.add(m * self.x_row + n));
+                                sums[m][v] = s.fma(x, w, sums[m][v]);
+                            }
                         }
                     }
                 }
