@@ -352,7 +352,7 @@ mod nibbles;
 #[cfg(target_arch = "x86_64")]
 mod pairs;
 
-pub use self::{narrow::Narrow, nibbles::Nibbles};
+pub use self::nibbles::Nibbles;
 
 /// Transposes rows of a matrix into columns of a panel: column `j` of `panel (depth, columns)` becomes row `j` of
 /// `depth` elements, for `count` rows that `load(row, step, steps)` reads LANES elements at a time.
