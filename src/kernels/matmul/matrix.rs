@@ -99,7 +99,7 @@ pub enum Layout {
 pub const STRIP: usize = 32;
 
 /// Rows of x from which on 8-bit codes are faster in strips: with 32 rows 1.27 times as fast with AVX2 and 1.66 times
-/// with AVX-512, with 8 rows 0.85 and 1.3 times (`examples/kernel_lab.rs`, 1600 -> 6400).
+/// with AVX-512, with 8 rows 0.92 and 1.1 times (`examples/kernel_lab.rs`, 1600 -> 6400, one thread).
 const MANY_ROWS: usize = 16;
 
 /// Arithmetic of a CPU in products with a frozen matrix and in attention.
