@@ -74,8 +74,8 @@ def npm_package(folder, name):
     return target
 
 
-def llama_bench(folder):
-    """The command that times llama.cpp, without its GGUF file; compiles it if it is missing or old."""
+def llama_program(folder, name):
+    """A program over llama.cpp's C interface, and the folder of its backends; compiles NAME.cpp if need be."""
     if PLATFORM is None:
         sys.exit(f"node-llama-cpp has no libraries for {platform.machine()}")
     libraries = npm_package(folder, f"@node-llama-cpp/{PLATFORM}") / "bins" / PLATFORM
@@ -84,11 +84,11 @@ def llama_bench(folder):
         bundle = npm_package(folder, "node-llama-cpp") / "llama" / "gitRelease.bundle"
         quiet = ["-c", "advice.detachedHead=false", "-c", "init.defaultBranch=main"]
         subprocess.run(words(["git", *quiet, "clone", "--quiet", bundle, source]), check=True)
-    code, program = HERE / "llama_bench.cpp", folder / f"llama_bench-{LLAMA_VERSION}"
+    code, program = HERE / f"{name}.cpp", folder / f"{name}-{LLAMA_VERSION}"
     if not program.exists() or program.stat().st_mtime < code.stat().st_mtime:
         # Linked by path: -l cannot name libraries whose names end in llama.cpp's version.
-        linked = [library for name in ["llama-common", "llama", "ggml", "ggml-base"]
-                  for library in libraries.glob(f"lib{name}.*so")]
+        linked = [library for part in ["llama-common", "llama", "ggml", "ggml-base"]
+                  for library in libraries.glob(f"lib{part}.*so")]
         headers = [f"-I{source / 'include'}", f"-I{source / 'ggml' / 'include'}"]
         compiler = ["g++", "-O2", "-std=c++17", *headers, f"-Wl,-rpath,{libraries}"]
         subprocess.run(words([*compiler, code, *linked, "-o", program]), check=True)
@@ -103,9 +103,10 @@ def peers(folder, source):
     for kind in ["f16", "q8_0", "q4_0"]:
         files[kind] = folder / f"{source.resolve().name}-{kind}.gguf"
         if not files[kind].exists() or files[kind].stat().st_mtime < written:
-            convert = [sys.executable, HERE / "gguf_base.py", source, files[kind], "--type", kind]
-            subprocess.run(words(convert), check=True, stdout=sys.stderr)
-    return llama_bench(folder), files
+            files[kind].unlink(missing_ok=True)
+            export = [RELEASE / "engraft", "export", "--to", "gguf", "--base", source, "--output", files[kind]]
+            subprocess.run(words([*export, "--dtype", kind]), check=True, stdout=sys.stderr)
+    return llama_program(folder, "llama_bench"), files
 
 
 def adapter(program, source, folder):

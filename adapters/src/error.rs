@@ -274,6 +274,12 @@ pub enum Error {
         /// The part, in words for the sentence: `prefix`.
         what: &'static str,
     },
+    /// An adapter that has more than low-rank deltas of modules.
+    #[error("an adapter with {what} is no plain LoRA")]
+    NotPlain {
+        /// What it has.
+        what: &'static str,
+    },
     /// Adapters that cannot be combined into one.
     #[error("{why}")]
     NotCombinable {
@@ -325,6 +331,14 @@ pub enum Error {
         path: PathBuf,
         /// The rule of the format that is broken.
         rule: String,
+    },
+    /// A pickle of tensors that cannot be read.
+    #[error("{}: cannot be read as a PyTorch (1.6 or later) state dict: {cause}; load it in PEFT and save it again", .path.display())]
+    Pickle {
+        /// Path of the file.
+        path: PathBuf,
+        /// Why, in the words of its reader.
+        cause: String,
     },
     /// An adapter that does not fit the base or uses what is not supported: every reason at once.
     #[error("{}: {}{}", .path.display(), problem_list(.problems), remedy(.problems))]

@@ -98,6 +98,7 @@ mod layout;
 mod mersenne;
 mod methods;
 pub mod peft;
+mod plain;
 mod problem;
 pub mod reference;
 mod set;
@@ -134,6 +135,7 @@ pub use methods::{
     prompt_tuning::PromptTuningSpec,
     vera::VeraSpec,
 };
+pub use plain::{PlainLora, from_plain, plain_loras, whole_loras};
 pub use problem::Problem;
 pub use set::AdapterSet;
 pub use targets::Targets;

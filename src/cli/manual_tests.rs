@@ -21,7 +21,7 @@ fn names(field: &str, option: &str) -> bool {
 #[test]
 fn every_option_is_in_the_manual_with_its_default() {
     let mut wrong = Vec::new();
-    for command in ["train", "eval", "data", "merge", "combine", "extract", "generate", "chat"] {
+    for command in ["train", "eval", "data", "merge", "combine", "extract", "export", "generate", "chat"] {
         let options: Vec<Facts> = match command {
             "generate" | "chat" => super::infer::options(command),
             _ => super::train::options(command),

@@ -71,14 +71,9 @@ impl Merge<'_> {
         let source = self.base.source_tensors()?;
         let untied = self.base.config.tied && self.folding.changes_embedding();
         let config = changed_config(&self.base.config_text()?, self.dtype, untied)?;
-        let mut tensors = source.tensors().to_vec();
-        if untied {
-            let embedding = tensors.iter().find(|tensor| tensor.name == TOKEN_EMBEDDING);
-            let head = embedding.map(|tensor| Tensor { name: HEAD.to_owned(), shape: tensor.shape.clone() });
-            tensors.extend(head);
-        }
+        let tensors = tensors(&source, untied);
         let files = WeightFiles::new(tensors.clone(), self.dtype, self.max_shard);
-        let mut values = Values::new(self, &source, untied);
+        let mut values = Values::new(self.base, self.folding, &source, untied);
         let (mut done, total) = (0, files.bytes());
         let mut next = |tensor: &Tensor| {
             let values = values.of(tensor)?;
@@ -107,24 +102,40 @@ impl Merge<'_> {
     }
 }
 
+/// The tensors of the merged model in canonical order; an `untied` one has a head of its own.
+pub(super) fn tensors(source: &SourceTensors, untied: bool) -> Vec<Tensor> {
+    let mut tensors = source.tensors().to_vec();
+    if untied {
+        let embedding = tensors.iter().find(|tensor| tensor.name == TOKEN_EMBEDDING);
+        let head = embedding.map(|tensor| Tensor { name: HEAD.to_owned(), shape: tensor.shape.clone() });
+        tensors.extend(head);
+    }
+    tensors
+}
+
 /// Hands out the values of the merged model, tensor by tensor in canonical order.
-struct Values<'a> {
+pub(super) struct Values<'a> {
     folding: &'a Folding<'a>,
     source: &'a SourceTensors,
     roles: HashMap<String, Role>,
     /// The folded bias of the weight that was handed out last.
     bias: Option<Vec<f32>>,
     untied: bool,
-    changed: usize,
+    pub(super) changed: usize,
 }
 
 impl<'a> Values<'a> {
-    fn new(merge: &'a Merge<'a>, source: &'a SourceTensors, untied: bool) -> Self {
-        let roles = roles(&merge.base.description());
-        Self { folding: merge.folding, source, roles, bias: None, untied, changed: 0 }
+    pub(super) fn new(
+        base: &Base,
+        folding: &'a Folding<'a>,
+        source: &'a SourceTensors,
+        untied: bool,
+    ) -> Self {
+        let roles = roles(&base.description());
+        Self { folding, source, roles, bias: None, untied, changed: 0 }
     }
 
-    fn of(&mut self, tensor: &Tensor) -> Result<Vec<f32>> {
+    pub(super) fn of(&mut self, tensor: &Tensor) -> Result<Vec<f32>> {
         if tensor.name == HEAD && self.untied {
             self.changed += 1;
             return self.source.read(TOKEN_EMBEDDING);

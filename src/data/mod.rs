@@ -31,6 +31,7 @@ pub mod template;
 mod token_cache;
 pub mod tokenizer;
 pub mod turns;
+pub mod vocabulary;
 mod weights;
 mod zstd;
 
@@ -46,6 +47,7 @@ pub use store::Rows;
 pub use stream::DecodeStream;
 pub use tokenizer::Tokenizer;
 pub use turns::{Turn, prompt_of_turns, turns};
+pub use vocabulary::Vocabulary;
 
 /// Helpers shared by the tests of this folder.
 #[cfg(test)]

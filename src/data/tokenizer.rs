@@ -19,7 +19,7 @@ const PIECE_BYTES: usize = 4 << 10;
 /// A tokenizer: `tokenizer.json`, or GPT-2's older pair `vocab.json` and `merges.txt`.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
-    inner: tokenizers::Tokenizer,
+    pub(super) inner: tokenizers::Tokenizer,
     /// BLAKE3 of its files.
     identity: String,
     vocab_size: usize,

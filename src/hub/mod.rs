@@ -197,7 +197,10 @@ fn base_files(repo: &Repo) -> Result<PathBuf> {
 /// PEFT's two files at the top, or in folders of methods.
 fn adapter_files(repo: &Repo) -> Result<PathBuf> {
     if let Some(config) = repo.get("adapter_config.json")? {
-        repo.get("adapter_model.safetensors")?.ok_or_else(|| repo.absent("adapter_model.safetensors"))?;
+        // Adapters of old versions of PEFT have a pickle instead.
+        if repo.get("adapter_model.safetensors")?.is_none() && repo.get("adapter_model.bin")?.is_none() {
+            return Err(repo.absent("adapter_model.safetensors"));
+        }
         return Ok(config.parent().unwrap_or(Path::new("")).to_owned());
     }
     let mut folder = None;

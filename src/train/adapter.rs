@@ -11,6 +11,7 @@ use engraft_util::rng;
 
 use super::RunOptions;
 use crate::{
+    convert::foreign::{Foreign, Untold},
     error::{Error, Result},
     model::{Base, prefix_from_text},
 };
@@ -286,7 +287,7 @@ pub struct Fresh {
     pub hints: Vec<String>,
 }
 
-/// The adapter in `dir`, to be trained further.
+/// The adapter in `dir`, or in a file of another format, to be trained further.
 ///
 /// # Errors
 /// When it cannot be read, does not fit the base, or contradicts `options`.
@@ -296,7 +297,10 @@ pub fn load(
     base: &BaseDescription,
     allow_base_mismatch: bool,
 ) -> Result<Fresh> {
-    let mut loaded = peft::load(dir, base, allow_base_mismatch)?;
+    let mut loaded = match Foreign::open(dir)? {
+        Some(foreign) => foreign.load(&Untold::default(), base, allow_base_mismatch)?,
+        None => peft::load(dir, base, allow_base_mismatch)?,
+    };
     options.check_against(&loaded.set.spec, dir)?;
     if let Some(lora) = loaded.set.spec.lora_options_mut() {
         lora.dropout = options.dropout.unwrap_or(lora.dropout);

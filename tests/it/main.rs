@@ -19,6 +19,7 @@ mod decoder_rows;
 mod doctor;
 mod dora;
 mod embedding_parts;
+mod export;
 mod finding;
 mod golden;
 mod hub;

@@ -8,7 +8,7 @@ use crate::{
     Error, LoraSpec, Result, Targets,
     methods::lora::check_values,
     peft::{
-        CONFIG_FILE, Fields, Findings, OneOrMany, TENSOR_FILE, TensorFile, refuse_pickle,
+        CONFIG_FILE, Fields, Findings, OneOrMany, TensorFile,
         selection::{Selection, targets_field},
     },
 };
@@ -45,7 +45,6 @@ pub(super) struct Lora {
 
 impl Source {
     pub fn open(folder: PathBuf) -> Result<Self> {
-        refuse_pickle(&folder)?;
         let mut fields = Fields::open(&folder.join(CONFIG_FILE))?;
         let base = fields.take("base_model_name_or_path", "a name is expected");
         fields.take::<Value>("task_type", ""); // says what the model is for, not what the adapter computes
@@ -59,7 +58,7 @@ impl Source {
         findings.or_refuse(&folder)?;
         let nothing = || Error::Mismatch { path: folder.clone(), problems: Vec::new() };
         let method = method.ok_or_else(nothing)?; // a method that is not read leaves a problem
-        Ok(Self { base, method, tensors: TensorFile::open(&folder.join(TENSOR_FILE))?, folder })
+        Ok(Self { base, method, tensors: TensorFile::in_folder(&folder)?, folder })
     }
 
     /// Whether the config and PEFT's rules give the module at `path` an adapter; nothing where they cannot tell.

@@ -13,7 +13,7 @@ use crate::{
 /// Longest config read, in bytes.
 const LONGEST: u64 = 16 << 20;
 /// Fields whose value changes nothing about what a finished adapter computes.
-const WITHOUT_EFFECT: [&str; 11] = [
+const WITHOUT_EFFECT: [&str; 12] = [
     "auto_mapping",
     "encoder_hidden_size",
     "eva_config",
@@ -22,6 +22,7 @@ const WITHOUT_EFFECT: [&str; 11] = [
     "init_weights",
     "loftq_config",
     "megatron_core",
+    "merge_weights",
     "peft_version",
     "qalora_group_size",
     "runtime_config",

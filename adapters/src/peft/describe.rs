@@ -8,7 +8,7 @@ use std::{
 
 use serde::Serialize;
 
-use super::{CONFIG_FILE, META_FINGERPRINT, TENSOR_FILE, config::Config, folders, tensors::TensorFile};
+use super::{CONFIG_FILE, META_FINGERPRINT, config::Config, folders, tensors::TensorFile};
 use crate::{AdapterSpec, Problem, Result};
 
 /// The adapters in a folder.
@@ -65,7 +65,7 @@ pub fn describe(dir: &Path) -> Result<Description> {
 
 fn describe_folder(folder: PathBuf) -> Result<Described> {
     let config = Config::read(&folder.join(CONFIG_FILE))?;
-    let file = TensorFile::open(&folder.join(TENSOR_FILE))?;
+    let file = TensorFile::in_folder(&folder)?;
     let tensors: Vec<_> = file.tensors().into_iter().map(|(name, info)| tensor(name, info)).collect();
     let is_a = |name: &str| name.ends_with(".lora_A.weight") || name.ends_with(".lora_embedding_A");
     let a = tensors.iter().filter(|tensor| is_a(&tensor.name));

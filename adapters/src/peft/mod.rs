@@ -8,6 +8,7 @@
 mod config;
 mod describe;
 pub(crate) mod modules;
+mod pickled;
 mod read;
 pub(crate) mod selection;
 mod tensors;
@@ -19,7 +20,7 @@ pub use read::{Loaded, load};
 pub use write::save;
 
 pub(crate) use config::{Fields, OneOrMany, config_text, number};
-pub(crate) use read::{Findings, refuse_pickle};
+pub(crate) use read::Findings;
 pub(crate) use tensors::{Outgoing, TensorFile};
 pub(crate) use write::{Files, check_count, check_finite};
 
@@ -27,6 +28,8 @@ pub(crate) use write::{Files, check_count, check_finite};
 pub const CONFIG_FILE: &str = "adapter_config.json";
 /// File name of the tensors.
 pub const TENSOR_FILE: &str = "adapter_model.safetensors";
+/// File name of the tensors before PEFT wrote safetensors.
+pub(crate) const PICKLE_FILE: &str = "adapter_model.bin";
 /// Stands before each module path in the tensor file.
 pub(crate) const MODULE_PREFIX: &str = "base_model.model.";
 /// Metadata: fingerprint of the base the adapter was made for.

@@ -412,9 +412,6 @@ fn folders_without_a_readable_adapter_say_what_is_there() {
     assert!(matches!(read(), Error::NotAnAdapter { .. }));
     let config = folder.path().join(CONFIG_FILE);
     fs::write(&config, "{} junk").unwrap();
-    fs::write(folder.path().join("adapter_model.bin"), "pickle").unwrap();
-    assert!(read().to_string().contains("adapter_model.bin"));
-    fs::remove_file(folder.path().join("adapter_model.bin")).unwrap();
     assert!(matches!(read(), Error::Json { .. }));
     for text in ["[]", "{\"r\": NaN}", ""] {
         fs::write(&config, text).unwrap();
@@ -422,6 +419,9 @@ fn folders_without_a_readable_adapter_say_what_is_there() {
     }
     fs::write(&config, "{}").unwrap();
     assert!(matches!(read(), Error::Read { .. }));
+    fs::write(folder.path().join("adapter_model.bin"), "pickle").unwrap();
+    assert!(read().to_string().contains("adapter_model.bin: cannot be read as a PyTorch"), "{}", read());
+    fs::remove_file(folder.path().join("adapter_model.bin")).unwrap();
     fs::create_dir(folder.path().join("lora")).unwrap();
     fs::copy(&config, folder.path().join("lora").join(CONFIG_FILE)).unwrap();
     assert!(read().to_string().contains("and also lora/"));

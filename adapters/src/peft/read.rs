@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use engraft_util::words::short_hash;
 
 use super::{
-    CONFIG_FILE, META_FINGERPRINT, TENSOR_FILE,
+    CONFIG_FILE, META_FINGERPRINT,
     config::Config,
     folders,
     tensors::{TensorFile, is_readable},
@@ -63,9 +63,8 @@ struct Source {
 
 impl Source {
     fn open(folder: PathBuf) -> Result<Self> {
-        refuse_pickle(&folder)?;
         let config = Config::read(&folder.join(CONFIG_FILE))?;
-        Ok(Self { config, tensors: TensorFile::open(&folder.join(TENSOR_FILE))?, folder })
+        Ok(Self { config, tensors: TensorFile::in_folder(&folder)?, folder })
     }
 
     /// The set of the one method here, if its header fits the base.
@@ -76,15 +75,6 @@ impl Source {
         findings.hints.extend(stored.hint().map(str::to_owned));
         stored.fit(&self.tensors, base, findings)
     }
-}
-
-/// Says it where a folder has its tensors in a form that is not read.
-pub(crate) fn refuse_pickle(folder: &Path) -> Result<()> {
-    if !folder.join(TENSOR_FILE).exists() && folder.join("adapter_model.bin").exists() {
-        let found = "its tensors are a pickle, adapter_model.bin, which is not read (load it in PEFT and save it again)";
-        return Err(Error::NotAnAdapter { path: folder.to_owned(), found: found.to_owned() });
-    }
-    Ok(())
 }
 
 /// Problems and hints found while reading.

@@ -1,14 +1,17 @@
-//! The safetensors container: a checked header in, tensors read one at a time; streamed out with metadata.
+//! The safetensors container: a checked header in, tensors read one at a time; streamed out with metadata. Of old adapters
+//! the pickle in its place is read, too.
 //!
 //! Nothing is allocated from a number in the file before it was compared with the file's own length.
 
 use std::{
     collections::HashMap,
+    fmt,
     fs::File,
     io::{self, Read, Seek, SeekFrom, Write},
     path::{Path, PathBuf},
 };
 
+use candle_core::pickle::PthTensors;
 use engraft_util::safetensors::{self as safetensors_file, Entry, Header, HeaderError, Order};
 use half::{bf16, f16};
 use safetensors::{
@@ -16,6 +19,7 @@ use safetensors::{
     tensor::{Metadata, TensorInfo},
 };
 
+use super::{PICKLE_FILE, TENSOR_FILE, pickled};
 use crate::{Error, Result, TensorSlot};
 
 /// Longest header read; one of an adapter of thousands of tensors has some hundred kilobytes.
@@ -25,13 +29,39 @@ const LONGEST_HEADER: u64 = 16 << 20;
 #[derive(Debug)]
 pub(crate) struct TensorFile {
     path: PathBuf,
-    file: File,
+    content: Content,
     header: Metadata,
-    /// Position of the first tensor byte.
-    start: u64,
+}
+
+enum Content {
+    Safetensors {
+        file: File,
+        /// Position of the first tensor byte.
+        start: u64,
+    },
+    Pickle(PthTensors),
+}
+
+impl fmt::Debug for Content {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Safetensors { .. } => "safetensors",
+            Self::Pickle(_) => "pickle",
+        })
+    }
 }
 
 impl TensorFile {
+    /// The tensor file of a folder: the pickle only where there is no other.
+    pub fn in_folder(folder: &Path) -> Result<Self> {
+        let (path, pickle) = (folder.join(TENSOR_FILE), folder.join(PICKLE_FILE));
+        if path.exists() || !pickle.exists() {
+            return Self::open(&path);
+        }
+        let (tensors, header) = pickled::open(&pickle)?;
+        Ok(Self { path: pickle, content: Content::Pickle(tensors), header })
+    }
+
     pub fn open(path: &Path) -> Result<Self> {
         let read = |cause| Error::read(path, cause);
         let broken = |rule: String| Error::SafeTensors { path: path.to_owned(), rule };
@@ -53,7 +83,8 @@ impl TensorFile {
                 }
             })
         })?;
-        Ok(Self { path: path.to_owned(), file, header: header.metadata, start: header.start })
+        let content = Content::Safetensors { file, start: header.start };
+        Ok(Self { path: path.to_owned(), content, header: header.metadata })
     }
 
     /// An entry of the `__metadata__` map.
@@ -79,10 +110,13 @@ impl TensorFile {
         if !is_readable(dtype) {
             return Ok(None);
         }
+        let (file, start) = match &mut self.content {
+            Content::Safetensors { file, start } => (file, *start),
+            Content::Pickle(tensors) => return pickled::read(tensors, &self.path, name).map(Some),
+        };
         let mut bytes = vec![0; end - begin];
-        self.file
-            .seek(SeekFrom::Start(self.start + begin as u64))
-            .and_then(|_| self.file.read_exact(&mut bytes))
+        file.seek(SeekFrom::Start(start + begin as u64))
+            .and_then(|_| file.read_exact(&mut bytes))
             .map_err(|cause| Error::read(&self.path, cause))?;
         Ok(Some(widen(dtype, &bytes)))
     }

@@ -15,6 +15,7 @@ use super::{
     output::{write_detail, write_note},
 };
 use crate::{
+    convert::foreign::{Foreign, Format, Untold},
     error::{Error, Result},
     hub, saved,
 };
@@ -25,9 +26,9 @@ const RUN_ADAPTER: &str = "adapter";
 /// An adapter whose files are on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FoundAdapter {
-    /// As the user named it: a folder, a run folder, or an id of the hub.
+    /// As the user named it: a folder, a run folder, a file of another format, or an id of the hub.
     pub name: PathBuf,
-    /// The folder with PEFT's files.
+    /// The folder with PEFT's files, or the file or folder of another format.
     pub folder: PathBuf,
     /// Run folder and step of `RUN@STEP`: the save that holds the values. `folder` then only tells the base.
     pub save: Option<(PathBuf, u64)>,
@@ -53,6 +54,21 @@ pub fn base_and_adapters(
     compute: Compute,
     stream: bool,
 ) -> Result<(Opened, Vec<Loaded>)> {
+    base_and_told_adapters(names, &Untold::default(), args, environment, compute, stream)
+}
+
+/// As [`base_and_adapters`], with what the user says of adapters whose files do not tell it.
+///
+/// # Errors
+/// As [`base_and_adapters`].
+pub fn base_and_told_adapters(
+    names: &[&Path],
+    untold: &Untold,
+    args: &BaseArgs,
+    environment: &Environment,
+    compute: Compute,
+    stream: bool,
+) -> Result<(Opened, Vec<Loaded>)> {
     let found = names.iter().map(|name| FoundAdapter::find(name, args, environment));
     let found = found.collect::<Result<Vec<_>>>()?;
     let named = base_of(&found, "--adapter", args)?;
@@ -63,7 +79,8 @@ pub fn base_and_adapters(
         _ => error,
     })?;
     let description = opened.base.description();
-    let loaded = found.iter().map(|adapter| adapter.load(args, &description)).collect::<Result<_>>()?;
+    let loaded =
+        found.iter().map(|adapter| adapter.load(untold, args, &description)).collect::<Result<_>>()?;
     Ok((opened, loaded))
 }
 
@@ -77,6 +94,9 @@ impl FoundAdapter {
             let folder = inside_run(&run)?;
             return Ok(Self { name: name.to_owned(), folder, save: Some((run, step)) });
         }
+        if Format::of(name).is_some() {
+            return Ok(Self { name: name.to_owned(), folder: name.to_owned(), save: None });
+        }
         let download = Download::new();
         let options = hub_options(name, None, args, environment)?;
         let folder =
@@ -88,11 +108,12 @@ impl FoundAdapter {
     ///
     /// # Errors
     /// When it cannot be read, or does not fit.
-    pub fn load(&self, args: &BaseArgs, base: &BaseDescription) -> Result<Loaded> {
+    pub fn load(&self, untold: &Untold, args: &BaseArgs, base: &BaseDescription) -> Result<Loaded> {
         let mismatch = args.allow_base_mismatch == Some(true);
-        let loaded = match &self.save {
-            Some((run, step)) => saved::adapter(run, *step, base, mismatch)?,
-            None => peft::load(&self.folder, base, mismatch)?,
+        let loaded = match (&self.save, Foreign::open(&self.folder)?) {
+            (Some((run, step)), _) => saved::adapter(run, *step, base, mismatch)?,
+            (None, Some(foreign)) => foreign.load(untold, base, mismatch)?,
+            (None, None) => peft::load(&self.folder, base, mismatch)?,
         };
         loaded.hints.iter().for_each(|hint| write_note(&format!("hint: {hint}")));
         Ok(loaded)
@@ -100,6 +121,10 @@ impl FoundAdapter {
 
     /// The bases that its files name: one, or one for each method.
     fn bases(&self) -> Result<Vec<NamedBase>> {
+        if let Some(Foreign { base, fingerprint, .. }) = Foreign::open(&self.folder)? {
+            let named = |name| NamedBase { name, revision: None, fingerprint };
+            return Ok(base.map(named).into_iter().collect());
+        }
         let described = peft::describe(&self.folder)?.adapters.into_iter();
         let named = described.filter_map(|adapter| {
             let name = adapter.base.filter(|name| !name.trim().is_empty())?;

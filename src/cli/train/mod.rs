@@ -25,7 +25,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use self::{
     args::TrainArgs,
     commands::{
-        cache, combine, data, diff, doctor, eval, extract, inspect, merge, plan, push,
+        cache, combine, data, diff, doctor, eval, export, extract, inspect, merge, plan, push,
         report as report_command, train,
     },
 };
@@ -74,6 +74,9 @@ enum Command {
     /// Make a LoRA of what a full fine-tuning changed
     #[command(args_override_self = true, allow_negative_numbers = true)]
     Extract(extract::ExtractArgs),
+    /// Write an adapter, or a model, in another program's format: llama.cpp, mlx-lm, loralib, PEFT
+    #[command(args_override_self = true, allow_negative_numbers = true)]
+    Export(export::ExportArgs),
     /// Lay runs side by side: a table, and a page with curves; also while they go on
     #[command(args_override_self = true)]
     Report(report_command::ReportArgs),
@@ -106,6 +109,7 @@ fn run(typed: Engraft) -> Result<()> {
         Command::Combine(args) => combine::run(&args),
         Command::Diff(args) => diff::run(&args),
         Command::Extract(args) => extract::run(&args),
+        Command::Export(args) => export::run(&args),
         Command::Report(args) => report_command::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Cache(args) => cache::run(&args),
@@ -124,6 +128,7 @@ pub(super) fn options(command: &str) -> Vec<Facts> {
         "merge" => merge::MergeArgs::facts(),
         "combine" => combine::CombineArgs::facts(),
         "extract" => extract::ExtractArgs::facts(),
+        "export" => export::ExportArgs::facts(),
         _ => Vec::new(),
     }
 }

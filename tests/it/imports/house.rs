@@ -32,7 +32,8 @@ pub const HOUSE: &[(&str, &str)] = &[
     ("engine", "engraft_util engraft_adapters error device kernels observe data optim model plan"),
     (
         "train",
-        "engraft_util engraft_adapters error device kernels embedded saved observe data optim model plan engine",
+        "engraft_util engraft_adapters error device kernels embedded saved observe data optim model plan convert \
+         engine",
     ),
     (
         "cli/common",

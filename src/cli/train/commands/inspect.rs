@@ -1,6 +1,7 @@
-//! `engraft inspect`: describes the adapter, base or run in a folder.
+//! `engraft inspect`: describes the adapter, base or run in a folder, or an adapter or model in a file.
 
 use std::{
+    collections::BTreeSet,
     fs,
     path::{Path, PathBuf},
 };
@@ -17,6 +18,7 @@ use crate::{
         },
         train::config_file,
     },
+    convert::foreign::{self, Foreign, Format, ModelFile, Pair},
     error::{Error, Result},
     model::{Base, BaseSource},
     plan::BaseBytes,
@@ -29,7 +31,7 @@ use crate::{
 /// Options of `inspect`.
 #[derive(Debug, Args)]
 pub struct InspectArgs {
-    /// Folder of an adapter, a base or a run
+    /// Folder of an adapter, a base or a run; a GGUF file, or a .pt file of loralib
     #[arg(value_name = "PATH")]
     pub path: PathBuf,
     /// One JSON object on stdout
@@ -79,6 +81,12 @@ fn sentence(state: &Value, path: &Path) -> String {
 
 fn look(path: &Path) -> Result<Value> {
     fs::metadata(path).map_err(|cause| Error::reading(path, &cause))?;
+    if let Some(format) = Format::of(path) {
+        return match foreign::gguf_model(path)? {
+            Some(model) => Ok(gguf_model(&model)),
+            None => foreign_adapter(path, format),
+        };
+    }
     let holds = |name: &str| path.join(name).is_file();
     if folder::config_path(path).is_file() {
         run_folder(path)
@@ -123,6 +131,38 @@ fn adapter(description: &Description) -> Value {
         })
     });
     json!({ "kind": "adapter", "adapters": adapters.collect::<Vec<_>>() })
+}
+
+/// A LoRA that is not in PEFT's files.
+fn foreign_adapter(path: &Path, format: Format) -> Result<Value> {
+    let Some(found) = Foreign::open(path)? else {
+        return Err(Error::input(format!("{}: is no adapter; name one", path.display())));
+    };
+    let distinct = |of: &dyn Fn(&Pair) -> String| {
+        let texts: BTreeSet<String> = found.pairs.iter().map(of).collect();
+        texts.into_iter().collect::<Vec<_>>()
+    };
+    let ranks: BTreeSet<usize> = found.pairs.iter().map(|pair| pair.b.columns).collect();
+    let scales = distinct(&|pair| pair.scale.map_or("not in the file".to_owned(), |scale| scale.to_string()));
+    let modules = found.pairs.iter().map(|pair| {
+        let [a, b] = [&pair.a, &pair.b].map(|matrix| [matrix.rows, matrix.columns]);
+        json!({ "layer": pair.layer, "module": pair.module, "a": a, "b": b })
+    });
+    Ok(json!({
+        "kind": "adapter", "format": format.name(), "method": "lora", "base": found.base,
+        "fingerprint": found.fingerprint, "ranks": ranks, "scales": scales,
+        "targets": distinct(&|pair| pair.module.clone()), "parameters": found.parameters(),
+        "hints": found.hints, "modules": modules.collect::<Vec<_>>(),
+    }))
+}
+
+/// A model for llama.cpp.
+fn gguf_model(found: &ModelFile) -> Value {
+    json!({
+        "kind": "model", "format": "GGUF", "architecture": found.architecture, "name": found.name,
+        "sizes": found.sizes, "types": found.types, "tensors": found.tensors, "parameters": found.parameters,
+        "tokens": found.tokens,
+    })
 }
 
 fn base(path: &Path) -> Result<Value> {

@@ -6,6 +6,7 @@ pub mod data;
 pub mod diff;
 pub mod doctor;
 pub mod eval;
+pub mod export;
 pub mod extract;
 pub mod inspect;
 pub mod merge;

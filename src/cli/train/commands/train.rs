@@ -19,6 +19,7 @@ use crate::{
             report_page, resolve,
         },
     },
+    convert::foreign::Format,
     embedded,
     error::{Error, Result, TILDE},
     observe::trace,
@@ -187,7 +188,7 @@ fn refuse_tilde(args: &TrainArgs) -> Result<()> {
 fn look_into_init_adapter(args: &mut TrainArgs) -> Result<()> {
     let Some(folder) = &args.init_adapter else { return Ok(()) };
     let found = FoundAdapter { name: folder.clone(), folder: inside_run(folder)?, save: None };
-    if args.resume != Some(true) && found.folder.is_dir() {
+    if args.resume != Some(true) && (found.folder.is_dir() || Format::of(&found.folder).is_some()) {
         args.base = base_of(std::slice::from_ref(&found), "--init-adapter", &args.base)?;
     }
     args.init_adapter = Some(found.folder);
