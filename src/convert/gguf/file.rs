@@ -12,7 +12,7 @@ use half::f16;
 
 /// Where tensors begin: the format's own default.
 const ALIGNMENT: usize = 32;
-/// Weights of a row that share a scale in Q8_0.
+/// Weights of a row that share a scale in Q8_0 and Q4_0.
 const BLOCK: usize = 32;
 
 /// Element type of a tensor in a GGUF file.
@@ -24,6 +24,8 @@ pub enum GgufType {
     F16,
     /// 8-bit codes, 32 of a row with an FP16 scale.
     Q8_0,
+    /// 4-bit codes, 32 of a row with an FP16 scale.
+    Q4_0,
 }
 
 impl GgufType {
@@ -33,6 +35,7 @@ impl GgufType {
             Self::F32 => "f32",
             Self::F16 => "f16",
             Self::Q8_0 => "q8_0",
+            Self::Q4_0 => "q4_0",
         }
     }
 
@@ -42,6 +45,7 @@ impl GgufType {
             Self::F32 => 0,
             Self::F16 => 1,
             Self::Q8_0 => 8,
+            Self::Q4_0 => 2,
         }
     }
 
@@ -51,12 +55,18 @@ impl GgufType {
             Self::F32 => 0,
             Self::F16 => 1,
             Self::Q8_0 => 7,
+            Self::Q4_0 => 2,
         }
+    }
+
+    /// Whether its elements are codes with scales.
+    pub(super) fn is_coded(self) -> bool {
+        matches!(self, Self::Q8_0 | Self::Q4_0)
     }
 
     /// This type, or F16 where rows of `width` elements have no whole blocks.
     pub(super) fn of_rows(self, width: usize) -> Self {
-        if self == Self::Q8_0 && !width.is_multiple_of(BLOCK) { Self::F16 } else { self }
+        if self.is_coded() && !width.is_multiple_of(BLOCK) { Self::F16 } else { self }
     }
 
     /// Bytes of `elements` elements.
@@ -65,6 +75,7 @@ impl GgufType {
             Self::F32 => 4 * elements,
             Self::F16 => 2 * elements,
             Self::Q8_0 => elements / BLOCK * (2 + BLOCK),
+            Self::Q4_0 => elements / BLOCK * (2 + BLOCK / 2),
         }
     }
 
@@ -77,6 +88,8 @@ impl GgufType {
             Self::F32 => !value.is_finite(),
             // The scale of a block is its largest weight over 127.
             Self::Q8_0 => !f16::from_f32(**value / 127.0).is_finite(),
+            // Here over -8.
+            Self::Q4_0 => !f16::from_f32(**value / 8.0).is_finite(),
             Self::F16 => !f16::from_f32(**value).is_finite(),
         };
         if let Some(value) = values.iter().find(beyond) {
@@ -85,9 +98,10 @@ impl GgufType {
         Ok(match self {
             Self::F32 => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
             Self::F16 => values.iter().flat_map(|&value| f16::from_f32(value).to_le_bytes()).collect(),
-            Self::Q8_0 => {
+            Self::Q8_0 | Self::Q4_0 => {
+                let dtype = if self == Self::Q8_0 { GgmlDType::Q8_0 } else { GgmlDType::Q4_0 };
                 let quantized = Tensor::from_slice(values, values.len(), &Device::Cpu)
-                    .and_then(|tensor| QTensor::quantize(&tensor, GgmlDType::Q8_0));
+                    .and_then(|tensor| QTensor::quantize(&tensor, dtype));
                 // The lengths of rows were checked; nothing else can be wrong.
                 let bytes = quantized.and_then(|tensor| Ok(tensor.data()?.into_owned()));
                 bytes.map_err(|_| f32::NAN)?
@@ -217,7 +231,7 @@ mod tests {
             ("a.texts".to_owned(), Meta::Texts(vec!["x".into(), String::new()])),
             ("a.numbers".to_owned(), Meta::Numbers(vec![-1, 3])),
         ];
-        let kinds = [GgufType::F32, GgufType::F16, GgufType::Q8_0];
+        let kinds = [GgufType::F32, GgufType::F16, GgufType::Q8_0, GgufType::Q4_0];
         let values: Vec<f32> = (0..3 * 64).map(|at| (at as f32 - 90.0) / 64.0).collect();
         let tensors: Vec<Described> = kinds
             .iter()
@@ -242,12 +256,12 @@ mod tests {
             content.metadata["a.numbers"].to_vec().unwrap()[..],
             [Value::I32(-1), Value::I32(3)]
         ));
-        for (tensor, bound) in tensors.iter().zip([0.0, 1e-3, 6.2e-3, 1e-3]) {
+        for (tensor, bound) in tensors.iter().zip([0.0, 1e-3, 6.2e-3, 0.11, 1e-3]) {
             let read = content.tensor(&mut file, &tensor.name, &Device::Cpu).unwrap();
             assert_eq!(read.shape().dims(), tensor.shape);
             let read =
                 read.dequantize(&Device::Cpu).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
-            // Half a step of Q8_0 is 1.6 / 254; FP16 has 11 bits.
+            // Half a step of Q8_0 is 1.6 / 254. Q4_0 reaches from -8 to 7 steps of 1.6 / 8. FP16 has 11 bits.
             let error = read.iter().zip(&values).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
             assert!(error <= bound, "{}: {error}", tensor.name);
         }
@@ -261,6 +275,6 @@ mod tests {
         assert!(GgufType::F32.encode(&values).is_ok() && GgufType::Q8_0.encode(&values).is_ok());
         values[7] = 9e6;
         assert_eq!(GgufType::Q8_0.encode(&values), Err(9e6));
-        assert_eq!(GgufType::Q8_0.of_rows(48), GgufType::F16);
+        assert_eq!([GgufType::Q8_0, GgufType::Q4_0].map(|dtype| dtype.of_rows(48)), [GgufType::F16; 2]);
     }
 }

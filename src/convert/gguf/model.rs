@@ -83,7 +83,9 @@ impl GgufModel<'_> {
             Ok(())
         });
         written.map_err(|error| stopped.unwrap_or_else(|| error.into()))?;
-        let fell_back = |tensor: &&Described| self.dtype == GgufType::Q8_0 && tensor.kind == GgufType::F16;
+        let fell_back = |tensor: &&Described| {
+            self.dtype.is_coded() && tensor.kind == GgufType::F16 && !stays_in_f16(self.dtype, &tensor.name)
+        };
         let in_f16 = described.iter().filter(fell_back).count();
         Ok(WrittenModel {
             tensors: tensors.len(),
@@ -122,7 +124,11 @@ impl GgufModel<'_> {
         };
         let is_matrix = shape.len() > 1 && !is_positions(&name);
         let width = shape.last().copied().unwrap_or_default();
-        let kind = if is_matrix { self.dtype.of_rows(width) } else { GgufType::F32 };
+        let kind = match is_matrix {
+            true if stays_in_f16(self.dtype, &name) => GgufType::F16,
+            true => self.dtype.of_rows(width),
+            false => GgufType::F32,
+        };
         Ok(Described { name, shape, kind })
     }
 
@@ -190,6 +196,11 @@ fn transposed(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
         }
     }
     out
+}
+
+/// Whether a matrix keeps 16 bits in a file of `dtype`: with 4 bits the embedding, and the head, which lose most by it.
+fn stays_in_f16(dtype: GgufType, name: &str) -> bool {
+    dtype == GgufType::Q4_0 && ["token_embd.weight", "output.weight"].contains(&name)
 }
 
 #[cfg(test)]

@@ -45,6 +45,10 @@ pub enum GgufTypeName {
     #[value(name = "q8_0")]
     #[serde(rename = "q8_0")]
     Q8_0,
+    /// 4-bit codes; embedding and head in half precision.
+    #[value(name = "q4_0")]
+    #[serde(rename = "q4_0")]
+    Q4_0,
 }
 
 impl GgufTypeName {
@@ -54,6 +58,7 @@ impl GgufTypeName {
             Self::F32 => GgufType::F32,
             Self::F16 => GgufType::F16,
             Self::Q8_0 => GgufType::Q8_0,
+            Self::Q4_0 => GgufType::Q4_0,
         }
     }
 }

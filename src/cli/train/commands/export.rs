@@ -45,7 +45,7 @@ options! {
         /// File to write, which is new; for peft and mlx a folder, which is new or empty
         #[arg(required = true)]
         output: PathBuf => value("PATH").basic();
-        /// Type in GGUF files: f32, f16 or, for models, q8_0
+        /// Type in GGUF files: f32, f16 or, for models, q8_0 and q4_0
         dtype: GgufTypeName => value("TYPE").otherwise("f32 for adapters, f16 for models").basic();
         /// Alpha of a loralib file, which does not tell it
         lora_alpha: f64 => value("N").check(Check {
@@ -134,10 +134,11 @@ fn check(args: &ExportArgs, to: ExportName, named: &[ScaledAdapter], output: &Pa
     let is_adapter = to == ExportName::Gguf && !named.is_empty();
     match args.dtype {
         Some(_) if !is_gguf => return wrong(format!("--dtype: {name} is written in f32; leave --dtype out")),
-        Some(GgufTypeName::Q8_0) if is_adapter => {
-            return wrong(
-                "--dtype q8_0: rows of a LoRA's B are shorter than a block of 32; give f32 or f16".to_owned(),
-            );
+        Some(dtype @ (GgufTypeName::Q8_0 | GgufTypeName::Q4_0)) if is_adapter => {
+            return wrong(format!(
+                "--dtype {}: rows of a LoRA's B are shorter than a block of 32; give f32 or f16",
+                dtype.dtype().name()
+            ));
         }
         _ => {}
     }
