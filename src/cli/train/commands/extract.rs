@@ -62,6 +62,12 @@ pub fn run(args: &ExtractArgs) -> Result<()> {
     let description = base.description();
     let spec = LoraSpec { targets: args.targets(), rank: args.rank(), ..LoraSpec::default() };
     let chosen = AdapterSet::new(&spec.into(), &description)?;
+    if chosen.embedding.is_some() {
+        return Err(Error::input(format!(
+            "--targets {}: has the embedding of tokens, and deltas are made of linear modules alone; leave it out",
+            args.targets()
+        )));
+    }
     let mut places: Vec<_> = chosen.loras.iter().map(|lora| (lora.layer, lora.site)).collect();
     places.dedup();
     let (mut done, total) = (0, places.len() as u64);
