@@ -4,6 +4,7 @@
 mod attention;
 mod column_norms;
 mod decoding;
+mod decoding_attention;
 mod embedding;
 mod fused;
 mod harness;

@@ -1,3 +1,5 @@
+//! The twin, and rows of the op on a CPU.
+
 use super::{Largest, NUMBERS, forward, reference::row};
 use crate::device::{View, ViewMut};
 
