@@ -99,13 +99,15 @@ def expected(base, adapter, texts, rounded):
 
 
 def greedy(base, adapter, texts):
-    """What engraft-infer chooses greedily."""
+    """What engraft-infer chooses greedily, with the end-of-text where it comes."""
     more = ["--adapter", adapter] if adapter else []
+    end = json.loads((base / "config.json").read_text(encoding="utf-8"))["eos_token_id"]
     made = []
     for ids in texts:
         line = run([RELEASE / "engraft-infer", "generate", "--base", base, *more, "--input-ids", ",".join(map(str, ids)),
-                    "--max-new-tokens", NEW, "--min-new-tokens", NEW, "--temperature", 0, "--json"])
-        made.append(json.loads(line)["token_ids"])
+                    "--max-new-tokens", NEW, "--temperature", 0, "--json"])
+        chosen = json.loads(line)["token_ids"]
+        made.append(chosen if len(chosen) == NEW else [*chosen, end])
     return made
 
 
