@@ -6,11 +6,11 @@
 
 Each side is a process; a round runs them one after another. The table holds medians of tokens/s over the
 rounds and, in brackets, engraft's speed divided by that side's within a round: its 8-bit base is compared
-with Q8_0, its FP16 base with the rest. Run nothing else meanwhile: llama.cpp's threads wait for each other in
+with Q8_0, its 4-bit base with Q4_0, its FP16 base with the rest. Run nothing else meanwhile: llama.cpp's threads wait for each other in
 loops, and a busy machine slows it far more than the other sides. The last line says how busy it was.
 
 llama.cpp is the build in the npm package node-llama-cpp, called through its C interface (llama_bench.cpp),
-with F16 and Q8_0 files of the same weights. The package, the compiled program and the files are made in
+with F16, Q8_0 and Q4_0 files of the same weights. The package, the compiled program and the files are made in
 --peers, which needs npm, git and g++. llama.cpp picks its build for this CPU; `--llama-cpu haswell` holds it
 to AVX2, for comparison with an engraft that was built without the feature `avx512`. With `--adapter auto` a
 LoRA of rank 16 on all linear sites is made first and measured too.
@@ -100,7 +100,7 @@ def peers(folder, source):
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     files, written = {}, (source / "model.safetensors").stat().st_mtime
-    for kind in ["f16", "q8_0"]:
+    for kind in ["f16", "q8_0", "q4_0"]:
         files[kind] = folder / f"{source.resolve().name}-{kind}.gguf"
         if not files[kind].exists() or files[kind].stat().st_mtime < written:
             convert = [sys.executable, HERE / "gguf_base.py", source, files[kind], "--type", kind]
@@ -163,12 +163,12 @@ def main():
         sides[best] = ours
     if a.adapter == "auto":
         sides[f"{best}, LoRA"] = [*ours, "--adapter", adapter(RELEASE / "engraft", source, a.peers)]
-    eight = f"{best}, 8-bit"
+    eight, four = f"{best}, 8-bit", f"{best}, 4-bit"
     sides |= {"llama.cpp F16": llama("f16"), eight: [*ours, "--q8"], "llama.cpp Q8_0": llama("q8_0"),
-              "Transformers F32": hf}
+              four: [*ours, "--nf4"], "llama.cpp Q4_0": llama("q4_0"), "Transformers F32": hf}
     if a.bf16:
         sides["Transformers BF16"] = [*hf, "--dtype", "bf16"]
-    against = {side: eight if side == "llama.cpp Q8_0" else best for side in sides}
+    against = {side: {"llama.cpp Q8_0": eight, "llama.cpp Q4_0": four}.get(side, best) for side in sides}
 
     rounds, others = [], []
     for number in range(a.rounds):
@@ -179,7 +179,7 @@ def main():
             print(f"round {number}: {side}: {rounds[-1][side]}; others: {share:.0%} of the CPUs", flush=True)
 
     print(f"\n{platform.machine()}, {os.cpu_count()} CPUs; {a.size}; tokens/s, medians of {a.rounds}; "
-          f"in brackets the speed of {best} divided by it, for Q8_0 that of {eight}")
+          f"in brackets the speed of {best} divided by it, for Q8_0 and Q4_0 that of the base of as many bits")
     names = list(rounds[0]["engraft"])
     print(f"{'':24}" + "".join(f"{name:>20}" for name in names))
     for side in sides:

@@ -1,6 +1,8 @@
-"""Writes a GPT-2 folder as GGUF for llama.cpp: matrices as F16 or Q8_0, vectors as F32.
+"""Writes a GPT-2 folder as GGUF for llama.cpp: matrices as F16, Q8_0 or Q4_0, vectors as F32.
 
-    python benchmarks/gguf_base.py BASE OUT.gguf [--type f16|q8_0]
+With Q4_0 the token embedding, which is also the head, stays F16, as on engraft's 4-bit base.
+
+    python benchmarks/gguf_base.py BASE OUT.gguf [--type f16|q8_0|q4_0]
 """
 
 import argparse
@@ -32,7 +34,7 @@ def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("base", type=pathlib.Path)
     p.add_argument("out", type=pathlib.Path)
-    p.add_argument("--type", choices=["f16", "q8_0"], default="f16")
+    p.add_argument("--type", choices=["f16", "q8_0", "q4_0"], default="f16")
     a = p.parse_args()
     config = json.loads((a.base / "config.json").read_text(encoding="utf-8"))
     weights = load_file(a.base / "model.safetensors")
@@ -44,7 +46,7 @@ def main():
     writer.add_feed_forward_length(4 * config["n_embd"])
     writer.add_head_count(config["n_head"])
     writer.add_layer_norm_eps(config["layer_norm_epsilon"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16 if a.type == "f16" else gguf.LlamaFileType.MOSTLY_Q8_0)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{a.type.upper()}"])
 
     # The benchmark feeds ids, but llama.cpp needs a vocabulary: the 256 characters that
     # stand for bytes (those of bytes that cannot be printed are U+0100 and up), then names.
@@ -70,8 +72,8 @@ def main():
         else:
             # Conv1D is (in, out); GGUF stores rows of inputs.
             matrix = values if "wte" in name else values.T
-            if a.type == "q8_0":
-                kind = gguf.GGMLQuantizationType.Q8_0
+            if a.type == "q8_0" or a.type == "q4_0" and "wte" not in name:
+                kind = gguf.GGMLQuantizationType[a.type.upper()]
                 quantized = gguf.quantize(np.ascontiguousarray(matrix, dtype=np.float32), kind)
                 writer.add_tensor(to, quantized, raw_dtype=kind)
                 continue

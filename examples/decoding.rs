@@ -1,11 +1,11 @@
 //! Measures the speed of reading prompts and of generating tokens, with a few lines of library code.
 //!
-//!     cargo run --release --example decoding -- BASE_DIR [--adapter DIR] [--prompt N,..] [--rows N,..] [--new N] [--bf16] [--q8] \
-//!         [--without]
+//!     cargo run --release --example decoding -- BASE_DIR [--adapter DIR] [--prompt N,..] [--rows N,..] [--new N] [--bf16] \
+//!         [--q8 | --nf4] [--without]
 //!
 //! Prints a JSON line: tokens/s of reading prompts of these lengths (median of five), and of generating `--new` tokens
 //! greedily after a prompt of 32, for each number of simultaneous samples (all samples together). `--bf16` makes products in
-//! BF16 where that is faster, `--q8` keeps matrices in 8 bits. With `--without` the same samples are also made without the
+//! BF16 where that is faster, `--q8` and `--nf4` keep matrices in 8 and 4 bits. With `--without` the same samples are also made without the
 //! adapter, alternately token by token, and `cost` is the ratio of the two median times of a token: other work on the
 //! machine slows both sides.
 
@@ -35,7 +35,11 @@ fn main() -> Result<()> {
     let new = numbers("--new", "128").first().copied().unwrap_or(128);
 
     let given = |name: &str| arguments.iter().any(|word| word == name);
-    let dtype = if given("--q8") { BaseDType::Q8 } else { BaseDType::F16 };
+    let dtype = match () {
+        () if given("--q8") => BaseDType::Q8,
+        () if given("--nf4") => BaseDType::Nf4,
+        () => BaseDType::F16,
+    };
     let mut base =
         Base::load_as(&BaseSource::Folder(folder.into()), folder, Path::new("target/cache"), dtype)?;
     if given("--bf16") {

@@ -19,7 +19,7 @@ use engraft::{
         attention::{self, Seen, Shape},
         layernorm,
         matmul::{self, Arithmetic, InitialValue, Matrix},
-        q8,
+        nf4, q8,
     },
 };
 use half::f16;
@@ -62,6 +62,10 @@ fn lab(rounds: usize, only: &str) -> ExitCode {
         ("head 768 -> 50257", 512, 768, 50257),
         ("XL 1600 -> 6400", 1024, 1600, 6400),
         ("prompt 768 -> 2304", 32, 768, 2304),
+        ("XL decode 1600 -> 6400", 1, 1600, 6400),
+        ("XL decode 6400 -> 1600", 1, 6400, 1600),
+        ("XL decode 8 rows 1600 -> 6400", 8, 1600, 6400),
+        ("XL decode 32 rows 1600 -> 6400", 32, 1600, 6400),
         ("decode 768 -> 2304", 1, 768, 2304),
         ("decode 3072 -> 768", 1, 3072, 768),
         ("decode 768 -> 50257", 1, 768, 50257),
@@ -100,6 +104,13 @@ fn coded(weights: &[f16], cols: usize) -> (Vec<i8>, Vec<f16>) {
     (codes, scales)
 }
 
+/// A matrix `(rows, cols)` in strips of `width` columns, without those that fill no strip.
+fn strips<T: Copy>(values: &[T], rows: usize, cols: usize, width: usize) -> Vec<T> {
+    let strips = (0..cols / width).flat_map(|strip| (0..rows).map(move |row| (strip, row)));
+    let cols = values.len() / rows.max(1);
+    strips.flat_map(|(strip, row)| values[row * cols + strip * width..][..width].iter().copied()).collect()
+}
+
 /// A frozen product to measure.
 struct Product<'a> {
     /// Name of the layer.
@@ -114,7 +125,7 @@ struct Product<'a> {
     transposed: bool,
 }
 
-/// Measures a frozen product at all levels, with FP16 and with 8-bit weights. Returns whether all results are right.
+/// Measures a frozen product at all levels, with weights of FP16, 8 and 4 bits. Returns whether all results are right.
 fn product(layer: &Product, best: Level, rounds: usize) -> bool {
     let &Product { name, only, n, inputs, outputs, transposed } = layer;
     let weights: Vec<f16> = numbers(inputs * outputs).into_iter().map(f16::from_f32).collect();
@@ -123,6 +134,9 @@ fn product(layer: &Product, best: Level, rounds: usize) -> bool {
     let halves = Matrix::f16(weights.as_slice().into(), rows, cols);
     let (codes, scales) = coded(&weights, cols);
     let codes = Matrix::codes(codes.as_slice().into(), scales.as_slice().into(), rows, cols);
+    let wide: Vec<f32> = weights.iter().map(|half| half.to_f32()).collect();
+    let four = nf4::quantise(&wide, nf4::Sizes { rows, cols });
+    let four = Matrix::nf4(four.view());
     let call = |(at, matrix): (Level, Matrix), y: &mut [f32]| {
         limit_level(at);
         let (x, y): (View, ViewMut) = (x.as_slice().into(), y.into());
@@ -134,12 +148,26 @@ fn product(layer: &Product, best: Level, rounds: usize) -> bool {
     };
     let levels: Vec<Level> =
         Level::ALL.into_iter().filter(|&level| level <= best && level.is_there()).collect();
+    let (halves_moved, codes_moved) =
+        (strips(&weights, rows, cols, 32), strips(codes.data.host::<i8>(), rows, cols, 32));
+    let scales_moved = strips(&scales, rows, cols / 32, 1);
+    let layout = matmul::Layout::Strips;
+    let halves_moved = Matrix { layout, ..Matrix::f16(halves_moved[..].into(), rows, cols) };
+    let codes_moved =
+        Matrix { layout, ..Matrix::codes(codes_moved[..].into(), scales_moved[..].into(), rows, cols) };
     let mut versions: Vec<(Level, Matrix, &str)> =
-        levels.iter().flat_map(|&at| [(at, halves, ""), (at, codes, ", q8")]).collect();
+        levels.iter().flat_map(|&at| [(at, halves, ""), (at, codes, ", q8"), (at, four, ", nf4")]).collect();
+    if cols.is_multiple_of(32) {
+        let at_all = levels.iter().filter(|&&at| at != Level::Plain);
+        versions.extend(
+            at_all.flat_map(|&at| [(at, halves_moved, ", strips"), (at, codes_moved, ", q8 strips")]),
+        );
+    }
     limit_level(best);
     if bf16() && n > 8 {
         let pairs = |matrix| Matrix { arithmetic: Arithmetic::Bf16, ..matrix };
-        versions.extend([(best, pairs(halves), ", bf16"), (best, pairs(codes), ", q8, bf16")]);
+        let all = [(halves, ", bf16"), (codes, ", q8, bf16"), (four, ", nf4, bf16")];
+        versions.extend(all.map(|(matrix, kept)| (best, pairs(matrix), kept)));
     }
     let layout = if transposed { "x W^T" } else { "x W" };
     let name = |at: Level, kept: &str| format!("{name} x {n}, {layout}, {at:?}{kept}");
@@ -172,7 +200,10 @@ fn product(layer: &Product, best: Level, rounds: usize) -> bool {
     }
     let few = n <= 8;
     let work = |matrix: &Matrix| match few {
-        true => (matrix.data.size() + matrix.scales.map_or(0, |scales| scales.size())) as f64,
+        true => {
+            let scales = matrix.scales.into_iter().flat_map(|scales| scales.tensors());
+            (matrix.data.size() + scales.map(|scales| scales.size()).sum::<usize>()) as f64
+        }
         false => 2.0 * (n * inputs * outputs) as f64,
     };
     let roof = |at: Level, matrix: &Matrix| match matrix.arithmetic {

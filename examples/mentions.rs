@@ -1,10 +1,10 @@
 //! Counts the held-out completions of the example task that mention every attribute of their record.
 //!
-//!     cargo run --release --example mentions -- [ADAPTER_DIR ...]
+//!     cargo run --release --example mentions -- [--q8 | --nf4] [ADAPTER_DIR ...]
 //!
 //! Continues the prompts of the embedded test data greedily, with the embedded base alone and then with
 //! each adapter, and counts the completions that hold every value of their prompt word for word. No
-//! name in the test data occurs in the training data.
+//! name in the test data occurs in the training data. `--q8` and `--nf4` keep the base in 8 and 4 bits.
 
 use std::{env, path::Path, sync::Arc};
 
@@ -13,7 +13,7 @@ use engraft::{
     embedded,
     error::{Error, Result},
     generate::{GenerateOptions, Generator},
-    model::{Base, BaseSource},
+    model::{Base, BaseDType, BaseSource},
 };
 use engraft_adapters::peft;
 
@@ -44,7 +44,17 @@ fn report(name: &str, generator: &Generator, tokenizer: &Tokenizer, prompts: &[S
 }
 
 fn main() -> Result<()> {
-    let base = Arc::new(Base::load(&BaseSource::Embedded, "embedded", Path::new("."))?);
+    let mut folders: Vec<String> = env::args().skip(1).collect();
+    let mut dtype = BaseDType::F16;
+    folders.retain(|word| {
+        match word.as_str() {
+            "--q8" => dtype = BaseDType::Q8,
+            "--nf4" => dtype = BaseDType::Nf4,
+            _ => return true,
+        }
+        false
+    });
+    let base = Arc::new(Base::load_as(&BaseSource::Embedded, "embedded", Path::new("."), dtype)?);
     let tokenizer = Tokenizer::from_bytes(embedded::TOKENIZER)?;
     let lines = String::from_utf8_lossy(embedded::TEST_DATA);
     let prompts = lines
@@ -57,7 +67,7 @@ fn main() -> Result<()> {
 
     let alone = Generator::new(Arc::clone(&base), &[], Some(&tokenizer))?;
     report("base alone", &alone, &tokenizer, &prompts)?;
-    for dir in env::args().skip(1) {
+    for dir in folders {
         let loaded = peft::load(Path::new(&dir), &base.description(), false)?;
         let adapter = [(&loaded.set, loaded.values.as_slice(), 1.0)];
         let adapted = Generator::new(Arc::clone(&base), &adapter, Some(&tokenizer))?;

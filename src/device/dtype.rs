@@ -15,7 +15,7 @@ pub enum DType {
     U32,
     /// Targets, with -100 for "no loss".
     I32,
-    /// Unsigned codes of 8-bit moments.
+    /// Unsigned codes of 8-bit moments, and words of 4-bit codes byte by byte.
     U8,
     /// Signed codes of 8-bit weights.
     I8,

@@ -72,7 +72,7 @@ impl DeviceKind {
         default_activations: DType::F32,
         activations: &[DType::F32, DType::BF16],
         rounds_factors_to: &[DType::BF16],
-        weights: &[DType::F16, DType::I8],
+        weights: &[DType::F16, DType::I8, DType::U8],
         fast_bf16: cpu::bf16,
         is_calibrated: true,
         nominal_rates: Rates::NOMINAL_CPU,

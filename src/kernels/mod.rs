@@ -17,5 +17,6 @@ pub mod gather;
 pub mod head_loss;
 pub mod layernorm;
 pub mod matmul;
+pub mod nf4;
 pub mod noise;
 pub mod q8;

@@ -160,15 +160,14 @@ impl Base {
     /// with `rows` samples of `tokens` tokens side by side. Copying takes about the time of two tokens of 8 samples.
     /// Results are the same to the last bit.
     pub fn for_generation(self: &Arc<Self>, rows: usize, tokens: usize) -> Arc<Self> {
-        if rows.saturating_mul(tokens) < WORTH_SETTLING
-            || !self.device.kind().wants_settled_weights
-            || self.streamed
-        {
+        // Half the bytes, or fewer.
+        let worth = if self.dtype == BaseDType::F16 { WORTH_SETTLING } else { WORTH_SETTLING / 2 };
+        if rows.saturating_mul(tokens) < worth || !self.device.kind().wants_settled_weights || self.streamed {
             return Arc::clone(self);
         }
         let mut settled = Self::clone(self);
         // Without the memory for it the file serves as well.
-        if settled.weights.settle_blocks().is_err() {
+        if settled.weights.settle_blocks(Some(rows)).is_err() {
             return Arc::clone(self);
         }
         if MANY.contains(&rows) {

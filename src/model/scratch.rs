@@ -1,7 +1,7 @@
 //! How much memory the kernels take beside their buffers. On a CPU: tiles in per-thread scratch, what tasks share, and
 //! what `gemm` packs its operands into. A memory plan counts it; runs count what they take and hold it against the plan.
 
-use super::{Config, arch::Arch};
+use super::{BaseDType, Config, arch::Arch};
 use crate::{
     device::{DType, cpu},
     kernels::{
@@ -60,6 +60,13 @@ pub fn bytes(needs: ScratchNeeds, threads: usize, arithmetic: Arithmetic) -> usi
     let packed = ops.iter().map(|op| op.1).max().unwrap_or(0);
     let shared = 4 * matmul::shared(needs.rows, arithmetic).next_multiple_of(cpu::LINE);
     threads * (4 * (tiles.next_multiple_of(cpu::LINE) + packed) + cpu::slab()) + shared
+}
+
+/// Bytes beside those that tasks share for the scales of a matrix of 4-bit codes.
+pub fn scales(config: &Config, dtype: BaseDType) -> usize {
+    let sites = Arch::of(config).sites;
+    let floats = sites.iter().map(|site| matmul::shared_scales(site.inputs, site.outputs)).max();
+    if dtype == BaseDType::Nf4 { 4 * floats.unwrap_or(0).next_multiple_of(cpu::LINE) } else { 0 }
 }
 
 /// Bytes of scratch of a training step with `trainables` values.

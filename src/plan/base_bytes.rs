@@ -2,10 +2,10 @@
 
 use super::{ByPhase, PlannedDevice, Row, by_phase, from_the_first_pass};
 use crate::{
-    device::{DType, OwnMemory, arena::Placement},
+    device::{OwnMemory, arena::Placement},
     model::{
         BaseDType, Config,
-        arch::{Arch, POSITION_EMBEDDING, SITES, Tensor},
+        arch::{Arch, HEAD, POSITION_EMBEDDING, SITES, TOKEN_EMBEDDING, Tensor},
     },
     observe::phase::Phase,
 };
@@ -27,8 +27,8 @@ pub struct BaseBytes {
     pub last_norm: u64,
     /// Tensors of a block, without scales.
     tensors: u64,
-    /// Tensors of scales for each matrix.
-    scales: u64,
+    /// Tensors of scales of a block, of the token embedding and of the head.
+    scales: [u64; 3],
 }
 
 /// A tensor of a file shares its first and last page with its neighbours.
@@ -39,8 +39,7 @@ impl BaseBytes {
     pub fn of(config: &Config, dtype: BaseDType) -> Self {
         let arch = Arch::of(config);
         Self::sum(&arch, config, |tensor| match tensor.shape[..] {
-            // Positions are no matrix of a product.
-            [rows, cols] if tensor.name != POSITION_EMBEDDING => dtype.matrix_bytes(rows, cols),
+            [rows, cols] => dtype.of_matrix(&tensor.name).matrix_bytes(rows, cols),
             _ => 2 * tensor.elements() as u64,
         })
         .with_scales(dtype)
@@ -58,13 +57,14 @@ impl BaseBytes {
             head: bytes(&arch.head()),
             last_norm: all(&arch.last_norm()),
             tensors: block.len() as u64,
-            scales: 0,
+            scales: [0; 3],
         }
     }
 
     /// Matrices that are kept as `dtype` may have tensors of scales.
     fn with_scales(self, dtype: BaseDType) -> Self {
-        Self { scales: u64::from(dtype == BaseDType::Q8), ..self }
+        let of = |name: &str| dtype.of_matrix(name).scale_tensors();
+        Self { scales: [SITES as u64 * dtype.scale_tensors(), of(TOKEN_EMBEDDING), of(HEAD)], ..self }
     }
 
     /// Bytes of the whole base.
@@ -82,8 +82,9 @@ impl BaseBytes {
     /// Pages of a streamed base that are in memory together, by phase: a stage and the one after it.
     fn streamed(&self) -> ByPhase {
         let pages = |bytes: u64, tensors: u64| bytes + tensors * PAGE;
-        let block = pages(self.block, self.tensors + SITES as u64 * self.scales);
-        let (embeddings, head) = (pages(self.embeddings, 2 + self.scales), pages(self.head, 1 + self.scales));
+        let [of_block, of_embedding, of_head] = self.scales;
+        let block = pages(self.block, self.tensors + of_block);
+        let (embeddings, head) = (pages(self.embeddings, 2 + of_embedding), pages(self.head, 1 + of_head));
         by_phase(|phase| match phase {
             Phase::Loading | Phase::Update | Phase::Saving => self.last_norm,
             Phase::Forward | Phase::Evaluation | Phase::Sampling => block + block.max(embeddings).max(head),
@@ -101,8 +102,6 @@ pub struct PlannedBase<'a> {
     /// Type that its matrices are kept in.
     pub dtype: BaseDType,
 }
-
-const POSITIONS: &str = "position embedding";
 
 impl PlannedBase<'_> {
     /// Its parts in the memory of `device`, or else in its file.
@@ -138,17 +137,19 @@ impl PlannedBase<'_> {
     fn tensors(self, place: Placement) -> Vec<Row> {
         let config = self.config;
         let (c, layers, arch) = (config.width, config.layers, Arch::of(config));
-        let embeddings: [(&str, Vec<usize>, usize); 2] =
-            [("token embedding", vec![config.vocab, c], 1), (POSITIONS, vec![config.positions, c], 1)];
-        let sites = arch.sites.iter().map(|site| (site.label, vec![site.inputs, site.outputs], layers));
-        let head = arch.own_head().map(|head| ("head", head.shape, 1));
+        let of = |tensor: &str| self.dtype.of_matrix(tensor);
+        let embeddings = [
+            ("token embedding", vec![config.vocab, c], 1, of(TOKEN_EMBEDDING)),
+            ("position embedding", vec![config.positions, c], 1, of(POSITION_EMBEDDING)),
+        ];
+        let sites =
+            arch.sites.iter().map(|site| (site.label, vec![site.inputs, site.outputs], layers, self.dtype));
+        let head = arch.own_head().map(|head| ("head", head.shape, 1, of(HEAD)));
         let tensors = embeddings.into_iter().chain(sites).chain(head);
-        let row = |(name, shape, count): (&str, Vec<usize>, usize)| {
-            // Positions are no matrix of a product.
-            let dtype = if name == POSITIONS { BaseDType::F16 } else { self.dtype };
+        let row = |(name, shape, count, dtype): (&str, Vec<usize>, usize, BaseDType)| {
             let bytes = dtype.matrix_bytes(shape[0], shape[1]) * count as u64;
-            let dtype = if dtype == BaseDType::Q8 { DType::I8 } else { DType::F16 };
-            Row { dtype: Some(dtype), shape, count, ..Row::new("base", name, bytes, place, "run") }
+            let dtype = Some(dtype.element_type());
+            Row { dtype, shape, count, ..Row::new("base", name, bytes, place, "run") }
         };
         tensors.map(row).collect()
     }

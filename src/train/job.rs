@@ -287,7 +287,9 @@ impl Job for TrainingJob<'_> {
             }
             None => options.device_scratch(self.config, self.set),
         };
-        self.samples(config).scratch().max(bytes as u64)
+        let scales =
+            if self.device.cores.is_some() { scratch::scales(self.config, self.base_dtype) } else { 0 };
+        self.samples(config).scratch().max(bytes as u64) + scales as u64
     }
 }
 

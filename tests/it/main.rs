@@ -32,6 +32,7 @@ mod lora_variants;
 mod memory;
 mod merge;
 mod method_policies;
+mod nf4;
 mod optimizer;
 mod output_scales;
 mod policies;

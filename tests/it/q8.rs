@@ -59,11 +59,14 @@ fn vectors(base: &Base) -> Vec<&Frozen> {
     all
 }
 
+/// The scales of a matrix in codes.
+fn scales(matrix: &FrozenMatrix) -> &Frozen {
+    matrix.tensors().nth(1).expect("codes have scales")
+}
+
 /// Codes and scales of all matrices.
 fn codes(base: &Base) -> Vec<(Vec<i8>, Vec<f16>)> {
-    let of = |matrix: &FrozenMatrix| {
-        (matrix.data.view().to_vec(), matrix.scales.as_ref().unwrap().view().to_vec())
-    };
+    let of = |matrix: &FrozenMatrix| (matrix.data.view().to_vec(), scales(matrix).view().to_vec());
     matrices(base).into_iter().map(of).collect()
 }
 
@@ -79,16 +82,16 @@ fn every_value_is_at_most_half_a_step_from_its_own() {
     let mut bytes: usize = vectors(&coded).into_iter().map(Frozen::bytes).sum();
     for (coded, halves) in matrices(&coded).into_iter().zip(matrices(&random.base)) {
         assert!(halves.scales.is_none() && (coded.rows, coded.cols) == (halves.rows, halves.cols));
-        let scales: Vec<f16> = coded.scales.as_ref().unwrap().view().to_vec();
-        assert_eq!(scales.len(), coded.rows * blocks(coded.cols));
+        let of_blocks: Vec<f16> = scales(coded).view().to_vec();
+        assert_eq!(of_blocks.len(), coded.rows * blocks(coded.cols));
         let (found, wanted) = (coded.view().to_floats(), halves.view().to_floats());
         for (at, (found, wanted)) in found.iter().zip(&wanted).enumerate() {
             let (row, column) = (at / coded.cols, at % coded.cols);
-            let step = scales[row * blocks(coded.cols) + column / BLOCK].to_f32();
+            let step = of_blocks[row * blocks(coded.cols) + column / BLOCK].to_f32();
             assert!((found - wanted).abs() <= 0.500_01 * step, "{found} for {wanted}, a step is {step}");
         }
         assert!(found != wanted, "something is rounded");
-        bytes += coded.data.bytes() + coded.scales.as_ref().unwrap().bytes();
+        bytes += coded.data.bytes() + scales(coded).bytes();
     }
     assert_eq!(bytes as u64, BaseBytes::of(&coded.config, BaseDType::Q8).total());
 }

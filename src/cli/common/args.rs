@@ -24,7 +24,7 @@ options! {
         revision: String => value("REV").on_resume(OnResume::OwnRule);
         /// Use the hub's local cache only
         offline: bool => switch().on_resume(OnResume::OfTheCall);
-        /// Type of the base's matrices: f16, or q8 for 8 bits with a scale for each 32 weights
+        /// Type of the base's matrices: f16, q8 (8 bits), or nf4 (4 bits, as in QLoRA)
         base_dtype: BaseDtypeName = BaseDtypeName::F16 => value("TYPE");
         /// Accept an adapter that was trained on another base
         allow_base_mismatch: bool => switch().on_resume(OnResume::Free);

@@ -45,9 +45,9 @@ pub const ELSEWHERE: &[Elsewhere] = &[
     same(&["model-revision"], &["revision"]),
     same(&["local-files-only"], &["offline"]),
     noted(
-        &["load-in-8bit", "load-in-4bit", "quantization", "quantize", "bits"],
+        &["load-in-8bit", "load-in-4bit", "quantization", "quantize", "bits", "bnb-4bit-quant-type"],
         &["base-dtype"],
-        "q8 keeps the base in 8 bits",
+        "q8 keeps the base in 8 bits, nf4 in 4 bits with double quantisation",
     ),
     // data
     same(

@@ -73,7 +73,7 @@ impl CacheEntry {
         if !self.path.is_dir() {
             return fs::remove_file(&self.path);
         }
-        for record in ["fingerprint", "fingerprint-q8"] {
+        for record in ["fingerprint", "fingerprint-q8", "fingerprint-nf4"] {
             match fs::remove_file(self.path.join(record)) {
                 Err(cause) if cause.kind() != io::ErrorKind::NotFound => return Err(cause),
                 _ => {}

@@ -91,9 +91,7 @@ fn norms_of(
     for first in (0..inputs).step_by(ROWS) {
         let count = ROWS.min(inputs - first);
         let tile = &mut tile[..count * width];
-        for (row, tile) in (first..).zip(tile.chunks_exact_mut(width)) {
-            elements.widen(outputs, (row, columns.start), tile);
-        }
+        elements.widen_rows(outputs, first..first + count, columns.clone(), tile);
         let mut factors = factors;
         for Part { a, rank, scale, columns } in parts {
             // SAFETY: the tile has these rows and columns, and is this task's own; the operands are only read.

@@ -12,7 +12,7 @@ use crate::{
             Vector,
             reference::{self as linear, Delta as Twin, Site},
         },
-        q8,
+        nf4, q8,
     },
     testing::*,
 };
@@ -184,16 +184,19 @@ fn every_form_of_weights_has_its_norms() {
     let wide: Vec<f32> = weight.iter().map(|w| w.to_f32()).collect();
     let blocks = wide.chunks(q8::BLOCK).zip(codes.chunks_mut(q8::BLOCK));
     let scales: Vec<f16> = blocks.map(|(wide, codes)| q8::quantise(wide, codes)).collect();
-    let matrix = Matrix::codes(codes[..].into(), scales[..].into(), inputs, outputs);
-    let rounded = widened(&matrix.to_floats());
-    let found = cpu_norms(matrix, &deltas, &values);
-    assert_close(
-        &found,
-        &twin(&deltas, &widened(&values), inputs, &rounded, outputs),
-        1e-6,
-        "norms of codes",
-    );
-    assert_ne!(found, expected);
+    let four = nf4::quantise(&wide, nf4::Sizes { rows: inputs, cols: outputs });
+    let eight = Matrix::codes(codes[..].into(), scales[..].into(), inputs, outputs);
+    for matrix in [eight, Matrix::nf4(four.view())] {
+        let rounded = widened(&matrix.to_floats());
+        let found = cpu_norms(matrix, &deltas, &values);
+        assert_close(
+            &found,
+            &twin(&deltas, &widened(&values), inputs, &rounded, outputs),
+            1e-6,
+            "norms of codes",
+        );
+        assert_ne!(found, expected);
+    }
 }
 
 #[test]

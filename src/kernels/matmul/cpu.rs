@@ -41,9 +41,9 @@ pub fn frozen_nn(x: &[f32], w: Matrix, start: InitialValue, y: &mut [f32], n: us
     let weights = w.host();
     // A panel has rows of W, each cut to the columns of the range.
     let widen_panel = |range: PanelRange, panel: &mut [f32]| {
-        for (row, wide_row) in panel.chunks_exact_mut(range.width).take(range.depth).enumerate() {
-            weights.widen(w.cols, (range.inner + row, range.outer), wide_row);
-        }
+        let (rows, columns) =
+            (range.inner..range.inner + range.depth, range.outer..range.outer + range.width);
+        weights.widen_rows(w.cols, rows, columns, panel);
         Strides::rows(range.width)
     };
     let small_batch = |out: Shared, columns: Range<usize>| small_batch_nn(x, weights, out, shape, columns);
@@ -59,9 +59,9 @@ pub fn frozen_nt(x: &[f32], w: Matrix, start: InitialValue, y: &mut [f32], n: us
     let weights = w.host();
     // A panel has rows of W, which are columns of V, each cut to the steps of the range: it is read transposed.
     let widen_panel = |range: PanelRange, panel: &mut [f32]| {
-        for (row, wide_row) in panel.chunks_exact_mut(range.depth).take(range.width).enumerate() {
-            weights.widen(w.cols, (range.outer + row, range.inner), wide_row);
-        }
+        let (rows, columns) =
+            (range.outer..range.outer + range.width, range.inner..range.inner + range.depth);
+        weights.widen_rows(w.cols, rows, columns, panel);
         Strides::columns(range.depth)
     };
     let small_batch = |out: Shared, columns: Range<usize>| small_batch_nt(x, weights, out, shape, columns);

@@ -1,25 +1,77 @@
-//! Frozen matrices, in FP16 or as 8-bit codes with scales.
+//! Frozen matrices, in FP16 or as codes of 8 or 4 bits with scales.
+
+use std::ops::Range;
 
 use half::f16;
 
 use crate::{
     device::{
-        DType, Frozen, View,
+        Frozen, View,
         cpu::{bf16, vectors, widen},
         frozen::Order,
         page_cache::Region,
     },
     error::Result,
-    kernels::q8,
+    kernels::{
+        nf4::{Nf4, Sizes},
+        q8,
+    },
 };
 
-/// A frozen matrix `(rows, cols)`: FP16, or codes with scales as [`q8`] describes them.
+/// The scales of a matrix of codes.
+#[derive(Debug, Clone, Copy)]
+pub enum Scales<T> {
+    /// Of 8-bit codes as [`q8`] describes them: `(rows, blocks)` in FP16.
+    Q8(T),
+    /// Of 4-bit codes, see [`nf4`](crate::kernels::nf4).
+    Nf4 {
+        /// Codes of the scales, `(cols, blocks)` in U8.
+        codes: T,
+        /// Their offset and factors, F32.
+        nested: T,
+    },
+}
+
+impl<T> Scales<T> {
+    /// The same with other tensors.
+    fn map<V>(self, mut with: impl FnMut(T) -> V) -> Scales<V> {
+        match self {
+            Self::Q8(scales) => Scales::Q8(with(scales)),
+            Self::Nf4 { codes, nested } => Scales::Nf4 { codes: with(codes), nested: with(nested) },
+        }
+    }
+
+    /// Its tensors.
+    pub fn tensors(self) -> impl Iterator<Item = T> {
+        let (first, second) = match self {
+            Self::Q8(scales) => (scales, None),
+            Self::Nf4 { codes, nested } => (codes, Some(nested)),
+        };
+        [Some(first), second].into_iter().flatten()
+    }
+
+    fn as_ref(&self) -> Scales<&T> {
+        match self {
+            Self::Q8(scales) => Scales::Q8(scales),
+            Self::Nf4 { codes, nested } => Scales::Nf4 { codes, nested },
+        }
+    }
+
+    fn as_mut(&mut self) -> Scales<&mut T> {
+        match self {
+            Self::Q8(scales) => Scales::Q8(scales),
+            Self::Nf4 { codes, nested } => Scales::Nf4 { codes, nested },
+        }
+    }
+}
+
+/// A frozen matrix `(rows, cols)`: FP16, or codes with scales.
 #[derive(Clone, Copy)]
 pub struct Matrix<'a> {
-    /// The elements, FP16 or I8.
+    /// The elements: FP16, I8, or words of 4-bit codes as bytes, U8.
     pub data: View<'a>,
-    /// Scales of the blocks, `(rows, blocks)` in FP16, where the elements are codes.
-    pub scales: Option<View<'a>>,
+    /// Scales of the blocks, where the elements are codes.
+    pub scales: Option<Scales<View<'a>>>,
     /// Rows: inputs of a linear layer, vocabulary of the head.
     pub rows: usize,
     /// Columns: outputs of a linear layer, width of the head.
@@ -33,16 +85,22 @@ pub struct Matrix<'a> {
 /// Order of the elements of a matrix in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Layout {
-    /// Row by row: everywhere except in copies that a CPU process made for its kernels.
+    /// Row by row: everywhere except in copies that a CPU process made for its kernels. Codes of 4 bits have an order of
+    /// their own and count as this.
     #[default]
     Rows,
     /// Strips of 32 columns one after another, each row by row: reading some columns of all rows is one sequential
-    /// read. FP16 alone; the last strip is padded.
+    /// read. The last strip of FP16 is padded; 8-bit codes have whole strips alone, with the scales of one strip after
+    /// those of the other.
     Strips,
 }
 
 /// Columns of a strip: a cache line of FP16.
 pub const STRIP: usize = 32;
+
+/// Rows of x from which on 8-bit codes are faster in strips: with 32 rows 1.27 times as fast with AVX2 and 1.66 times
+/// with AVX-512, with 8 rows 0.92 and 1.1 times (`examples/kernel_lab.rs`, 1600 -> 6400, one thread).
+const MANY_ROWS: usize = 16;
 
 /// Arithmetic of a CPU in products with a frozen matrix and in attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -69,9 +127,16 @@ impl<'a> Matrix<'a> {
         Self { data, scales: None, rows, cols, layout: Layout::Rows, arithmetic: Arithmetic::F32 }
     }
 
-    /// A matrix `(rows, cols)` of codes with scales `(rows, blocks)`.
+    /// A matrix `(rows, cols)` of 8-bit codes with scales `(rows, blocks)`.
     pub fn codes(data: View<'a>, scales: View<'a>, rows: usize, cols: usize) -> Self {
-        Self { data, scales: Some(scales), rows, cols, layout: Layout::Rows, arithmetic: Arithmetic::F32 }
+        Self { scales: Some(Scales::Q8(scales)), ..Self::f16(data, rows, cols) }
+    }
+
+    /// A matrix of 4-bit codes.
+    pub fn nf4(matrix: Nf4<'a>) -> Self {
+        let Nf4 { sizes, codes, scales, nested } = matrix;
+        let scales = Scales::Nf4 { codes: scales.into(), nested: nested.into() };
+        Self { scales: Some(scales), ..Self::f16(codes.into(), sizes.rows, sizes.cols) }
     }
 
     /// Its elements on the host.
@@ -80,14 +145,23 @@ impl<'a> Matrix<'a> {
     /// When it has fewer elements than its sizes say, or of another type.
     pub(in crate::kernels) fn host(self) -> Elements<'a> {
         let Self { data, scales, rows, cols, layout, .. } = self;
+        if let Some(Scales::Nf4 { codes, nested }) = scales {
+            let sizes = Sizes { rows, cols };
+            let matrix = Nf4 { sizes, codes: data.host(), scales: codes.host(), nested: nested.host() };
+            return Elements::Nf4(matrix.check());
+        }
         let padded = if layout == Layout::Strips { cols.next_multiple_of(STRIP) } else { cols };
         assert!(data.len() >= rows * padded, "a matrix of {rows} x {cols} has more elements");
         match (scales, layout) {
             (None, Layout::Rows) => Elements::F16(data.host()),
             (None, Layout::Strips) => Elements::Strips(data.host(), rows),
-            (Some(scales), _) => {
+            (Some(scales), layout) => {
+                let scales: &[f16] = scales.tensors().next().map(View::host).unwrap_or_default();
                 assert!(scales.len() >= rows * q8::blocks(cols), "a scale for every block");
-                Elements::Codes(data.host(), scales.host())
+                match layout {
+                    Layout::Rows => Elements::Codes(data.host(), scales),
+                    Layout::Strips => Elements::CodesInStrips(data.host(), scales, rows),
+                }
             }
         }
     }
@@ -95,13 +169,14 @@ impl<'a> Matrix<'a> {
     /// One row of a matrix in rows.
     ///
     /// # Panics
-    /// When it has no such row, or is in strips.
+    /// When it has no such row, or is in strips or codes of 4 bits.
     pub fn row(self, row: usize) -> Self {
-        assert_eq!(self.layout, Layout::Rows, "a row of strips is not in one piece");
+        let in_rows = self.layout == Layout::Rows && !matches!(self.scales, Some(Scales::Nf4 { .. }));
+        assert!(in_rows, "a row of strips is not in one piece");
         let blocks = q8::blocks(self.cols);
         Self {
             data: self.data.slice(row * self.cols, self.cols),
-            scales: self.scales.map(|scales| scales.slice(row * blocks, blocks)),
+            scales: self.scales.map(|scales| scales.map(|scales| scales.slice(row * blocks, blocks))),
             rows: 1,
             ..self
         }
@@ -109,34 +184,40 @@ impl<'a> Matrix<'a> {
 
     /// A copy on the host, as FP32 `(rows, cols)`. For tests and small tools.
     pub fn to_floats(self) -> Vec<f32> {
-        let (values, codes, factors);
+        let (values, eight, four, codes, factors, nested);
         let elements = match (self.scales, self.layout) {
             (None, Layout::Rows) => return self.data.to_floats(),
             (None, Layout::Strips) => {
                 values = self.data.to_vec::<f16>();
                 Elements::Strips(&values, self.rows)
             }
-            (Some(scales), _) => {
-                assert_eq!(self.data.dtype(), DType::I8, "codes are 8-bit");
-                (codes, factors) = (self.data.to_vec::<i8>(), scales.to_vec::<f16>());
-                Elements::Codes(&codes, &factors)
+            (Some(Scales::Q8(scales)), layout) => {
+                (eight, factors) = (self.data.to_vec::<i8>(), scales.to_vec::<f16>());
+                match layout {
+                    Layout::Rows => Elements::Codes(&eight, &factors),
+                    Layout::Strips => Elements::CodesInStrips(&eight, &factors, self.rows),
+                }
+            }
+            (Some(Scales::Nf4 { codes: of_scales, nested: rest }), _) => {
+                four = self.data.to_vec::<u8>();
+                (codes, nested) = (of_scales.to_vec::<u8>(), rest.to_vec::<f32>());
+                let sizes = Sizes { rows: self.rows, cols: self.cols };
+                Elements::Nf4(Nf4 { sizes, codes: &four, scales: &codes, nested: &nested }.check())
             }
         };
         let mut floats = vec![0f32; self.rows * self.cols];
-        for (row, floats) in floats.chunks_exact_mut(self.cols.max(1)).enumerate() {
-            elements.widen(self.cols, (row, 0), floats);
-        }
+        elements.widen_rows(self.cols, 0..self.rows, 0..self.cols, &mut floats);
         floats
     }
 }
 
-/// A read-only matrix of the base, `(rows, cols)`: FP16, or 8-bit codes with their scales.
+/// A read-only matrix of the base, `(rows, cols)`: FP16, or codes of 8 or 4 bits with their scales.
 #[derive(Debug, Clone)]
 pub struct FrozenMatrix {
-    /// The elements, FP16 or I8.
+    /// The elements: FP16, I8, or words of 4-bit codes as bytes, U8.
     pub data: Frozen,
     /// Scales of the blocks, where the elements are codes.
-    pub scales: Option<Frozen>,
+    pub scales: Option<Scales<Frozen>>,
     /// Number of rows, the inputs of a layer.
     pub rows: usize,
     /// Number of columns, the outputs of a layer.
@@ -153,7 +234,7 @@ impl FrozenMatrix {
         let &Self { ref data, ref scales, rows, cols, layout, arithmetic } = self;
         Matrix {
             data: data.view(),
-            scales: scales.as_ref().map(Frozen::view),
+            scales: scales.as_ref().map(|scales| scales.as_ref().map(Frozen::view)),
             rows,
             cols,
             layout,
@@ -162,21 +243,25 @@ impl FrozenMatrix {
     }
 
     /// Copies matrices and `others` from mapped files into large pages of the process, the matrices in strips where
-    /// this CPU's kernels read them faster. Does nothing where there are no large pages.
+    /// this CPU's kernels read them faster for products of `rows` rows, if these are known. Does nothing where there are
+    /// no large pages.
     ///
     /// # Errors
     /// [`Error::Memory`](crate::error::Error::Memory) when there is too little memory; nothing is changed then.
-    pub fn settle(matrices: &mut [&mut Self], others: Vec<&mut Frozen>) -> Result<()> {
-        let layouts: Vec<Layout> = matrices.iter().map(|matrix| matrix.best_layout()).collect();
+    pub fn settle(matrices: &mut [&mut Self], others: Vec<&mut Frozen>, rows: Option<usize>) -> Result<()> {
+        let layouts: Vec<Layout> = matrices.iter().map(|matrix| matrix.best_layout(rows)).collect();
         let mut tensors = Vec::new();
         for (matrix, &layout) in matrices.iter_mut().zip(&layouts) {
             let rows = matrix.rows;
-            let order = match layout {
+            let order = |bytes: usize| match layout {
                 Layout::Rows => Order::AsItIs,
-                Layout::Strips => Order::Strips { rows, bytes: STRIP * size_of::<f16>() },
+                Layout::Strips => Order::Strips { rows, bytes },
             };
-            tensors.push((&mut matrix.data, order));
-            tensors.extend(matrix.scales.iter_mut().map(|scales| (scales, Order::AsItIs)));
+            let width = STRIP * matrix.data.view().dtype().size();
+            tensors.push((&mut matrix.data, order(width)));
+            // A strip of a row of 8-bit codes is a block.
+            let scales = matrix.scales.iter_mut().flat_map(|scales| scales.as_mut().tensors());
+            tensors.extend(scales.map(|scales| (scales, order(size_of::<f16>()))));
         }
         tensors.extend(others.into_iter().map(|tensor| (tensor, Order::AsItIs)));
         if Frozen::settle(&mut tensors)? {
@@ -201,19 +286,27 @@ impl FrozenMatrix {
         Ok(Some(Self { data, scales: None, rows, cols, layout: Layout::Strips, arithmetic: self.arithmetic }))
     }
 
-    fn best_layout(&self) -> Layout {
-        let whole = self.scales.is_none() && self.cols.is_multiple_of(STRIP);
+    fn best_layout(&self, rows: Option<usize>) -> Layout {
+        let faster = match self.scales {
+            None => true,
+            // Fewer rows read 8-bit codes faster in rows.
+            Some(Scales::Q8(_)) => rows.is_some_and(|rows| rows >= MANY_ROWS),
+            // They have an order of their own.
+            Some(Scales::Nf4 { .. }) => false,
+        };
+        let whole = faster && self.cols.is_multiple_of(STRIP);
         if whole && vectors() { Layout::Strips } else { Layout::Rows }
     }
 
     /// Its tensors: elements, and scales of codes.
     pub fn tensors(&self) -> impl Iterator<Item = &Frozen> {
-        std::iter::once(&self.data).chain(&self.scales)
+        std::iter::once(&self.data).chain(self.scales.iter().flat_map(|scales| scales.as_ref().tensors()))
     }
 
     /// As [`FrozenMatrix::tensors`], for replacing them.
     pub fn tensors_mut(&mut self) -> impl Iterator<Item = &mut Frozen> {
-        std::iter::once(&mut self.data).chain(&mut self.scales)
+        let scales = self.scales.iter_mut().flat_map(|scales| scales.as_mut().tensors());
+        std::iter::once(&mut self.data).chain(scales)
     }
 
     /// The pages of all its tensors.
@@ -229,8 +322,12 @@ pub(in crate::kernels) enum Elements<'a> {
     F16(&'a [f16]),
     /// FP16 in strips, and the number of rows.
     Strips(&'a [f16], usize),
-    /// Codes, and the scales of their blocks.
+    /// 8-bit codes, and the scales of their blocks.
     Codes(&'a [i8], &'a [f16]),
+    /// 8-bit codes in strips, their scales strip by strip, and the number of rows.
+    CodesInStrips(&'a [i8], &'a [f16], usize),
+    /// 4-bit codes.
+    Nf4(Nf4<'a>),
 }
 
 /// Index of an element of a matrix of `rows` rows in strips.
@@ -259,6 +356,41 @@ impl Elements<'_> {
                 let blocks = q8::blocks(cols);
                 q8::widen(&codes[start..][..to.len()], &scales[row * blocks..][..blocks], column, to);
             }
+            Self::CodesInStrips(codes, scales, rows) => {
+                let mut column = column;
+                let mut to = to;
+                while !to.is_empty() {
+                    let count = (STRIP - column % STRIP).min(to.len());
+                    let (piece, rest) = to.split_at_mut(count);
+                    let scale = &scales[column / STRIP * rows + row..][..1];
+                    q8::widen(
+                        &codes[strip_start(rows, row, column)..][..count],
+                        scale,
+                        column % STRIP,
+                        piece,
+                    );
+                    column += count;
+                    to = rest;
+                }
+            }
+            Self::Nf4(matrix) => matrix.widen(row..row + 1, column..column + to.len(), to),
+        }
+    }
+
+    /// Widens some rows and columns of a matrix with `cols` columns, `(rows, columns)`.
+    pub(in crate::kernels) fn widen_rows(
+        self,
+        cols: usize,
+        rows: Range<usize>,
+        columns: Range<usize>,
+        to: &mut [f32],
+    ) {
+        if let Self::Nf4(matrix) = self {
+            // The scales of a block of rows are decoded once.
+            return matrix.widen(rows, columns, to);
+        }
+        for (row, to) in rows.zip(to.chunks_exact_mut(columns.len().max(1))) {
+            self.widen(cols, (row, columns.start), to);
         }
     }
 }

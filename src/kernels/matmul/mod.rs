@@ -1,4 +1,4 @@
-//! Matrix products with a frozen matrix, FP16 or 8-bit, and small dense FP32 ones. Accumulation is FP32. Activations
+//! Matrix products with a frozen matrix, of FP16 or of codes of 8 or 4 bits, and small dense FP32 ones. Accumulation is FP32. Activations
 //! are FP32 on CPUs, of any type on CUDA devices.
 //!
 //! GPT-2 stores weights as Conv1D `[in, out]`. Forward and backward of a linear layer, and the two of
@@ -9,7 +9,8 @@
 //! | [`frozen_nn`] | `y (n, cols) = x (n, rows) W (rows, cols)` | forward of a layer, backward of the head |
 //! | [`frozen_nt`] | `y (n, rows) = x (n, cols) W^T` | backward of a layer, forward of the head |
 
-use crate::device::{Device, View, ViewMut};
+use super::nf4::Sizes;
+use crate::device::{Device, View, ViewMut, cpu::vectors};
 
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -21,7 +22,7 @@ mod simd;
 mod tests;
 
 pub(super) use matrix::Elements;
-pub use matrix::{Arithmetic, FrozenMatrix, Layout, Matrix};
+pub use matrix::{Arithmetic, FrozenMatrix, Layout, Matrix, Scales};
 
 /// Sizes of a product `y (n, outer) = x (n, inner) V`, where V is a matrix of weights or its transpose.
 #[derive(Clone, Copy)]
@@ -56,6 +57,11 @@ pub fn scratch(n: usize) -> (usize, usize) {
 /// Floats of scratch that the tasks of a product of `n` rows share on a CPU.
 pub fn shared(n: usize, arithmetic: Arithmetic) -> usize {
     if arithmetic.in_pairs() { simd::shared(n) } else { 0 }
+}
+
+/// The same for the scales of a matrix `(rows, cols)` of 4-bit codes, beside those.
+pub fn shared_scales(rows: usize, cols: usize) -> usize {
+    if vectors() { Sizes { rows, cols }.decoded() } else { 0 }
 }
 
 /// The initial value of an output, to which a product is added.

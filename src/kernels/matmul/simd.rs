@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use half::f16;
 
-use self::weights::{Codes, F16Weights, Weights};
+use self::weights::{Codes, CodesInStrips, F16Weights, ScaledRows, Weights};
 use super::{Elements, InitialValue, Matrix, PanelRange, ProductShape};
 use crate::{
     device::cpu::{
@@ -25,6 +25,7 @@ use crate::{
     kernels::q8::BLOCK,
 };
 
+mod four_bits;
 #[cfg(target_arch = "x86_64")]
 mod pairs;
 mod small_batch;
@@ -94,7 +95,7 @@ pub fn frozen<S: Simd>(
     let shape = ProductShape { n, inner, outer };
     match w.host() {
         Elements::F16(values) => {
-            with_weights(s, x, v.with(F16Weights::<false>(values, w.cols)), shape, start, y);
+            with_rows(s, x, v.with(F16Weights::<false>(values, w.cols)), shape, start, y);
         }
         // Where rows would be rounded to BF16, those in strips are too.
         Elements::Strips(values, _)
@@ -103,15 +104,52 @@ pub fn frozen<S: Simd>(
             strips::nn(s, x, values, shape, start, y);
         }
         Elements::Strips(values, rows) => {
-            with_weights(s, x, v.with(F16Weights::<true>(values, rows)), shape, start, y);
+            with_rows(s, x, v.with(F16Weights::<true>(values, rows)), shape, start, y);
         }
         Elements::Codes(codes, scales) => {
-            with_weights(s, x, v.with(Codes(codes, scales, w.cols)), shape, start, y);
+            let weights = Codes(codes, scales, w.cols);
+            // As many rows as of codes in strips.
+            if !transposed && n <= code_rows(pairs) {
+                return small_batch::nn(s, x, weights, shape, start, y);
+            }
+            with_weights(s, x, v.with(weights), shape, start, y);
+        }
+        Elements::CodesInStrips(codes, scales, _) if !transposed && n <= code_rows(pairs) => {
+            strips::nn_of_codes(s, x, (codes, scales), shape, start, y);
+        }
+        Elements::CodesInStrips(codes, scales, rows) => {
+            with_weights(s, x, v.with(CodesInStrips(codes, scales, rows)), shape, start, y);
+        }
+        Elements::Nf4(matrix) if !transposed && n <= four_bits::rows::<S>(pairs) => {
+            four_bits::nn(s, x, matrix, shape, start, y);
+        }
+        Elements::Nf4(matrix) => {
+            four_bits::with_decoded(matrix, |weights| with_weights(s, x, v.with(weights), shape, start, y));
         }
     }
 }
 
-/// [`frozen`] for one form of weights.
+/// Largest batch in which rows of x are multiplied by scales before codes.
+fn code_rows(pairs: bool) -> usize {
+    if pairs { small_batch::ROWS } else { strips::ROWS_OF_CODES }
+}
+
+/// [`frozen`] for FP16.
+fn with_rows<S: Simd, W: ScaledRows>(
+    s: S,
+    x: &[f32],
+    v: RightFactor<W>,
+    shape: ProductShape,
+    start: InitialValue,
+    y: &mut [f32],
+) {
+    if !v.transposed && shape.n <= small_batch::ROWS {
+        return small_batch::nn(s, x, v.weights, shape, start, y);
+    }
+    with_weights(s, x, v, shape, start, y);
+}
+
+/// [`frozen`] for one form of weights; `x W` of any number of rows through panels.
 fn with_weights<S: Simd, W: Weights>(
     s: S,
     x: &[f32],
@@ -123,9 +161,6 @@ fn with_weights<S: Simd, W: Weights>(
     let RightFactor { weights: w, transposed, .. } = v;
     if transposed && shape.n <= small_batch::ROWS_TRANSPOSED {
         return small_batch::nt(s, x, w, shape, start, y);
-    }
-    if !transposed && shape.n <= small_batch::ROWS {
-        return small_batch::nn(s, x, w, shape, start, y);
     }
     #[cfg(target_arch = "x86_64")]
     if v.pairs {
@@ -244,7 +279,7 @@ unsafe fn vector<S: Simd, W: Weights>(
     // SAFETY: the caller's promise.
     unsafe {
         if left >= S::LANES {
-            W::times(s, weights.raw(s, row, column), factors, column / BLOCK - first / BLOCK)
+            weights.values(s, (row, column), factors, column / BLOCK - first / BLOCK)
         } else {
             weights.part(s, row, column, left)
         }

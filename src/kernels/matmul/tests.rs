@@ -7,7 +7,7 @@ use half::f16;
 use super::{matrix::STRIP, *};
 use crate::{
     device::{DType, Frozen, cpu::bf16},
-    kernels::q8,
+    kernels::{nf4, q8},
     testing::{
         assert_close, central_differences, f16_numbers, numbers, skip, weighted, widened, with_threads,
     },
@@ -119,7 +119,9 @@ fn on_any_threads(arithmetic: Arithmetic) {
         let weights = f16_numbers(1, rows * cols);
         let coded = Coded::of(&numbers(11, rows * cols), cols);
         let x = numbers(12, n * rows.max(cols));
-        for matrix in [Matrix::f16(weights[..].into(), rows, cols), coded.matrix()] {
+        let four = nf4::quantise(&coded.values, nf4::Sizes { rows, cols });
+        for matrix in [Matrix::f16(weights[..].into(), rows, cols), coded.matrix(), Matrix::nf4(four.view())]
+        {
             let matrix = Matrix { arithmetic, ..matrix };
             let one = with_threads(1, || both(&x, matrix, n));
             for threads in [2, 3, 16] {
@@ -215,14 +217,133 @@ fn codes_and_f16_of_the_same_values_give_the_same_bits() {
     }
 }
 
+/// Both directions against sums in f64 of the values that the codes stand for, on both sides of every border between
+/// kernels.
+#[test]
+fn products_with_4_bits_match_plain_loops() {
+    for n in [1, 2, 3, 4, 5, 8, 12, 13, 25, 48, 49, 60] {
+        for (rows, cols) in [(5, 3), (64, 64), (17, 33), (1, 1), (150, 70), (840, 270), (13, 1601), (401, 40)]
+        {
+            let sizes = nf4::Sizes { rows, cols };
+            let four = nf4::quantise(&numbers(11, rows * cols), sizes);
+            let mut values = vec![f32::NAN; rows * cols];
+            four.view().widen(0..rows, 0..cols, &mut values);
+            let x = numbers(12, n * rows.max(cols));
+            let [y, z] = both(&x, Matrix::nf4(four.view()), n);
+            let at = |i: usize, j: usize| f64::from(values[i * cols + j]);
+            let sum = |row: usize, inner: usize, at: &dyn Fn(usize) -> f64| -> f64 {
+                x[row * inner..][..inner].iter().enumerate().map(|(i, &x)| f64::from(x) * at(i)).sum()
+            };
+            let (before_y, before_z) = (numbers(7, n * cols), numbers(8, n * rows));
+            let cells = |outer: usize| (0..n).flat_map(move |row| (0..outer).map(move |j| (row, j)));
+            let expected: Vec<f64> = cells(cols)
+                .map(|(row, j)| sum(row, rows, &|i| at(i, j)) + f64::from(before_y[row * cols + j]))
+                .collect();
+            assert_close(&y, &expected, 2e-5, "nn");
+            let expected: Vec<f64> = cells(rows)
+                .map(|(row, i)| sum(row, cols, &|j| at(i, j)) + f64::from(before_z[row * rows + i]))
+                .collect();
+            assert_close(&z, &expected, 2e-5, "nt");
+        }
+    }
+}
+
+/// Codes -1, 0 and 1, and scales that are powers of two: values that FP16 has too. Only with the same order of the same
+/// sums every bit is the same.
+#[test]
+fn codes_of_4_bits_and_f16_of_the_same_values_give_the_same_bits() {
+    for (rows, cols) in [(33, 70), (384, 400), (840, 130), (20, 1100)] {
+        let sizes = nf4::Sizes { rows, cols };
+        let ternary: Vec<f32> = numbers(21, rows * cols).iter().map(|x| (1.5 * x).round()).collect();
+        let mut four = nf4::quantise(&ternary, sizes);
+        // A scale is 1 times the factor of its 256, and nothing is added to it.
+        four.scales.fill(255);
+        four.nested[0] = 0.0;
+        for (index, factor) in four.nested[1..].iter_mut().enumerate() {
+            *factor = [0.25, 2.0, 0.5][index % 3];
+        }
+        let mut values = vec![f32::NAN; rows * cols];
+        four.view().widen(0..rows, 0..cols, &mut values);
+        let in_f16: Vec<f16> = values.iter().map(|&value| f16::from_f32(value)).collect();
+        assert!(in_f16.iter().zip(&values).all(|(half, &value)| half.to_f32() == value));
+        for n in [1, 3, 4, 7, 8, 12, 13, 24, 25, 48, 49, 60] {
+            let x = numbers(22, n * rows.max(cols));
+            let halves = Matrix::f16(in_f16[..].into(), rows, cols);
+            assert_eq!(
+                both(&x, Matrix::nf4(four.view()), n),
+                both(&x, halves, n),
+                "{rows} x {cols}, {n} rows"
+            );
+        }
+    }
+}
+
+/// A token has the same bits alone and among others: with real scales, whose products with codes are rounded.
+#[test]
+fn the_number_of_rows_changes_no_bit_of_4_bits() {
+    if !crate::device::cpu::vectors() {
+        return skip("no vector kernels at this level", false);
+    }
+    let (n, rows, cols) = (60, 1601, 130);
+    let four = nf4::quantise(&numbers(37, rows * cols), nf4::Sizes { rows, cols });
+    let matrix = Matrix::nf4(four.view());
+    let x = numbers(38, n * rows);
+    let (bias, residual) = (f16_numbers(39, cols), numbers(40, n * cols));
+    let of = |n: usize| {
+        let mut y = vec![f32::NAN; n * cols];
+        let start = InitialValue::Residual(residual[..n * cols].into(), bias.as_slice().into());
+        frozen_nn(x[..n * rows].into(), matrix, start, y.as_mut_slice().into(), n);
+        y
+    };
+    let all = of(n);
+    for small in [1, 2, 3, 4, 8, 11, 12, 13, 24, 25, 48, 49] {
+        assert!(of(small) == all[..small * cols], "{small} rows");
+    }
+}
+
 /// `values (rows, cols)` in strips.
 fn strips(values: &[f16], rows: usize, cols: usize) -> Vec<f16> {
-    let mut strips = vec![f16::NAN; values.len()];
-    for (at, &value) in values.iter().enumerate() {
-        let (row, column) = (at / cols, at % cols);
-        strips[column / STRIP * rows * STRIP + row * STRIP + column % STRIP] = value;
+    strips_of(STRIP, values, rows, cols)
+}
+
+/// The same in strips of any width.
+fn strips_of<T: Copy>(width: usize, values: &[T], rows: usize, cols: usize) -> Vec<T> {
+    let place = |at: usize| {
+        let (strip, row, column) = (at / (rows * width), at / width % rows, at % width);
+        row * cols + strip * width + column
+    };
+    (0..values.len()).map(|at| values[place(at)]).collect()
+}
+
+#[test]
+fn codes_in_strips_give_the_same_bits_as_in_rows() {
+    for (rows, cols) in [(1, 32), (17, 96), (800, 288), (1601, 64)] {
+        let coded = Coded::of(&numbers(51, rows * cols), cols);
+        let codes = strips_of(STRIP, &coded.codes, rows, cols);
+        let scales = strips_of(1, &coded.scales, rows, cols / STRIP);
+        let in_strips = Matrix::codes(codes[..].into(), scales[..].into(), rows, cols);
+        let in_strips = Matrix { layout: Layout::Strips, ..in_strips };
+        assert_eq!(in_strips.to_floats(), coded.values);
+        let (bias, residual) = (f16_numbers(52, cols), numbers(53, 60 * cols));
+        for n in [1, 2, 3, 5, 8, 12, 13, 24, 25, 32, 48, 49, 60] {
+            let x = numbers(54, n * rows.max(cols));
+            let of = |matrix: Matrix| {
+                let mut y = vec![f32::NAN; n * cols];
+                let start = InitialValue::Residual(residual[..n * cols].into(), bias.as_slice().into());
+                frozen_nn(x[..n * rows].into(), matrix, start, y.as_mut_slice().into(), n);
+                (y, both(&x, matrix, n))
+            };
+            assert!(of(in_strips) == of(coded.matrix()), "{rows} x {cols}, {n} rows of x");
+        }
     }
-    strips
+    // From the middle of a strip to that of the next but one.
+    let (rows, cols) = (70, 96);
+    let coded = Coded::of(&numbers(55, rows * cols), cols);
+    let codes = strips_of(STRIP, &coded.codes, rows, cols);
+    let scales = strips_of(1, &coded.scales, rows, cols / STRIP);
+    let mut piece = [0f32; 41];
+    Elements::CodesInStrips(&codes, &scales, rows).widen(cols, (69, 50), &mut piece);
+    assert_eq!(piece[..], coded.values[69 * cols + 50..][..41]);
 }
 
 #[test]

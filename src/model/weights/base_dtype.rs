@@ -8,7 +8,11 @@ use super::{convert::Sink, names::Wanted};
 use crate::{
     device::DType,
     error::{Error, Result},
-    kernels::q8::{self, BLOCK},
+    kernels::{
+        nf4,
+        q8::{self, BLOCK},
+    },
+    model::arch::{HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING},
 };
 
 /// Types that the matrices of a base are kept in; vectors and positions are FP16 in both.
@@ -19,6 +23,9 @@ pub enum BaseDType {
     F16,
     /// 8-bit codes with an FP16 scale for each block of 32.
     Q8,
+    /// NF4 with double quantisation: 4-bit codes with an 8-bit scale for each 64 inputs of an output. Embeddings and head
+    /// stay FP16.
+    Nf4,
 }
 
 impl BaseDType {
@@ -27,23 +34,45 @@ impl BaseDType {
         match self {
             Self::F16 => "f16",
             Self::Q8 => "q8",
+            Self::Nf4 => "nf4",
         }
     }
 
-    /// Type of the elements of its matrices.
+    /// Type of the elements of the matrices of its linear layers.
     pub fn element_type(self) -> DType {
         match self {
             Self::F16 => DType::F16,
             Self::Q8 => DType::I8,
+            Self::Nf4 => DType::U8,
         }
     }
 
-    /// Bytes of a matrix `(rows, cols)` of the linear layers, the token embedding or the head.
-    pub fn matrix_bytes(self, rows: usize, cols: usize) -> u64 {
-        let (rows, cols, blocks) = (rows as u64, cols as u64, q8::blocks(cols) as u64);
+    /// The type in which a base of this one keeps the matrix of that canonical name.
+    pub fn of_matrix(self, name: &str) -> Self {
         match self {
+            // Positions are no matrix of a product.
+            _ if name == POSITION_EMBEDDING => Self::F16,
+            Self::Nf4 if name == TOKEN_EMBEDDING || name == HEAD => Self::F16,
+            other => other,
+        }
+    }
+
+    /// Bytes of a matrix `(rows, cols)` that is kept in this type.
+    pub fn matrix_bytes(self, rows: usize, cols: usize) -> u64 {
+        let bytes = match self {
             Self::F16 => 2 * rows * cols,
-            Self::Q8 => rows * cols + 2 * rows * blocks,
+            Self::Q8 => rows * cols + 2 * rows * q8::blocks(cols),
+            Self::Nf4 => nf4::Sizes { rows, cols }.bytes(),
+        };
+        bytes as u64
+    }
+
+    /// Tensors that a matrix of this type has beside its elements.
+    pub fn scale_tensors(self) -> u64 {
+        match self {
+            Self::F16 => 0,
+            Self::Q8 => 1,
+            Self::Nf4 => 2,
         }
     }
 }
@@ -51,6 +80,11 @@ impl BaseDType {
 /// The scales of a tensor.
 pub(super) fn scales_of(name: &str) -> String {
     format!("{name}.scales")
+}
+
+/// The offset and the factors of the scales of a tensor of 4-bit codes.
+pub(super) fn nested_of(name: &str) -> String {
+    format!("{name}.nested")
 }
 
 /// A tensor of a copy, and where it begins after the header.
@@ -61,30 +95,42 @@ pub(super) struct Part {
     pub(super) start: usize,
 }
 
-/// The tensors of a copy: all FP16 in canonical order, scales where their codes would be, then the codes. So FP16 is
-/// at even places whatever the sizes are.
+/// The tensors of a copy: first those of 4-bit codes and of FP32, whose words and floats are aligned there; then all
+/// FP16 in canonical order, scales of 8-bit codes where the codes would be; then all that is single bytes.
 pub(super) fn parts(wanted: &[Wanted], dtype: BaseDType) -> Vec<Part> {
-    let coded = |tensor: &&Wanted| tensor.is_coded(dtype);
-    let halves = wanted.iter().map(|tensor| match tensor.shape[..] {
-        [rows, cols] if tensor.is_coded(dtype) => {
-            (scales_of(&tensor.name), Dtype::F16, vec![rows, q8::blocks(cols)])
+    let (mut first, mut halves, mut bytes) = (Vec::new(), Vec::new(), Vec::new());
+    for tensor in wanted {
+        let name = tensor.name.clone();
+        match (tensor.shape.as_slice(), tensor.kept(dtype)) {
+            (&[rows, cols], BaseDType::Nf4) => {
+                let sizes = nf4::Sizes { rows, cols };
+                first.push((name, Dtype::U8, vec![sizes.codes()]));
+                first.push((nested_of(&tensor.name), Dtype::F32, vec![sizes.nested()]));
+                bytes.push((scales_of(&tensor.name), Dtype::U8, vec![cols, sizes.blocks()]));
+            }
+            (&[rows, cols], BaseDType::Q8) => {
+                halves.push((scales_of(&tensor.name), Dtype::F16, vec![rows, q8::blocks(cols)]));
+                bytes.push((name, Dtype::I8, tensor.shape.clone()));
+            }
+            _ => halves.push((name, Dtype::F16, tensor.shape.clone())),
         }
-        _ => (tensor.name.clone(), Dtype::F16, tensor.shape.clone()),
-    });
-    let codes =
-        wanted.iter().filter(coded).map(|tensor| (tensor.name.clone(), Dtype::I8, tensor.shape.clone()));
+    }
     let mut end = 0;
     let place = |(name, dtype, shape): (String, Dtype, Vec<usize>)| {
         let start = end;
         end += shape.iter().product::<usize>() * size(dtype);
         Part { name, dtype, shape, start }
     };
-    halves.chain(codes).map(place).collect()
+    first.into_iter().chain(halves).chain(bytes).map(place).collect()
 }
 
 /// Bytes of an element of a copy.
-fn size(dtype: Dtype) -> usize {
-    if dtype == Dtype::F16 { 2 } else { 1 }
+pub(super) fn size(dtype: Dtype) -> usize {
+    match dtype {
+        Dtype::F32 => 4,
+        Dtype::F16 => 2,
+        _ => 1,
+    }
 }
 
 /// The header of a file of `parts`, padded so that they begin on a cache line.

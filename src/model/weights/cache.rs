@@ -2,7 +2,7 @@
 //!
 //! `<cache>/<key>/model.safetensors` is the FP16 copy (absent when the source itself is mapped) and
 //! `<cache>/<key>/fingerprint` its fingerprint, written last; `model-q8.safetensors` and `fingerprint-q8` are the same
-//! with 8-bit codes. All appear by rename, so whoever reads them sees a whole file or none.
+//! with 8-bit codes, `-nf4` with 4-bit codes. All appear by rename, so whoever reads them sees a whole file or none.
 
 use std::{
     fs::{self, File, Metadata, TryLockError},
@@ -62,6 +62,7 @@ impl Entry {
         self.folder.join(match self.dtype {
             BaseDType::F16 => "model.safetensors",
             BaseDType::Q8 => "model-q8.safetensors",
+            BaseDType::Nf4 => "model-nf4.safetensors",
         })
     }
 
@@ -69,6 +70,7 @@ impl Entry {
         self.folder.join(match self.dtype {
             BaseDType::F16 => "fingerprint",
             BaseDType::Q8 => "fingerprint-q8",
+            BaseDType::Nf4 => "fingerprint-nf4",
         })
     }
 

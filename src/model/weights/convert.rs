@@ -1,17 +1,22 @@
-//! One pass over all values of a base: checked, hashed and, where a copy is needed, written as FP16 or 8-bit codes.
+//! One pass over all values of a base: checked, hashed and, where a copy is needed, written as FP16 or as codes.
 
 use std::{
     collections::BTreeMap,
     io::{Seek, SeekFrom, Write},
 };
 
+use half::f16;
+
 use super::{
-    base_dtype::{self, BaseDType, Coder, scales_of},
+    base_dtype::{self, BaseDType, Coder, nested_of, scales_of},
     f16_convert::halves,
     names::{self, Wanted},
     source::Source,
 };
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    kernels::nf4,
+};
 
 /// The beginning of fingerprints of this form; another form gets another number.
 pub(super) const FORM: &str = "engraft1";
@@ -49,8 +54,22 @@ pub(super) fn convert(conversion: Conversion, dtype: BaseDType, file: &mut Sink)
     let place = |name: &str| places.get(name).copied().unwrap_or_default();
     pass(conversion, &mut |tensor, values| {
         let start = place(&tensor.name);
-        match tensor.shape[..] {
-            [_, cols] if tensor.is_coded(dtype) => {
+        match (tensor.shape.as_slice(), tensor.kept(dtype)) {
+            (&[rows, cols], BaseDType::Nf4) => {
+                // Blocks go down the columns, and one offset is of all scales: the whole matrix is needed, in FP32 41 MB
+                // for the largest of gpt2-xl.
+                let mut floats = Vec::with_capacity(rows * cols);
+                values(&mut |bytes| {
+                    floats.extend(bytes.as_chunks().0.iter().map(|&two| f16::from_le_bytes(two).to_f32()));
+                    Ok(())
+                })?;
+                let coded = nf4::quantise(&floats, nf4::Sizes { rows, cols });
+                let nested: Vec<u8> = coded.nested.iter().flat_map(|value| value.to_le_bytes()).collect();
+                file.write_at(start, &coded.codes)?;
+                file.write_at(place(&nested_of(&tensor.name)), &nested)?;
+                file.write_at(place(&scales_of(&tensor.name)), &coded.scales)
+            }
+            (&[_, cols], BaseDType::Q8) => {
                 let mut coder = Coder::new(file, cols, start, place(&scales_of(&tensor.name)));
                 values(&mut |bytes| coder.take(bytes))?;
                 coder.finish()

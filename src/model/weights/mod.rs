@@ -1,6 +1,6 @@
-//! The frozen weights of a base, mapped from their file in FP16 or 8 bits, and the fingerprint that names them.
+//! The frozen weights of a base, mapped from their file in FP16, 8 or 4 bits, and the fingerprint that names them.
 //!
-//! An FP16 safetensors source is mapped in place. Any other source, and any that is wanted in 8 bits, is
+//! An FP16 safetensors source is mapped in place. Any other source, and any that is wanted in codes, is
 //! rewritten once, tensor by tensor, as a safetensors file in the cache, and that is mapped. Values are checked in the same
 //! pass that takes the fingerprint; the cache keeps the result under the identity of the source (path,
 //! size and times of its files), so a second load reads headers only.
@@ -22,7 +22,7 @@ use std::{fs::File, io::Cursor, path::Path, sync::Arc};
 use memmap2::Mmap;
 
 use self::{
-    base_dtype::scales_of,
+    base_dtype::{nested_of, scales_of},
     cache::{Entry, Hold},
     convert::{Conversion, Sink},
     names::Wanted,
@@ -33,7 +33,7 @@ use super::{arch::SITES, config::Config};
 use crate::{
     device::{Bytes, DType, Device, Frozen},
     error::{Error, Result},
-    kernels::matmul::{Arithmetic, FrozenMatrix, Layout},
+    kernels::matmul::{Arithmetic, FrozenMatrix, Layout, Scales},
 };
 
 pub use self::{base_dtype::BaseDType, convert::OnBytes, source_tensors::SourceTensors};
@@ -54,7 +54,7 @@ pub struct Weights {
     /// Transpose of the head for the logits of many rows, (c, v), where a CPU that generates has it.
     pub head_transposed: Option<FrozenMatrix>,
     /// Names the values: equal for every copy of the same FP16 weights, whatever their file, and whether or not they
-    /// were rounded to 8 bits afterwards.
+    /// were rounded to codes afterwards.
     ///
     /// `engraft1:blake3:` and the BLAKE3 hash over a version line and, for each tensor in canonical order,
     /// its canonical name, a newline, its rank and sizes as 64-bit little-endian numbers, and its FP16
@@ -228,15 +228,15 @@ impl Weights {
     /// # Errors
     /// [`Error::Memory`] when there is no memory for them; then those of some may be where they were.
     pub fn settle(&mut self) -> Result<()> {
-        self.settle_blocks()?;
-        FrozenMatrix::settle(&mut [], self.tensors_mut(false))
+        self.settle_blocks(None)?;
+        FrozenMatrix::settle(&mut [], self.tensors_mut(false), None)
     }
 
-    /// The same of the blocks alone.
+    /// The same of the blocks alone, for passes of `rows` tokens if their number is known.
     ///
     /// # Errors
     /// As [`Weights::settle`].
-    pub fn settle_blocks(&mut self) -> Result<()> {
+    pub fn settle_blocks(&mut self, rows: Option<usize>) -> Result<()> {
         let (mut matrices, mut vectors) = (Vec::new(), Vec::new());
         for BlockWeights { ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj } in &mut self.blocks {
             for linear in [c_attn, attn_proj, c_fc, mlp_proj] {
@@ -245,7 +245,7 @@ impl Weights {
             }
             vectors.extend([ln_1, ln_2].into_iter().flat_map(|norm| [&mut norm.gain, &mut norm.bias]));
         }
-        FrozenMatrix::settle(&mut matrices, vectors)
+        FrozenMatrix::settle(&mut matrices, vectors, rows)
     }
 
     /// The head, or the token embedding in its place, (v, c).
@@ -291,21 +291,30 @@ impl Weights {
         let bytes = source.files.iter().map(map_file).collect::<Result<Vec<_>>>()?;
         let mut views = Vec::with_capacity(wanted.len());
         let frozen = |stored: &StoredTensor| {
-            let dtype = if stored.dtype == safetensors::Dtype::I8 { DType::I8 } else { DType::F16 };
+            let dtype = match stored.dtype {
+                safetensors::Dtype::I8 => DType::I8,
+                safetensors::Dtype::U8 => DType::U8,
+                safetensors::Dtype::F32 => DType::F32,
+                _ => DType::F16,
+            };
             let len = stored.shape.iter().product();
             Frozen::new(bytes[stored.file].clone(), stored.start, dtype, len)
         };
         for tensor in wanted {
             let stored: Option<&StoredTensor> = source.tensors.get(&tensor.name);
             let stored = stored.ok_or_else(|| Error::input(format!("{} is missing", tensor.name)))?;
-            let scales = source.tensors.get(&scales_of(&tensor.name));
+            let beside = |name: String| source.tensors.get(&name).map(frozen).transpose();
+            let scales = match (beside(scales_of(&tensor.name))?, beside(nested_of(&tensor.name))?) {
+                (Some(codes), Some(nested)) => Some(Scales::Nf4 { codes, nested }),
+                (scales, _) => scales.map(Scales::Q8),
+            };
             let (rows, cols) = match tensor.shape[..] {
                 [rows, cols] => (rows, cols),
                 _ => (1, tensor.elements()),
             };
             views.push(FrozenMatrix {
                 data: frozen(stored)?,
-                scales: scales.map(frozen).transpose()?,
+                scales,
                 rows,
                 cols,
                 layout: Layout::Rows,

@@ -6,15 +6,14 @@
 use super::base_dtype::BaseDType;
 pub(super) use crate::model::arch::{HEAD, TOKEN_EMBEDDING, Tensor as Wanted};
 use crate::model::{
-    arch::{Arch, POSITION_EMBEDDING, layer_of},
+    arch::{Arch, layer_of},
     config::Config,
 };
 
 impl Wanted {
-    /// Whether a base of `dtype` keeps it in codes: matrices that products are made with, and the embedding, which
-    /// may be one of them.
-    pub(super) fn is_coded(&self, dtype: BaseDType) -> bool {
-        dtype == BaseDType::Q8 && self.shape.len() == 2 && self.name != POSITION_EMBEDDING
+    /// The type in which a base of `dtype` keeps it.
+    pub(super) fn kept(&self, dtype: BaseDType) -> BaseDType {
+        if self.shape.len() == 2 { dtype.of_matrix(&self.name) } else { BaseDType::F16 }
     }
 }
 

@@ -171,8 +171,8 @@ impl Source {
     pub(super) fn is_copy(&self, wanted: &[Wanted], dtype: BaseDType) -> bool {
         base_dtype::parts(wanted, dtype).iter().all(|part| {
             self.tensors.get(&part.name).is_some_and(|stored| {
-                let even = part.dtype != Dtype::F16 || stored.start.is_multiple_of(2);
-                even && stored.dtype == part.dtype && stored.shape == part.shape
+                let aligned = stored.start.is_multiple_of(base_dtype::size(part.dtype));
+                aligned && stored.dtype == part.dtype && stored.shape == part.shape
             })
         })
     }

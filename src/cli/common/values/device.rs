@@ -116,6 +116,8 @@ pub enum BaseDtypeName {
     F16,
     /// 8-bit matrices with an FP16 scale for each 32 weights of a row; CPUs only.
     Q8,
+    /// 4-bit matrices of the linear layers: NF4 with double quantisation, as in QLoRA; CPUs only.
+    Nf4,
 }
 
 impl BaseDtypeName {
@@ -124,6 +126,7 @@ impl BaseDtypeName {
         match self {
             Self::F16 => BaseDType::F16,
             Self::Q8 => BaseDType::Q8,
+            Self::Nf4 => BaseDType::Nf4,
         }
     }
 }

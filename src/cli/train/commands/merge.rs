@@ -20,7 +20,7 @@ use crate::{
             output::{count_of, quoted, write_json, write_note, write_out},
             progress::Work,
             signals,
-            values::{BaseDtypeName, ScaledAdapter, ShardSize, WeightDtypeName},
+            values::{ScaledAdapter, ShardSize, WeightDtypeName},
         },
         train::{args::DataArgs, data_source},
     },
@@ -70,10 +70,12 @@ pub fn run(args: &MergeArgs) -> Result<()> {
     args.check()?;
     let output = args.output.as_deref().unwrap_or(Path::new(""));
     check_output(output)?;
-    if args.base.base_dtype() != BaseDtypeName::F16 {
-        return Err(Error::input(
-            "--base-dtype q8: merging reads the base's own files, not 8-bit codes; leave it out",
-        ));
+    let dtype = args.base.base_dtype().kept();
+    if dtype != BaseDType::F16 {
+        return Err(Error::input(format!(
+            "--base-dtype {}: merging reads the base's own files, not codes; leave it out",
+            dtype.name()
+        )));
     }
     open::threads(args.compute.threads)?;
     let compute = Compute::open(args.compute.device, args.compute.precision)?;

@@ -18,11 +18,22 @@ impl Avx2 {
     }
 }
 
+/// A table of 16 floats.
+#[derive(Clone, Copy)]
+pub struct Table {
+    /// Its values.
+    halves: [__m256; 2],
+    /// The bytes of its values, lowest first, twice.
+    planes: [__m256i; 4],
+}
+
 // SAFETY of everything below: a value of the type proves that the CPU has the instructions; the caller vouches for
 // memory.
 #[allow(clippy::undocumented_unsafe_blocks, reason = "one reason for all")]
 unsafe impl Simd for Avx2 {
     type Floats = __m256;
+    type Words = __m256i;
+    type Table = Table;
     const LANES: usize = 8;
     const MANY_REGISTERS: bool = false;
     // 12 sums, two weights and an element of x.
@@ -185,6 +196,62 @@ unsafe impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn whole(self, from: *const i8) -> __m256 {
         unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(from.cast()))) }
+    }
+
+    #[inline(always)]
+    unsafe fn words(self, from: *const u8) -> __m256i {
+        unsafe { _mm256_loadu_si256(from.cast()) }
+    }
+
+    #[inline(always)]
+    fn table(self, values: &[f32; 16]) -> Table {
+        unsafe {
+            let halves = [_mm256_loadu_ps(values.as_ptr()), _mm256_loadu_ps(values.as_ptr().add(8))];
+            let mut bytes = [[0u8; 16]; 4];
+            for (i, value) in values.iter().enumerate() {
+                for (plane, byte) in value.to_le_bytes().into_iter().enumerate() {
+                    bytes[plane][i] = byte;
+                }
+            }
+            let plane = |i: usize| _mm256_broadcastsi128_si256(_mm_loadu_si128(bytes[i].as_ptr().cast()));
+            Table { halves, planes: [plane(0), plane(1), plane(2), plane(3)] }
+        }
+    }
+
+    // The permutation reads the lowest three bits of an index; the fourth, as the sign, chooses the half of the table.
+    #[inline(always)]
+    fn look_up(self, Table { halves: [low, high], .. }: Table, words: __m256i, n: usize) -> __m256 {
+        unsafe {
+            let bit = (8 * (n % 4) + 4 * (n / 4)) as i32;
+            let index = _mm256_srl_epi32(words, _mm_cvtsi32_si128(bit));
+            let upper = _mm256_sll_epi32(words, _mm_cvtsi32_si128(28 - bit));
+            let (low, high) = (_mm256_permutevar8x32_ps(low, index), _mm256_permutevar8x32_ps(high, index));
+            _mm256_blendv_ps(low, high, _mm256_castsi256_ps(upper))
+        }
+    }
+
+    // A table of bytes for each of the four bytes of a float, whose results are interleaved: 15 operations for 32 values,
+    // where a permutation of floats takes 20. Bytes of four words change places first, so that a vector of the result
+    // belongs to one byte of each word.
+    #[inline(always)]
+    fn look_up_four(self, Table { planes, .. }: Table, words: __m256i, upper: bool) -> [__m256; 4] {
+        unsafe {
+            let words = if upper { _mm256_srli_epi16::<4>(words) } else { words };
+            let codes = _mm256_and_si256(words, _mm256_set1_epi8(15));
+            let order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+            let codes = _mm256_shuffle_epi8(codes, _mm256_broadcastsi128_si256(order));
+            let [a, b, c, d] = planes;
+            let (a, b) = (_mm256_shuffle_epi8(a, codes), _mm256_shuffle_epi8(b, codes));
+            let (c, d) = (_mm256_shuffle_epi8(c, codes), _mm256_shuffle_epi8(d, codes));
+            let (low, high) = (_mm256_unpacklo_epi8(a, b), _mm256_unpackhi_epi8(a, b));
+            let (low_2, high_2) = (_mm256_unpacklo_epi8(c, d), _mm256_unpackhi_epi8(c, d));
+            [
+                _mm256_castsi256_ps(_mm256_unpacklo_epi16(low, low_2)),
+                _mm256_castsi256_ps(_mm256_unpackhi_epi16(low, low_2)),
+                _mm256_castsi256_ps(_mm256_unpacklo_epi16(high, high_2)),
+                _mm256_castsi256_ps(_mm256_unpackhi_epi16(high, high_2)),
+            ]
+        }
     }
 
     // In three rounds of pairs 1, 2 and 4 apart.

@@ -29,6 +29,8 @@ fn first(count: usize) -> __mmask16 {
 #[allow(clippy::undocumented_unsafe_blocks, reason = "one reason for all")]
 unsafe impl Simd for Avx512 {
     type Floats = __m512;
+    type Words = __m512i;
+    type Table = __m512;
     const LANES: usize = 16;
     const MANY_REGISTERS: bool = true;
     // 24 sums, with a weight of each vector and elements of x. 8 rows of 3 vectors, 12 of 2 and 14 of 2 are 1 to 2%
@@ -163,6 +165,25 @@ unsafe impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn whole(self, from: *const i8) -> __m512 {
         unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast()))) }
+    }
+
+    #[inline(always)]
+    unsafe fn words(self, from: *const u8) -> __m512i {
+        unsafe { _mm512_loadu_si512(from.cast()) }
+    }
+
+    #[inline(always)]
+    fn table(self, values: &[f32; 16]) -> __m512 {
+        unsafe { _mm512_loadu_ps(values.as_ptr()) }
+    }
+
+    // The permutation reads the lowest four bits of an index.
+    #[inline(always)]
+    fn look_up(self, table: __m512, words: __m512i, n: usize) -> __m512 {
+        unsafe {
+            let index = _mm512_srl_epi32(words, _mm_cvtsi32_si128((8 * (n % 4) + 4 * (n / 4)) as i32));
+            _mm512_permutexvar_ps(index, table)
+        }
     }
 
     // In four rounds of pairs 1, 2, 4 and 8 apart.

@@ -31,6 +31,10 @@ pub const MOST: usize = 16;
 pub unsafe trait Simd: Copy + Send + Sync {
     /// A vector of LANES floats.
     type Floats: Copy;
+    /// A vector of LANES words of 32 bits.
+    type Words: Copy;
+    /// A table of 16 floats.
+    type Table: Copy;
     /// Number of floats in a vector.
     const LANES: usize;
     /// Whether there are 32 registers for vectors, and not 16.
@@ -115,6 +119,27 @@ pub unsafe trait Simd: Copy + Send + Sync {
     /// # Safety
     /// `from` is valid for LANES integers.
     unsafe fn whole(self, from: *const i8) -> Self::Floats;
+
+    /// Reads LANES words, little-endian.
+    ///
+    /// # Safety
+    /// `from` is valid for LANES words; it need not be aligned.
+    unsafe fn words(self, from: *const u8) -> Self::Words;
+    /// The table of these values.
+    fn table(self, values: &[f32; 16]) -> Self::Table;
+    /// The values of the table that four bits of each word select: the lower half of byte n for n < 4, and the upper half
+    /// of byte n - 4 for n < 8.
+    fn look_up(self, table: Self::Table, words: Self::Words, n: usize) -> Self::Floats;
+    /// [`Simd::look_up`] for the lower halves of all four bytes, or the upper ones.
+    #[inline(always)]
+    fn look_up_four(self, table: Self::Table, words: Self::Words, upper: bool) -> [Self::Floats; 4] {
+        let first = if upper { 4 } else { 0 };
+        array(
+            self.zero(),
+            #[inline(always)]
+            |i| self.look_up(table, words, first + i),
+        )
+    }
 
     /// The transpose of the square that the first LANES vectors make; the others are not read.
     fn transposed(self, rows: [Self::Floats; MOST]) -> [Self::Floats; MOST];

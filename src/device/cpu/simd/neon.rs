@@ -14,6 +14,8 @@ pub struct Neon;
 #[allow(clippy::undocumented_unsafe_blocks, reason = "one reason for all")]
 unsafe impl Simd for Neon {
     type Floats = float32x4_t;
+    type Words = uint32x4_t;
+    type Table = uint8x16x4_t;
     const LANES: usize = 4;
     const MANY_REGISTERS: bool = true;
     // 24 sums, four weights and an element of x.
@@ -179,6 +181,27 @@ unsafe impl Simd for Neon {
         unsafe {
             let codes = vcreate_s8(u64::from(from.cast::<u32>().read_unaligned()));
             vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(codes))))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn words(self, from: *const u8) -> uint32x4_t {
+        unsafe { vreinterpretq_u32_u8(vld1q_u8(from)) }
+    }
+
+    #[inline(always)]
+    fn table(self, values: &[f32; 16]) -> uint8x16x4_t {
+        unsafe { vld1q_u8_x4(values.as_ptr().cast()) }
+    }
+
+    // A byte table of 64: the bytes of value i are 4 i to 4 i + 3.
+    #[inline(always)]
+    fn look_up(self, table: uint8x16x4_t, words: uint32x4_t, n: usize) -> float32x4_t {
+        unsafe {
+            let shifted = vshlq_u32(words, vdupq_n_s32(-((8 * (n % 4) + 4 * (n / 4)) as i32)));
+            let code = vandq_u32(shifted, vdupq_n_u32(15));
+            let bytes = vmlaq_u32(vdupq_n_u32(0x0302_0100), code, vdupq_n_u32(0x0404_0404));
+            vreinterpretq_f32_u8(vqtbl4q_u8(table, vreinterpretq_u8_u32(bytes)))
         }
     }
 

@@ -10,8 +10,6 @@ use crate::device::cpu::LINE;
 pub const ROWS: usize = 6;
 /// Steps of a panel that are fetched ahead of their use.
 const AHEAD: usize = 8;
-/// The same for a panel that is read from memory, front to back.
-const FAR: usize = 24;
 
 /// The initial value of the output, to which the product is added.
 #[derive(Clone, Copy)]
@@ -37,7 +35,7 @@ pub struct Tile {
     pub x_row: usize,
     /// Elements from a step of x to the next.
     pub x_step: usize,
-    /// First row of the panel, of which whole vectors are read; FP16 values in [`Tile::rows_of_f16`].
+    /// First row of the panel, of which whole vectors are read; E in [`Tile::rows_of_narrow`].
     pub panel: *const f32,
     /// Elements from a step of the panel to the next.
     pub panel_row: usize,
@@ -95,77 +93,6 @@ impl Tile {
     pub unsafe fn rows<S: Simd>(&self, s: S, rows: usize) {
         // SAFETY: the caller's promise.
         unsafe { sized!(self, s, rows, run) }
-    }
-
-    /// Computes `rows` rows with a panel of FP16; rows and vectors of columns are at most [`Simd::TALL`].
-    ///
-    /// # Safety
-    /// As [`Tile::rows`]; the panel is valid for the whole vectors of FP16 that TALL says.
-    #[inline]
-    pub unsafe fn rows_of_f16<S: Simd>(&self, s: S, rows: usize) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            match S::TALL.1 {
-                2 => match rows {
-                    0 => {}
-                    1 => self.run_halves::<S, 1, 2>(s),
-                    2 => self.run_halves::<S, 2, 2>(s),
-                    3 => self.run_halves::<S, 3, 2>(s),
-                    4 => self.run_halves::<S, 4, 2>(s),
-                    5 => self.run_halves::<S, 5, 2>(s),
-                    6 => self.run_halves::<S, 6, 2>(s),
-                    7 => self.run_halves::<S, 7, 2>(s),
-                    8 => self.run_halves::<S, 8, 2>(s),
-                    9 => self.run_halves::<S, 9, 2>(s),
-                    10 => self.run_halves::<S, 10, 2>(s),
-                    11 => self.run_halves::<S, 11, 2>(s),
-                    _ => self.run_halves::<S, 12, 2>(s),
-                },
-                _ => match rows {
-                    0 => {}
-                    1 => self.run_halves::<S, 1, 4>(s),
-                    2 => self.run_halves::<S, 2, 4>(s),
-                    3 => self.run_halves::<S, 3, 4>(s),
-                    4 => self.run_halves::<S, 4, 4>(s),
-                    5 => self.run_halves::<S, 5, 4>(s),
-                    _ => self.run_halves::<S, 6, 4>(s),
-                },
-            }
-        }
-    }
-
-    /// # Safety
-    /// As [`Tile::rows_of_f16`].
-    #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers")]
-    unsafe fn run_halves<S: Simd, const M: usize, const V: usize>(&self, s: S) {
-        s.enter(
-            #[inline(always)]
-            || {
-                let mut sums = [[s.zero(); V]; M];
-                self.fetch::<S, M, V>(s);
-                let (mut weights, mut x) = (self.panel.cast::<f16>(), self.x);
-                for _ in 0..self.depth {
-                    s.fetch(weights.wrapping_add(FAR * self.panel_row));
-                    // SAFETY: the panel has V vectors for each of depth steps, and x one element a step in M rows.
-                    unsafe {
-                        let mut w = [s.zero(); V];
-                        for v in 0..V {
-                            w[v] = s.widen(weights.add(v * S::LANES));
-                        }
-                        for m in 0..M {
-                            let x = s.splat(*x.add(m * self.x_row));
-                            for v in 0..V {
-                                sums[m][v] = s.fma(x, w[v], sums[m][v]);
-                            }
-                        }
-                    }
-                    weights = weights.wrapping_add(self.panel_row);
-                    x = x.wrapping_add(self.x_step);
-                }
-                // SAFETY: the caller's promise.
-                unsafe { self.end(s, sums) }
-            },
-        );
     }
 
     /// # Safety
@@ -419,9 +346,13 @@ impl Tile {
     }
 }
 
+mod narrow;
+mod nibbles;
 // After the macro that it uses.
 #[cfg(target_arch = "x86_64")]
 mod pairs;
+
+pub use self::nibbles::Nibbles;
 
 /// Transposes rows of a matrix into columns of a panel: column `j` of `panel (depth, columns)` becomes row `j` of
 /// `depth` elements, for `count` rows that `load(row, step, steps)` reads LANES elements at a time.

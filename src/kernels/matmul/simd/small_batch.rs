@@ -5,7 +5,10 @@
 
 use std::ops::Range;
 
-use super::{check, weights::Weights};
+use super::{
+    check,
+    weights::{ScaledRows, Weights},
+};
 use crate::{
     device::cpu::{
         Shared,
@@ -42,7 +45,7 @@ const fn ahead<W: Weights>(rows: usize) -> usize {
 }
 
 /// `y (n, outer) = start + x (n, inner) W (inner, outer)`, a task for each range of columns.
-pub fn nn<S: Simd, W: Weights>(
+pub fn nn<S: Simd, W: ScaledRows>(
     s: S,
     x: &[f32],
     w: W,
@@ -88,7 +91,7 @@ pub fn nn<S: Simd, W: Weights>(
 ///
 /// # Safety
 /// The weights have these rows and columns.
-unsafe fn stretch<S: Simd, W: Weights>(
+unsafe fn stretch<S: Simd, W: ScaledRows>(
     s: S,
     x: &[f32],
     w: W,
@@ -128,7 +131,7 @@ struct Piece<'a, W> {
     y: Shared,
 }
 
-impl<W: Weights> Piece<'_, W> {
+impl<W: ScaledRows> Piece<'_, W> {
     /// [`Piece::deep`] of up to TALL of `n` rows.
     ///
     /// # Safety
@@ -220,7 +223,7 @@ struct BlockFactors<'a, F, const D: usize, const R: usize> {
 /// Weights and y have these vectors, and those of y belong to the caller.
 #[inline(always)]
 #[allow(clippy::needless_range_loop, reason = "indices keep the sums in registers")]
-unsafe fn add<S: Simd, W: Weights, const D: usize, const R: usize, const V: usize>(
+unsafe fn add<S: Simd, W: ScaledRows, const D: usize, const R: usize, const V: usize>(
     s: S,
     w: W,
     k: usize,
@@ -371,8 +374,7 @@ impl<W: Weights> Block<'_, W> {
                                 if at % W::LINE == 0 {
                                     s.fetch(w.address(first + ahead::<W>(SIDE) + c * apart, at));
                                 }
-                                let weights =
-                                    W::times(s, w.raw(s, first + c * apart, at), &factors[c], block);
+                                let weights = w.values(s, (first + c * apart, at), &factors[c], block);
                                 for r in 0..R {
                                     sums[r][c] = s.fma(x[r], weights, sums[r][c]);
                                 }

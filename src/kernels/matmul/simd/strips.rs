@@ -7,14 +7,17 @@ use super::{InitialValue, ProductShape, begin, check};
 use crate::{
     device::cpu::{
         Shared,
-        simd::{Simd, tile::Tile},
+        simd::{Simd, load_or, store, tile::Tile, widened},
         tasks::{cut, each},
+        with_scratch,
     },
-    kernels::matmul::matrix::STRIP,
+    kernels::{matmul::matrix::STRIP, q8::BLOCK},
 };
 
 /// Largest batch for which this path is faster than panels.
 pub const ROWS: usize = 72;
+/// The same of codes.
+pub const ROWS_OF_CODES: usize = 48;
 
 /// `y (n, outer) = start + x (n, inner) W (inner, outer)` with the values of W in strips, a task for each group of
 /// strips.
@@ -54,10 +57,90 @@ pub fn nn<S: Simd>(s: S, x: &[f32], values: &[f16], shape: ProductShape, start: 
                             scale: 1.0,
                         };
                         // SAFETY: the tile is inside the checked lengths; these columns belong to this task.
-                        unsafe { tile.rows_of_f16(s, tall.min(n - row)) }
+                        unsafe { tile.rows_of_narrow::<S, f16>(s, tall.min(n - row), vectors) }
                     }
                 }
             }
         }
     });
+}
+
+/// [`nn`] with 8-bit codes in strips. A strip of a row is a block with one scale, by which the rows of x are multiplied
+/// first; so codes are only made floats. The bits are those of [`small_batch`](super::small_batch).
+pub fn nn_of_codes<S: Simd>(
+    s: S,
+    x: &[f32],
+    (codes, scales): (&[i8], &[f16]),
+    shape: ProductShape,
+    start: InitialValue,
+    y: &mut [f32],
+) {
+    const { assert!(STRIP == BLOCK) };
+    shape.check(x, y);
+    let ProductShape { n, inner: rows, outer: cols } = shape;
+    assert!(cols.is_multiple_of(STRIP) && codes.len() >= rows * cols, "strips of a matrix");
+    assert!(scales.len() >= rows * (cols / STRIP), "a scale for every block");
+    check(start, n, cols);
+    let (out, deep) = (Shared::new(y), S::PANEL.0);
+    // A sum is one chain: sums fill the registers as long as there are rows, and of the last few rows more vectors hide
+    // the latency.
+    let shape_of = |left: usize| match left {
+        1..3 => (left, (STRIP / S::LANES).min(4)),
+        _ => (left.min(S::TALL.0), S::TALL.1),
+    };
+    let (tasks, width) = cut(cols, STRIP);
+    each(tasks, |task| {
+        with_scratch(n * deep, |scaled| {
+            for first in (task * width..cols.min((task + 1) * width)).step_by(STRIP) {
+                for k in (0..rows.max(1)).step_by(deep) {
+                    let start = if k == 0 { start } else { InitialValue::Keep };
+                    let depth = deep.min(rows - k);
+                    let scales = &scales[first / STRIP * rows + k..][..depth];
+                    for (row, scaled) in scaled.chunks_exact_mut(depth.max(1)).enumerate().take(n) {
+                        scale(s, &x[row * rows + k..][..depth], scales, scaled);
+                    }
+                    let mut row = 0;
+                    while row < n {
+                        let (tall, vectors) = shape_of(n - row);
+                        let columns = vectors * S::LANES;
+                        for column in (first..first + STRIP).step_by(columns) {
+                            let at = row * cols + column;
+                            let tile = Tile {
+                                x: scaled[row * depth..].as_ptr(),
+                                x_row: depth,
+                                x_step: 1,
+                                panel: codes
+                                    .as_ptr()
+                                    .wrapping_add(first * rows + k * STRIP + column - first)
+                                    .cast(),
+                                panel_row: STRIP,
+                                depth,
+                                y: out.at(at),
+                                y_row: cols,
+                                columns,
+                                begin: begin(start, at, column),
+                                scale: 1.0,
+                            };
+                            // SAFETY: the tile is inside the checked lengths; these columns belong to this task.
+                            unsafe { tile.rows_of_narrow::<S, i8>(s, tall, vectors) }
+                        }
+                        row += tall;
+                    }
+                }
+            }
+        });
+    });
+}
+
+/// `to = x * scales`.
+fn scale<S: Simd>(s: S, x: &[f32], scales: &[f16], to: &mut [f32]) {
+    s.enter(
+        #[inline(always)]
+        move || {
+            let all = x.chunks(S::LANES).zip(scales.chunks(S::LANES)).zip(to.chunks_mut(S::LANES));
+            for ((x, scales), to) in all {
+                store(s, to, s.mul(load_or(s, x, 0.0), widened(s, scales)));
+            }
+        },
+    );
 }

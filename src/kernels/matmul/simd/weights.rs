@@ -1,4 +1,4 @@
-//! Loads of weights into registers: widened from FP16, or codes times their scale.
+//! Loads of weights into registers: widened from FP16, or codes of 8 or 4 bits times their scale.
 
 use half::f16;
 
@@ -10,7 +10,7 @@ use crate::{
     },
 };
 
-/// A frozen matrix whose sizes its user knows. A value is a raw value times the factor of its block.
+/// A frozen matrix whose sizes its user knows.
 pub trait Weights: Copy + Send + Sync {
     /// Weights in a cache line.
     const LINE: usize;
@@ -25,17 +25,18 @@ pub trait Weights: Copy + Send + Sync {
     /// The matrix has this element.
     unsafe fn factors<S: Simd>(self, s: S, x: f32, row: usize, column: usize) -> Self::Factors;
 
-    /// The factor of the block that is `block` blocks after the first.
-    fn factor(factors: &Self::Factors, block: usize) -> f32;
-
-    /// Raw values times their factor, which is [`Weights::factors`] of 1.
-    fn times<S: Simd>(s: S, raw: S::Floats, factors: &Self::Factors, block: usize) -> S::Floats;
-
-    /// LANES raw values of `row` from `column` on, a multiple of LANES.
+    /// LANES values of `row` from `column` on, a multiple of LANES. `factors` are [`Weights::factors`] of 1 from a column
+    /// `block` blocks before.
     ///
     /// # Safety
     /// The row has these values.
-    unsafe fn raw<S: Simd>(self, s: S, row: usize, column: usize) -> S::Floats;
+    unsafe fn values<S: Simd>(
+        self,
+        s: S,
+        at: (usize, usize),
+        factors: &Self::Factors,
+        block: usize,
+    ) -> S::Floats;
 
     /// `count` values of one block, scaled, LANES at most; the other lanes are 0.
     ///
@@ -43,11 +44,23 @@ pub trait Weights: Copy + Send + Sync {
     /// The row has these values.
     unsafe fn part<S: Simd>(self, s: S, row: usize, column: usize, count: usize) -> S::Floats;
 
-    /// One value, scaled.
-    fn value(self, row: usize, column: usize) -> f32;
-
     /// Address of an element, perhaps outside the matrix; for prefetching.
     fn address(self, row: usize, column: usize) -> *const i8;
+}
+
+/// Weights whose scales belong to columns of a row: a value is a raw value times the factor of its block.
+pub trait ScaledRows: Weights {
+    /// The factor of the block that is `block` blocks after the first.
+    fn factor(factors: &Self::Factors, block: usize) -> f32;
+
+    /// LANES raw values of `row` from `column` on, a multiple of LANES.
+    ///
+    /// # Safety
+    /// The row has these values.
+    unsafe fn raw<S: Simd>(self, s: S, row: usize, column: usize) -> S::Floats;
+
+    /// One value, scaled.
+    fn value(self, row: usize, column: usize) -> f32;
 }
 
 /// FP16 with its number of columns, or with IN_STRIPS in strips with its number of rows, see
@@ -74,13 +87,26 @@ impl<const IN_STRIPS: bool> Weights for F16Weights<'_, IN_STRIPS> {
     }
 
     #[inline(always)]
-    fn factor(factor: &f32, _: usize) -> f32 {
-        *factor
+    unsafe fn values<S: Simd>(self, s: S, (row, column): (usize, usize), _: &f32, _: usize) -> S::Floats {
+        // SAFETY: the caller's promise.
+        unsafe { self.raw(s, row, column) }
     }
 
     #[inline(always)]
-    fn times<S: Simd>(_: S, raw: S::Floats, _: &f32, _: usize) -> S::Floats {
-        raw
+    unsafe fn part<S: Simd>(self, s: S, row: usize, column: usize, count: usize) -> S::Floats {
+        widened(s, &self.0[self.at(row, column)..][..count])
+    }
+
+    #[inline(always)]
+    fn address(self, row: usize, column: usize) -> *const i8 {
+        self.0.as_ptr().wrapping_add(self.at(row, column)).cast()
+    }
+}
+
+impl<const IN_STRIPS: bool> ScaledRows for F16Weights<'_, IN_STRIPS> {
+    #[inline(always)]
+    fn factor(factor: &f32, _: usize) -> f32 {
+        *factor
     }
 
     #[inline(always)]
@@ -90,24 +116,59 @@ impl<const IN_STRIPS: bool> Weights for F16Weights<'_, IN_STRIPS> {
     }
 
     #[inline(always)]
-    unsafe fn part<S: Simd>(self, s: S, row: usize, column: usize, count: usize) -> S::Floats {
-        widened(s, &self.0[self.at(row, column)..][..count])
+    fn value(self, row: usize, column: usize) -> f32 {
+        self.0[self.at(row, column)].to_f32()
+    }
+}
+
+/// 8-bit codes in rows, their scales, and the number of columns.
+#[derive(Clone, Copy)]
+pub struct Codes<'a>(pub &'a [i8], pub &'a [f16], pub usize);
+
+/// 8-bit codes in strips, their scales strip by strip, and the number of rows.
+#[derive(Clone, Copy)]
+pub struct CodesInStrips<'a>(pub &'a [i8], pub &'a [f16], pub usize);
+
+impl CodesInStrips<'_> {
+    #[inline(always)]
+    fn scale(self, row: usize, column: usize) -> f32 {
+        self.1[column / STRIP * self.2 + row].to_f32()
+    }
+}
+
+// A strip of a row is one block.
+impl Weights for CodesInStrips<'_> {
+    const LINE: usize = STRIP;
+    const STRIP: usize = usize::MAX;
+    type Factors = ();
+
+    #[inline(always)]
+    unsafe fn factors<S: Simd>(self, _: S, _: f32, _: usize, _: usize) {}
+
+    #[inline(always)]
+    unsafe fn values<S: Simd>(self, s: S, (row, column): (usize, usize), (): &(), _: usize) -> S::Floats {
+        // SAFETY: the caller's promise.
+        let codes = unsafe { s.whole(self.0.as_ptr().add(strip_start(self.2, row, column))) };
+        s.mul(codes, s.splat(self.scale(row, column)))
     }
 
     #[inline(always)]
-    fn value(self, row: usize, column: usize) -> f32 {
-        self.0[self.at(row, column)].to_f32()
+    unsafe fn part<S: Simd>(self, s: S, row: usize, column: usize, count: usize) -> S::Floats {
+        let mut codes = &self.0[strip_start(self.2, row, column)..][..count];
+        let mut padded = [0; MOST];
+        if count < S::LANES {
+            padded[..count].copy_from_slice(codes);
+            codes = &padded;
+        }
+        // SAFETY: a vector of codes.
+        s.mul(unsafe { s.whole(codes.as_ptr()) }, s.splat(self.scale(row, column)))
     }
 
     #[inline(always)]
     fn address(self, row: usize, column: usize) -> *const i8 {
-        self.0.as_ptr().wrapping_add(self.at(row, column)).cast()
+        self.0.as_ptr().wrapping_add(strip_start(self.2, row, column))
     }
 }
-
-/// Codes, their scales, and the number of columns.
-#[derive(Clone, Copy)]
-pub struct Codes<'a>(pub &'a [i8], pub &'a [f16], pub usize);
 
 /// Scales that are widened at a time.
 const SCALES: usize = 16;
@@ -135,21 +196,15 @@ impl Weights for Codes<'_> {
     }
 
     #[inline(always)]
-    fn factor(factors: &[f32; SCALES], block: usize) -> f32 {
-        // No check: `block` is one of the strip's.
-        factors[block % SCALES]
-    }
-
-    #[inline(always)]
-    fn times<S: Simd>(s: S, raw: S::Floats, factors: &[f32; SCALES], block: usize) -> S::Floats {
-        s.mul(raw, s.splat(Self::factor(factors, block)))
-    }
-
-    #[inline(always)]
-    unsafe fn raw<S: Simd>(self, s: S, row: usize, column: usize) -> S::Floats {
-        let Self(codes, _, cols) = self;
+    unsafe fn values<S: Simd>(
+        self,
+        s: S,
+        (row, column): (usize, usize),
+        factors: &[f32; SCALES],
+        block: usize,
+    ) -> S::Floats {
         // SAFETY: the caller's promise.
-        unsafe { s.whole(codes.as_ptr().add(row * cols + column)) }
+        unsafe { s.mul(self.raw(s, row, column), s.splat(Self::factor(factors, block))) }
     }
 
     #[inline(always)]
@@ -170,14 +225,29 @@ impl Weights for Codes<'_> {
     }
 
     #[inline(always)]
-    fn value(self, row: usize, column: usize) -> f32 {
-        let Self(codes, scales, cols) = self;
-        f32::from(codes[row * cols + column]) * scales[row * q8::blocks(cols) + column / BLOCK].to_f32()
-    }
-
-    #[inline(always)]
     fn address(self, row: usize, column: usize) -> *const i8 {
         let Self(codes, _, cols) = self;
         codes.as_ptr().wrapping_add(row * cols + column)
+    }
+}
+
+impl ScaledRows for Codes<'_> {
+    #[inline(always)]
+    fn factor(factors: &[f32; SCALES], block: usize) -> f32 {
+        // No check: `block` is one of the strip's.
+        factors[block % SCALES]
+    }
+
+    #[inline(always)]
+    unsafe fn raw<S: Simd>(self, s: S, row: usize, column: usize) -> S::Floats {
+        let Self(codes, _, cols) = self;
+        // SAFETY: the caller's promise.
+        unsafe { s.whole(codes.as_ptr().add(row * cols + column)) }
+    }
+
+    #[inline(always)]
+    fn value(self, row: usize, column: usize) -> f32 {
+        let Self(codes, scales, cols) = self;
+        f32::from(codes[row * cols + column]) * scales[row * q8::blocks(cols) + column / BLOCK].to_f32()
     }
 }
