@@ -172,7 +172,7 @@ def lora_qv():
 
 def lora_rank_8():
     """A rank that CUDA fuses into its products, on all sites."""
-    return lora_case(135, r=8, lora_alpha=20, target_modules=["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"])
+    return lora_case(135, r=8, lora_alpha=6, target_modules=["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"])
 
 
 def dora_case(seed, **fields):
