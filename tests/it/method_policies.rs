@@ -135,7 +135,8 @@ pub fn generation(name: &'static str, spec: &AdapterSpec) {
     let limits = Limits { rows: 1, tokens: SEQ_LEN };
     let adapter = Some((&case.set, &case.values[..]));
     let mut evaluator = Evaluator::new(Arc::clone(&base), adapter, limits, 64).unwrap();
-    let expected = evaluator.evaluate(&mut [crate::setup::batch(std::slice::from_ref(&of))].into_iter()).unwrap().loss;
+    let expected =
+        evaluator.evaluate(&mut [crate::setup::batch(std::slice::from_ref(&of))].into_iter()).unwrap().loss;
 
     let decoder = || decoder(&base, &case, 1, SEQ_LEN);
     let mut one_by_one = decoder();

@@ -37,13 +37,15 @@ macro_rules! image {
 pub(crate) use image;
 
 /// Every op that has kernels.
-const OPS: [&str; 13] = [
+const OPS: [&str; 15] = [
     "activation",
     "adamw",
     "adamw8",
     "adapted_linear",
+    "argmax",
     "attention",
     "column_norms",
+    "decode_layer",
     "elementwise",
     "embed",
     "gather",
@@ -53,8 +55,11 @@ const OPS: [&str; 13] = [
     "noise",
 ];
 
-/// Images that take the place of embedded ones, by op: where each is from, and its bytes, aligned for the driver.
-static TAKEN: Mutex<Option<HashMap<&'static str, (PathBuf, Vec<u128>)>>> = Mutex::new(None);
+/// An image from a file: where it is from, and its bytes, aligned for the driver.
+type Taken = (PathBuf, Vec<u128>);
+
+/// Images that take the place of embedded ones, by op.
+static TAKEN: Mutex<Option<HashMap<&'static str, Taken>>> = Mutex::new(None);
 
 /// Has `code` loaded instead of the embedded image of the op that `path` is called like (`layernorm.fatbin`), and returns
 /// the op. An image that is loaded already stays.
