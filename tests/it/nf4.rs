@@ -4,14 +4,11 @@
 use std::{fs, path::Path, sync::Arc};
 
 use engraft::{
-    device::arena::Arenas,
-    engine::{Trainer, TrainerOptions},
     kernels::{
         matmul::FrozenMatrix,
         nf4::{self, BLOCK, Nf4, Sizes, VALUES},
     },
-    model::{AdapterBindings, Base, BaseDType, BaseSource, Decoder, Policy, Recompute},
-    optim::{AdamWOptions, OptimizerKind},
+    model::{Base, BaseDType, BaseSource, Policy, Recompute},
     plan::BaseBytes,
 };
 use half::f16;
@@ -21,17 +18,12 @@ use tempfile::TempDir;
 use crate::{
     base_files::{files, golden},
     cli_support::{Sandbox, files_below, planned_for},
-    setup::{
-        Case, RandomBase, Sizes as BaseSizes, TrainerState, batch, bits, cases, random_base, row, state,
-        within,
-    },
+    q8::{ODD, has_the_bits_of, trained},
+    setup::{RandomBase, cases, random_base, within},
 };
 
 /// Bound of docs/NUMERICS.md: what 4 bits cost the embedded base on its held-out data, relative.
 const EMBEDDED_LOSS: f64 = 3e-2;
-
-/// Columns of less than a block, and of a block and a bit more.
-const ODD: BaseSizes = BaseSizes { layers: 2, heads: 5, width: 35, inner: 70, positions: 40, vocab: 97 };
 
 fn load(source: &BaseSource, cache: &Path) -> Base {
     Base::load_as(source, "coded", cache, BaseDType::Nf4).unwrap()
@@ -192,38 +184,6 @@ fn exact_base() -> (Arc<Base>, TempDir) {
     (Arc::new(Base::load(&source, "exact", &to.path().join("cache")).unwrap()), to)
 }
 
-fn trained(base: &Arc<Base>, case: &Case, policy: Policy) -> (f64, Vec<f32>, TrainerState) {
-    let options = TrainerOptions {
-        rows: 2,
-        seq_len: 12,
-        policy,
-        optimizer: OptimizerKind::AdamW,
-        adamw: AdamWOptions::default(),
-        clip: 1.0,
-        label_smoothing: 0.1,
-        neftune: 0.0,
-        seed: 7,
-    };
-    let arenas = Arenas::real(Some(std::env::temp_dir()));
-    let mut trainer =
-        Trainer::new(Arc::clone(base), case.set.clone(), &case.values, options, arenas).unwrap();
-    let batches = [batch(&[row(1, 12, 2, ODD.vocab), row(2, 9, 0, ODD.vocab)])];
-    let loss = trainer.accumulate(&batches).unwrap().sum;
-    let gradient = trainer.gradient();
-    for _ in 0..2 {
-        trainer.step(&batches, 1e-2).unwrap();
-    }
-    (loss, gradient, state(&trainer))
-}
-
-fn logits(base: &Arc<Base>, case: &Case) -> Vec<Vec<f32>> {
-    let bindings = AdapterBindings::new(&[(&case.set, 1.0)], base.config.layers).unwrap();
-    let mut decoder = Decoder::new(Arc::clone(base), bindings, case.values.clone(), 1, 32).unwrap();
-    let ids = row(5, 31, 0, ODD.vocab).ids;
-    // Many rows, few, one.
-    [&ids[..25], &ids[25..30], &ids[30..]].map(|ids| decoder.feed(ids).unwrap().to_vec()).into()
-}
-
 /// Other values of the table have 24 bits, which FP16 has not; `matmul/tests.rs` compares their products with sums in
 /// f64.
 #[test]
@@ -233,17 +193,7 @@ fn a_model_of_the_same_values_is_the_same_model() {
     for (coded, halves) in matrices(&coded).into_iter().zip(matrices(&halves)) {
         assert_eq!(coded.view().to_floats(), halves.view().to_floats());
     }
-    for case in cases(&halves, 0.1) {
-        let (expected, found) =
-            (trained(&halves, &case, Policy::default()), trained(&coded, &case, Policy::default()));
-        assert_eq!(found.0.to_bits(), expected.0.to_bits(), "loss of {}", case.name);
-        assert_eq!(bits(&found.1), bits(&expected.1), "gradient of {}", case.name);
-        assert_eq!(found.2, expected.2, "state of {}", case.name);
-        assert!(found.1.iter().any(|&x| x != 0.0));
-        for (found, expected) in logits(&coded, &case).iter().zip(logits(&halves, &case)) {
-            assert_eq!(bits(found), bits(&expected), "logits of {}", case.name);
-        }
-    }
+    has_the_bits_of(&coded, &halves);
 }
 
 #[test]
