@@ -433,6 +433,13 @@ fn what_cannot_be_exported_is_refused_and_leaves_nothing() {
         &["--dtype q8_0: rows of a LoRA's B are shorter"],
     );
     refused("--to mlx --adapter lora --output out --dtype f16", &["--dtype: mlx is written in f32"]);
+    for dtype in ["q8", "nf4"] {
+        let why = "an export reads the base's own files, not codes; leave it out";
+        refused(
+            &format!("--to gguf --output out --base-dtype {dtype}"),
+            &[&format!("--base-dtype {dtype}: {why}")],
+        );
+    }
     refused("--to gguf --output lora", &["--output lora: is there already; name a new file"]);
     refused("--to gguf --output no/where", &["--output no/where: cannot be written", "check the path"]);
     refused(
