@@ -81,7 +81,7 @@ impl Delta {
                 |vector: Option<usize>, at: usize| vector.map_or(1.0, |index| f64::from(tensor(index)[at]));
             right.extend(tensor(lora.a).iter().map(|&a| f64::from(a)));
             let scale = f64::from(lora.scale) * f64::from(part.factor);
-            for (column, row) in tensor(lora.b).chunks_exact(lora.rank).enumerate() {
+            for (column, row) in part.b(lora).chunks_exact(lora.rank).enumerate() {
                 let at = (lora.columns.start + column) * rank + first;
                 for (r, &b) in row.iter().enumerate() {
                     left[at + r] = scale * one(lora.e, column) * f64::from(b) * one(lora.d, r);
@@ -131,7 +131,7 @@ mod tests {
     use engraft_util::rng;
 
     use super::*;
-    use crate::{AdapterSet, LoraSpec, testing};
+    use crate::{AdapterSet, LoraSpec, Targets, VeraSpec, testing};
 
     fn drawn(len: usize, seed: u64) -> Vec<f32> {
         (0..len as u64).map(|at| rng::normal(rng::key(&[seed]), at)).collect()
@@ -176,6 +176,23 @@ mod tests {
         }
         let same = compare_deltas([parts[0], FoldPart { factor: 2.0, ..parts[0] }], &base);
         assert!(same.iter().all(|site| (site.cosine().unwrap() + 1.0).abs() < 1e-12));
+    }
+
+    /// Its B has more rows than most sites have columns.
+    #[test]
+    fn a_vera_on_modules_of_different_widths_is_compared() {
+        let base = testing::base();
+        let spec = VeraSpec { rank: 3, targets: Targets::AllLinear, ..VeraSpec::default() };
+        let set = AdapterSet::new(&spec.into(), &base).unwrap();
+        let values = drawn(set.layout.len, 5);
+        let part = FoldPart { set: &set, values: &values, factor: 0.5 };
+        let found = compare_deltas([part, part], &base);
+        assert_eq!(found.len(), base.layers * base.sites.len());
+        for site in &found {
+            let written = written_out(part, (site.layer, site.site), &base);
+            let (norm, size) = (dot(&written, &written).sqrt(), site.sizes[0].unwrap());
+            assert!((size.norm - norm).abs() < 1e-5 * norm && norm > 0.1, "{size:?} {norm}");
+        }
     }
 
     #[test]

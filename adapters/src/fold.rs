@@ -138,7 +138,7 @@ impl<'a> Folding<'a> {
     /// Adds all deltas of a module to `weight` [inputs, outputs].
     fn add_deltas(&self, layer: usize, site: usize, weight: &mut [f32], outputs: usize) {
         for (part, lora) in self.deltas(layer, site) {
-            let (a, b) = (part.tensor(lora.a), part.tensor(lora.b));
+            let (a, b) = (part.tensor(lora.a), part.b(lora));
             let one = |vector: Option<usize>, at: usize| vector.map_or(1.0, |index| part.tensor(index)[at]);
             let (rank, columns) = (lora.rank, lora.columns.len());
             let inputs = weight.len() / outputs;
@@ -216,6 +216,12 @@ impl<'a> FoldPart<'a> {
     /// Values of a tensor of the layout.
     fn tensor(&self, index: usize) -> &'a [f32] {
         &self.values[self.set.layout.tensors[index].range()]
+    }
+
+    /// B of a delta, [columns, rank]: the first rows of its tensor, which has more of them where modules of different
+    /// widths share it (VeRA).
+    pub(crate) fn b(&self, lora: &Lora) -> &'a [f32] {
+        &self.tensor(lora.b)[..lora.columns.len() * lora.rank]
     }
 }
 

@@ -178,6 +178,47 @@ fn a_lora_is_folded_as_its_reference_says() {
     assert_eq!(bias, vec![0.5; outputs]);
 }
 
+/// Sites of other widths read the first columns of the shared A and the first rows of the shared B.
+#[test]
+fn a_vera_on_modules_of_different_widths_is_folded_as_its_formula_says() {
+    let base = testing::base();
+    let spec = crate::VeraSpec { rank: 5, targets: crate::Targets::AllLinear, ..Default::default() };
+    let set = AdapterSet::new(&spec.into(), &base).unwrap();
+    let mut values = set.init(1).unwrap();
+    for slot in set.layout.tensors.iter().filter(|slot| slot.name.contains("vera_lambda")) {
+        values[slot.range()].copy_from_slice(&drawn(&slot.name, slot.len()));
+    }
+    let factor = -0.4;
+    let folding = Folding::new(vec![FoldPart { set: &set, values: &values, factor }]).unwrap();
+    let shared = |name: &str| {
+        let slot = set.layout.slot(name).unwrap();
+        (&values[slot.range()], slot.shape[1])
+    };
+    let ((a, widest), (b, rank)) = (shared("base_model.vera_A"), shared("base_model.vera_B"));
+    assert_eq!((widest, rank, b.len() / rank), (4 * testing::D, 5, 4 * testing::D));
+    for (layer, site) in
+        (0..base.layers).flat_map(|layer| (0..base.sites.len()).map(move |site| (layer, site)))
+    {
+        let (inputs, outputs) = (base.sites[site].inputs, base.sites[site].outputs);
+        let lambda = |letter: &str| {
+            let name = format!("base_model.model.{}.vera_lambda_{letter}", base.sites[site].module(layer));
+            &values[set.layout.slot(&name).unwrap().range()]
+        };
+        let (lambda_b, lambda_d) = (lambda("b"), lambda("d"));
+        let before = drawn("w", inputs * outputs);
+        let (mut weight, mut bias) = (before.clone(), vec![0.5; outputs]);
+        folding.linear(layer, site, &mut weight, &mut bias);
+        for (i, j) in (0..inputs).flat_map(|i| (0..outputs).map(move |j| (i, j))) {
+            let of = |r: usize| [a[r * widest + i], lambda_d[r], b[j * rank + r], lambda_b[j]];
+            let delta: f64 = (0..rank).map(|r| of(r).into_iter().map(f64::from).product::<f64>()).sum();
+            let expected = f64::from(before[i * outputs + j]) + f64::from(factor) * delta;
+            let found = f64::from(weight[i * outputs + j]);
+            assert!((found - expected).abs() < 1e-6, "{layer} {site}: {found} where {expected} is expected");
+        }
+        assert_eq!(bias, vec![0.5; outputs]);
+    }
+}
+
 #[test]
 fn norms_are_replaced_and_the_embedding_gets_its_delta() {
     let mut made = Made::new();

@@ -63,12 +63,12 @@ impl PlainLora {
 /// # Errors
 /// [`Error::NotPlain`] with the first thing that is no such delta; [`Error::ValueCount`] for a store of another length.
 pub fn plain_loras(part: &FoldPart, base: &BaseDescription) -> Result<Vec<PlainLora>> {
-    let FoldPart { set, values, factor } = *part;
+    let FoldPart { set, values, .. } = *part;
     crate::peft::check_count("the flat store", values, set.layout.len)?;
     if let Some(what) = more_than_deltas(set) {
         return Err(Error::NotPlain { what });
     }
-    let of = |lora: &Lora| plain(lora, set, values, f64::from(factor), base);
+    let of = |lora: &Lora| plain(lora, part, base);
     let mut deltas: Vec<PlainLora> = set.loras.iter().map(of).collect();
     let order = |delta: &PlainLora| {
         let parts = &base.sites[delta.site].parts;
@@ -110,12 +110,11 @@ fn more_than_deltas(set: &AdapterSet) -> Option<&'static str> {
     }
 }
 
-fn plain(lora: &Lora, set: &AdapterSet, values: &[f32], factor: f64, base: &BaseDescription) -> PlainLora {
-    let tensor = |index: usize| &values[set.layout.tensors[index].range()];
+fn plain(lora: &Lora, part: &FoldPart, base: &BaseDescription) -> PlainLora {
+    let tensor = |index: usize| &part.values[part.set.layout.tensors[index].range()];
     let (inputs, rank) = (base.sites[lora.site].inputs, lora.rank);
     let mut a = tensor(lora.a)[..rank * inputs].to_vec();
-    // A shared B may have more rows than the module has columns.
-    let mut b = tensor(lora.b)[..lora.columns.len() * rank].to_vec();
+    let mut b = part.b(lora).to_vec();
     if let Some(d) = lora.d {
         for (row, d) in a.chunks_exact_mut(inputs).zip(tensor(d)) {
             row.iter_mut().for_each(|a| *a *= d);
@@ -126,7 +125,7 @@ fn plain(lora: &Lora, set: &AdapterSet, values: &[f32], factor: f64, base: &Base
             row.iter_mut().for_each(|b| *b *= e);
         }
     }
-    let alpha = factor * alpha_of(lora);
+    let alpha = f64::from(part.factor) * alpha_of(lora);
     PlainLora { layer: lora.layer, site: lora.site, part: lora.part.clone(), rank, alpha, a, b }
 }
 

@@ -78,6 +78,7 @@ fn cases() -> Vec<AdapterSpec> {
         parts.into(),
         mixed.into(),
         VeraSpec { rank: 4, ..VeraSpec::default() }.into(),
+        VeraSpec { rank: 4, targets: Targets::AllLinear, ..VeraSpec::default() }.into(),
     ]
 }
 

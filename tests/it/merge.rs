@@ -323,7 +323,11 @@ fn what_cannot_be_merged_is_refused_and_leaves_nothing() {
         "",
         &["--dtype f16: transformer.h.0.attn.c_attn.weight becomes", "give --dtype f32"],
     );
-    refused("adapter", "--base-dtype q8", &["--base-dtype q8: merging reads the base's own files"]);
+    for dtype in ["q8", "nf4"] {
+        let (option, why) =
+            (format!("--base-dtype {dtype}"), "merging reads the base's own files, not codes");
+        refused("adapter", &option, &[&format!("{option}: {why}; leave it out")]);
+    }
     refused("adapter", "--dtype q8", &["--dtype q8: is an invalid value; give f16, f32 or bf16"]);
     refused(
         "adapter",

@@ -366,12 +366,12 @@ fn adding_a_method_touches_its_file_and_the_registry() {
     assert_eq!(named(&own, &["toy", "ToySpec"]), ["adapters/src/methods/mod.rs"]);
     let lora = ["LoraSpec", "StoredLora", "LORA", "META_SPEC"];
     let files = ["adapters/src/lib.rs", "adapters/src/methods/lora.rs", "adapters/src/methods/mod.rs"];
-    // DoRA has a LoRA's deltas and files; a LoRA has files of its own below it; combining is of LoRAs alone, and so are
-    // other programs' files.
+    // DoRA has a LoRA's deltas and files; a LoRA has files of its own below it; combining is of LoRAs alone, and files of
+    // other programs hold nothing else.
     let more = ["dora.rs", "lora/beside.rs", "lora/files.rs", "lora/initial.rs"]
         .map(|file| format!("adapters/src/methods/{file}"));
     let mut all: Vec<String> = files.iter().map(ToString::to_string).chain(more).collect();
-    all.extend(["adapters/src/combine.rs", "adapters/src/plain.rs"].map(str::to_owned));
+    all.extend(["combine.rs", "plain.rs"].map(|file| format!("adapters/src/{file}")));
     all.sort();
     assert_eq!(named(&own, &lora), all);
     let prefix = ["PrefixSpec", "StoredPrefix", "PREFIX_TUNING"];

@@ -19,7 +19,7 @@ use crate::{
         output::{count_of, quoted, write_json, write_out},
         progress::Work,
         signals,
-        values::{BaseDtypeName, ExportName, GgufTypeName, ScaledAdapter},
+        values::{ExportName, GgufTypeName, ScaledAdapter},
     },
     convert::{
         LoralibLayer, check_output,
@@ -28,6 +28,7 @@ use crate::{
         write_card, write_loralib, write_mlx,
     },
     error::{Error, Result},
+    model::BaseDType,
     plan::size,
 };
 
@@ -142,10 +143,12 @@ fn check(args: &ExportArgs, to: ExportName, named: &[ScaledAdapter], output: &Pa
         }
         _ => {}
     }
-    if args.base.base_dtype() != BaseDtypeName::F16 {
-        return wrong(
-            "--base-dtype q8: an export reads the base's own files, not 8-bit codes; leave it out".to_owned(),
-        );
+    let kept = args.base.base_dtype().kept();
+    if kept != BaseDType::F16 {
+        return wrong(format!(
+            "--base-dtype {}: an export reads the base's own files, not codes; leave it out",
+            kept.name()
+        ));
     }
     if matches!(to, ExportName::Peft | ExportName::Mlx) {
         return check_output(output);
