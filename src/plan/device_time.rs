@@ -166,13 +166,13 @@ mod tests {
     }
 
     /// What docs/BENCHMARKS.md has. Names, order and sizes of launches are held by benchmarks/launches.py; this holds bytes,
-    /// operations and shares. PLACEHOLDER
+    /// operations and shares. A layer norm of each layer is 1% of a step, and half of that is the range.
     #[test]
     fn steps_take_what_the_documents_say() {
         assert_eq!(Accelerator::ALL[1].name, "H100");
-        for (size, milliseconds) in [("gpt2", 17.0), ("gpt2-medium", 41.0), ("gpt2-xl", 141.0)] {
+        for (size, milliseconds) in [("gpt2", 13.49), ("gpt2-medium", 33.83), ("gpt2-xl", 120.3)] {
             let found = 1e3 * step(size).gpus[1].seconds;
-            assert!((found / milliseconds - 1.0).abs() < 0.02, "{size}: {found} ms");
+            assert!((found / milliseconds - 1.0).abs() < 0.005, "{size}: {found} ms");
         }
     }
 

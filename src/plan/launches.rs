@@ -160,7 +160,7 @@ impl Pass<'_> {
         }
         (step.part, step.layer) = (Part::Head, None);
         step.norm("last norm", "layernorm_forward", 4.0);
-        step.logits();
+        step.choice();
         step.launches
     }
 }
@@ -446,12 +446,22 @@ impl<'a> Step<'a> {
             let rows = head_rows.min(m - first);
             let moved = 4.0 * (rows * c) as f64;
             self.add("gather", "gather", Work::Elementwise, moved, 0.0);
-            self.product("logits", [rows, columns, c], 4.0);
+            self.logits(rows, columns);
             let logits = (rows * v) as f64;
             self.add("cross-entropy", kernel, Work::Logits, bytes * logits, 12.0 * logits);
             self.product("logits dx", [rows, c, columns], 2.0);
             self.add("scatter", "scatter", Work::Elementwise, moved, 0.0);
         }
+    }
+
+    /// FP32 logits `(rows, columns)`; few rows read each weight once.
+    fn logits(&mut self, rows: usize, columns: usize) {
+        let c = self.pass.config.width;
+        if rows > SMALL_BATCH {
+            return self.product("logits", [rows, columns, c], 4.0);
+        }
+        let bytes = (2 * columns * c + 4 * rows * columns) as f64;
+        self.add("logits", "gemv_nt", Work::Weights, bytes, flops(rows, columns, c));
     }
 
     fn update(&mut self, trainables: usize) {

@@ -120,14 +120,9 @@ impl Step<'_> {
     }
 
     /// Logits, and the largest of each sample.
-    pub(super) fn logits(&mut self) {
-        let (n, c, v) = (self.n, self.pass.config.width, self.pass.config.vocab);
-        let logits = 4.0 * (n * v) as f64;
-        if n > SMALL_BATCH {
-            self.product("logits", [n, v, c], 4.0);
-        } else {
-            self.add("logits", "gemv_nt", Work::Weights, 2.0 * (v * c) as f64 + logits, flops(n, v, c));
-        }
-        self.add("choice", "argmax", Work::Rows, logits, 0.0);
+    pub(super) fn choice(&mut self) {
+        let (n, v) = (self.n, self.pass.config.vocab);
+        self.logits(n, v);
+        self.add("choice", "argmax", Work::Rows, 4.0 * (n * v) as f64, 0.0);
     }
 }
