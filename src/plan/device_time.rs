@@ -145,7 +145,7 @@ mod tests {
     use engraft_adapters::{AdapterSet, LoraSpec, Targets};
 
     use super::*;
-    use crate::model::builtin;
+    use crate::{kernels::activation::Activation, model::builtin};
 
     fn config(size: &str) -> Config {
         builtin::builtin(size).unwrap().unwrap()
@@ -160,19 +160,58 @@ mod tests {
     fn step(size: &str) -> DeviceTime {
         let config = config(size);
         let set = set(&config, 8, "c_attn");
-        let pass = Pass { config: &config, set: &set, batch: 8, tokens: 1024, head_rows: 512 };
+        let pass = Pass { config: &config, set: &set, batch: 8, tokens: 1024, head_rows: 4096 };
         assert!(pass.is_covered());
         DeviceTime::of_training(pass)
     }
 
-    /// An expert's reading of the kernels gave 17, 41 and 141 ms a step on an H100; the table is within 20% of it.
+    /// What docs/BENCHMARKS.md has. Names, order and sizes of launches are held by benchmarks/launches.py; this holds bytes,
+    /// operations and shares. A layer norm of each layer is 1% of a step, and half of that is the range.
     #[test]
-    fn steps_take_what_a_reading_of_the_kernels_gave() {
+    fn steps_take_what_the_documents_say() {
         assert_eq!(Accelerator::ALL[1].name, "H100");
-        for (size, milliseconds) in [("gpt2", 17.0), ("gpt2-medium", 41.0), ("gpt2-xl", 141.0)] {
+        for (size, milliseconds) in [("gpt2", 13.49), ("gpt2-medium", 33.83), ("gpt2-xl", 120.3)] {
             let found = 1e3 * step(size).gpus[1].seconds;
-            assert!((found / milliseconds - 1.0).abs() < 0.2, "{size}: {found} ms");
+            assert!((found / milliseconds - 1.0).abs() < 0.005, "{size}: {found} ms");
         }
+    }
+
+    #[test]
+    fn launches_of_layers_and_tokens_are_few() {
+        let (config, step) = (config("gpt2-medium"), step("gpt2-medium"));
+        assert_eq!(step.by_layer, (8, 12));
+        // delta_start; delta_back, dB and dA.
+        let of_adapter = |op: &&Op| op.is_adapter;
+        assert_eq!(step.ops.iter().filter(of_adapter).map(|op| op.launches).sum::<usize>(), 24 * 4);
+        let set = set(&config, 16, "all-linear");
+        let token = Pass { config: &config, set: &set, batch: 1, tokens: 128, head_rows: 4096 };
+        assert_eq!(DeviceTime::of_token(token).order.len(), 24 * 5 + 4);
+        // More rows than the five launches take.
+        let rows = DeviceTime::of_token(Pass { batch: 9, ..token });
+        assert!(rows.order.iter().any(|kernel| kernel == "attention_decode"), "{:?}", rows.order);
+    }
+
+    #[test]
+    fn a_delta_or_an_activation_that_no_product_has_is_a_launch() {
+        let text =
+            r#"{"model_type":"gpt2","n_layer":2,"n_embd":24,"n_head":3,"n_positions":40,"vocab_size":61}"#;
+        let gelu = Config::from_json(text, Path::new("odd")).unwrap();
+        let relu = Config { activation: Activation::Relu, ..gelu.clone() };
+        let kernels = |config: &Config, rank: usize| {
+            let set = set(config, rank, "all-linear");
+            DeviceTime::of_training(Pass { config, set: &set, batch: 2, tokens: 8, head_rows: 8 }).order
+        };
+        let has = |order: &[String], kernel: &str| order.iter().any(|name| name == kernel);
+        for rank in [3, 4, 16, 17] {
+            let (order, is_fused) = (kernels(&gelu, rank), (4..=16).contains(&rank));
+            for kernel in ["delta_start", "delta_back"] {
+                assert_eq!(has(&order, kernel), is_fused, "{kernel}, rank {rank}");
+            }
+            for kernel in ["lora_xa", "lora_dx", "sum_parts", "activation_backward"] {
+                assert_eq!(has(&order, kernel), !is_fused, "{kernel}, rank {rank}");
+            }
+        }
+        assert!(has(&kernels(&relu, 8), "activation_backward"));
     }
 
     #[test]
@@ -185,10 +224,10 @@ mod tests {
     #[test]
     fn products_are_four_operations_a_weight_and_token() {
         let step = step("gpt2");
-        let products: f64 =
-            step.ops.iter().filter(|op| op.kernel.starts_with(PRODUCT)).map(|op| op.flops).sum();
-        // Less what the lowest layer's c_attn and the last token of each row save.
-        let (c, v, n, m) = (768.0, 50257.0, 8192.0, 8.0 * 1023.0);
+        let is_base = |op: &&Op| op.kernel.starts_with(PRODUCT) && !op.is_adapter;
+        let products: f64 = step.ops.iter().filter(is_base).map(|op| op.flops).sum();
+        // Less what the lowest layer's c_attn and the last token of each row save; the head has rows up to a multiple of 64.
+        let (c, v, n, m) = (768.0, 50304.0, 8192.0, 8.0 * 1023.0);
         let expected = 4.0 * 12.0 * 12.0 * c * c * n + 4.0 * v * c * m - 2.0 * 3.0 * c * c * n;
         assert!((products / expected - 1.0).abs() < 1e-12, "{products} {expected}");
     }

@@ -6,16 +6,22 @@
 //! `benchmarks/launches.py` runs real steps on the driver of `cuda-shim/driver` and holds every kernel and product, in order,
 //! against this table: whoever changes what an op launches changes its lines here.
 //!
-//! Bytes count each operand once: activations and weights have two bytes an element, statistics, ranks and logits four.
+//! Bytes count each operand once: activations and weights have two bytes an element, statistics, ranks and logits four; but
+//! ranks of a delta that is fused into a product have two.
 //! n tokens of the pass, m of them with a loss, c width, f inner width, r rank, v vocabulary, t tokens of a row.
 
 use engraft_adapters::{AdapterSet, Lora};
 
 use crate::{
-    device::accelerators::{Accelerator, Work},
+    device::{
+        DType,
+        accelerators::{Accelerator, MOST_SHARED, Work},
+    },
     kernels::{
-        adapted_linear::device_scratch::{row_shares, term_shares},
-        matmul::device_scratch::{SMALL_BATCH, product_shares},
+        activation::Activation,
+        adapted_linear::device_scratch::{fused_rank, row_shares, term_shares},
+        head_loss::stride,
+        matmul::device_scratch::SMALL_BATCH,
     },
     model::{
         Config,
@@ -24,6 +30,8 @@ use crate::{
 };
 
 use super::calibrate::attention_flops;
+
+mod token;
 
 /// A part of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -125,11 +133,11 @@ impl Pass<'_> {
             step.block_forward(layer);
         }
         (step.part, step.layer) = (Part::Around, None);
-        step.rows("last norm", "layernorm_forward", 4.0);
+        step.norm("last norm", "layernorm_forward", 4.0);
         step.part = Part::Head;
         step.head(m);
         step.part = Part::Around;
-        step.rows("last norm", "layernorm_backward", 8.0);
+        step.norm("last norm", "layernorm_backward", 8.0);
         step.part = Part::Backward;
         for layer in (lowest..layers).rev() {
             step.layer = Some(layer);
@@ -140,7 +148,7 @@ impl Pass<'_> {
         step.launches
     }
 
-    /// The launches of one more token of each sample, in order.
+    /// The launches of one more token of each sample, in order, where it is the largest logit that is taken.
     pub fn token(&self) -> Vec<Launch> {
         let mut step =
             Step { pass: *self, n: self.batch, part: Part::Around, layer: None, launches: Vec::new() };
@@ -151,10 +159,20 @@ impl Pass<'_> {
             step.block_token(layer);
         }
         (step.part, step.layer) = (Part::Head, None);
-        step.rows("last norm", "layernorm_forward", 4.0);
-        step.logits();
+        step.norm("last norm", "layernorm_forward", 4.0);
+        step.choice();
         step.launches
     }
+}
+
+/// What a product takes in beside x, W and the bias, or gives out beside y.
+#[derive(Clone, Copy, PartialEq)]
+enum Beside {
+    Nothing,
+    /// A residual is added.
+    Residual,
+    /// The activation of y is written too.
+    Activation,
 }
 
 /// The launches of a pass, as they are listed.
@@ -170,7 +188,7 @@ struct Step<'a> {
 impl<'a> Step<'a> {
     fn add(&mut self, op: &str, kernel: &'static str, work: Work, bytes: f64, flops: f64) {
         let (part, layer) = (self.part, self.layer);
-        let is_adapter = kernel.starts_with("lora") || kernel == "sum_parts";
+        let is_adapter = ["lora", "delta", "sum_parts"].iter().any(|start| kernel.starts_with(start));
         let op = op.to_owned();
         self.launches.push(Launch { part, layer, op, kernel, sizes: None, work, bytes, flops, is_adapter });
     }
@@ -181,25 +199,57 @@ impl<'a> Step<'a> {
         self.add(op, kernel, Work::Rows, bytes * elements, 8.0 * elements);
     }
 
+    /// A layer norm of `(n, c)`, `bytes` an element.
+    fn norm(&mut self, op: &str, kernel: &'static str, bytes: f64) {
+        let elements = (self.n * self.pass.config.width) as f64;
+        self.add(op, kernel, Work::Norm, bytes * elements, 8.0 * elements);
+    }
+
     /// A pass over activations `(n, f)` of `bytes` an element.
     fn inner(&mut self, op: &str, kernel: &'static str, bytes: f64) {
         let elements = (self.n * self.pass.config.inner) as f64;
         self.add(op, kernel, Work::Elementwise, bytes * elements, 20.0 * elements);
     }
 
-    /// A product of `(rows, terms)` and `(terms, columns)`; what is added to it is read too.
-    fn product(&mut self, op: &str, [rows, columns, terms]: [usize; 3], result: f64, added: bool) {
-        let elements = rows * terms + terms * columns;
-        let written = (rows * columns) as f64 * if added { 2.0 * result } else { result };
-        self.add(op, PRODUCT, Work::Product, 2.0 * elements as f64 + written, flops(rows, columns, terms));
+    /// A product of `(rows, terms)` and `(terms, columns)`, which moves `bytes` for each element of its result: those that
+    /// it writes, and those that it adds to or multiplies with.
+    fn product(&mut self, op: &str, sizes: [usize; 3], bytes: f64) {
+        let [rows, columns, terms] = sizes;
+        let factors = 2.0 * (rows * terms + terms * columns) as f64;
+        let moved = factors + bytes * (rows * columns) as f64;
+        self.add(op, PRODUCT, Work::Product, moved, flops(rows, columns, terms));
         if let Some(last) = self.launches.last_mut() {
-            last.sizes = Some([rows, columns, terms]);
+            last.sizes = Some(sizes);
+        }
+    }
+
+    /// The gradient `(rows, columns)` of a factor over `terms` tokens, FP32, which is added to: a product of its own.
+    fn factor_gradient(&mut self, op: &str, sizes: [usize; 3]) {
+        self.product(op, sizes, 8.0);
+        if let Some(last) = self.launches.last_mut() {
+            (last.work, last.is_adapter) = (Work::Delta, true);
         }
     }
 
     fn deltas(&self, layer: usize, site: &SiteShape) -> impl Iterator<Item = &'a Lora> + use<'a> {
         let site = site.site as usize;
         self.pass.set.loras.iter().filter(move |lora| lora.layer == layer && lora.site == site)
+    }
+
+    /// The delta of a site that is a part of its product: the only one, on all columns, of a rank that the kernels have.
+    fn fused(&self, layer: usize, site: &SiteShape) -> Option<Fused> {
+        let mut deltas = self.deltas(layer, site);
+        let (delta, None) = (deltas.next()?, deltas.next()) else { return None };
+        let (inputs, outputs) = (site.inputs, site.outputs);
+        let fits = inputs.is_multiple_of(8) && outputs.is_multiple_of(8) && self.n > SMALL_BATCH;
+        let rounded = fused_rank(delta.rank).filter(|_| fits && delta.columns.len() == outputs)?;
+        Some(Fused { rank: delta.rank, rounded })
+    }
+
+    /// Whether the MLP's activation and its derivative are parts of products.
+    fn activates_in_products(&self) -> bool {
+        let Config { activation, inner, .. } = *self.pass.config;
+        activation == Activation::GeluTanh && inner.is_multiple_of(8) && self.n > SMALL_BATCH
     }
 
     /// A thin product, `rows x columns` over `terms`, whose shares are joined where it has some.
@@ -213,10 +263,34 @@ impl<'a> Step<'a> {
         }
     }
 
-    /// `y = x W + b [+ residual]`, and its deltas.
-    fn linear(&mut self, layer: usize, site: &SiteShape, residual: bool) {
+    /// `y = x W + b [+ residual]`, its deltas, and the activation.
+    fn linear(&mut self, layer: usize, site: &SiteShape, beside: Beside) {
         let (n, inputs, outputs) = (self.n, site.inputs, site.outputs);
-        self.product(site.label, [n, outputs, inputs], 2.0, residual);
+        let fused = self.fused(layer, site);
+        if let Some(Fused { rank, rounded }) = fused {
+            let read = 2 * n * inputs + if beside == Beside::Residual { 2 * n * outputs } else { 0 };
+            let written = 2 * n * (rounded + outputs);
+            let bytes = (read + written + 4 * rank * (inputs + outputs)) as f64;
+            let flops = flops(n, rank, inputs + outputs);
+            self.add("x A^T and its delta", "delta_start", Work::Delta, bytes, flops);
+        }
+        let has_deltas = fused.is_none() && self.deltas(layer, site).next().is_some();
+        let activates = beside == Beside::Activation;
+        let in_product = activates && self.activates_in_products() && !has_deltas;
+        let added = fused.is_some() || beside == Beside::Residual;
+        let bytes = [true, added, in_product].into_iter().filter(|&counts| counts).count();
+        self.product(site.label, [n, outputs, inputs], 2.0 * bytes as f64);
+        if has_deltas {
+            self.add_deltas(layer, site);
+        }
+        if activates && !in_product {
+            self.inner("activation", "activation_forward", 4.0);
+        }
+    }
+
+    /// The deltas of a site one by one, after its product.
+    fn add_deltas(&mut self, layer: usize, site: &SiteShape) {
+        let (n, inputs) = (self.n, site.inputs);
         for delta in self.deltas(layer, site) {
             let (rank, columns) = (delta.rank, delta.columns.len());
             let x = 2.0 * (n * inputs) as f64 + 4.0 * (rank * inputs) as f64;
@@ -227,12 +301,39 @@ impl<'a> Step<'a> {
         }
     }
 
-    /// The way back through a linear: dx where it is wanted, and the gradients of its deltas.
-    fn linear_backward(&mut self, layer: usize, site: &SiteShape, dx: bool) {
+    /// The way back through a linear: dx where it is wanted, times the derivative of the activation in front of it where
+    /// there is one, and the gradients of its deltas.
+    fn linear_backward(&mut self, layer: usize, site: &SiteShape, dx: bool, activated: bool) {
         let (n, inputs, outputs) = (self.n, site.inputs, site.outputs);
-        if dx {
-            self.product(&format!("{} dx", site.label), [n, inputs, outputs], 2.0, false);
+        let fused = self.fused(layer, site);
+        if let Some(Fused { rank, rounded }) = fused {
+            let written = 2 * n * (rounded + if dx { inputs } else { 0 });
+            let factors = 4 * rank * (outputs + if dx { inputs } else { 0 });
+            let bytes = (2 * n * outputs + written + factors) as f64;
+            let flops = flops(n, rank, outputs + if dx { inputs } else { 0 });
+            self.add("d xa and d xa A", "delta_back", Work::Delta, bytes, flops);
         }
+        let has_deltas = fused.is_none() && self.deltas(layer, site).next().is_some();
+        let in_product = activated && self.activates_in_products() && !has_deltas;
+        if dx {
+            let bytes = [true, fused.is_some(), in_product].into_iter().filter(|&counts| counts).count();
+            self.product(&format!("{} dx", site.label), [n, inputs, outputs], 2.0 * bytes as f64);
+        }
+        if let Some(Fused { rank, .. }) = fused {
+            self.factor_gradient("dB", [outputs, rank, n]);
+            self.factor_gradient("dA", [rank, inputs, n]);
+        }
+        if has_deltas {
+            self.deltas_backward(layer, site, dx);
+        }
+        if activated && !in_product {
+            self.inner("activation dx", "activation_backward", 6.0);
+        }
+    }
+
+    /// The gradients of the deltas of a site one by one, after its product.
+    fn deltas_backward(&mut self, layer: usize, site: &SiteShape, dx: bool) {
+        let (n, inputs) = (self.n, site.inputs);
         for delta in self.deltas(layer, site) {
             let (rank, columns) = (delta.rank, delta.columns.len());
             let [dy, x] = [columns, inputs].map(|width| 2.0 * (n * width) as f64);
@@ -253,19 +354,18 @@ impl<'a> Step<'a> {
     fn block_forward(&mut self, layer: usize) {
         let arch = Arch::of(self.pass.config);
         let [c_attn, attn_proj, c_fc, mlp_proj] = &arch.sites;
-        self.rows("layer norm", "layernorm_forward", 4.0);
-        self.linear(layer, c_attn, false);
+        self.norm("layer norm", "layernorm_forward", 4.0);
+        self.linear(layer, c_attn, Beside::Nothing);
         let (forward, _) = self.attention();
         let (kernel, work) = match self.has_tensor_attention() {
             true => ("attention_forward_mma", Work::AttentionForward),
             false => ("attention_forward", Work::Thin),
         };
         self.add("attention", kernel, work, self.qkv() + self.mixed(), forward);
-        self.linear(layer, attn_proj, true);
-        self.rows("layer norm", "layernorm_forward", 4.0);
-        self.linear(layer, c_fc, false);
-        self.inner("activation", "activation_forward", 4.0);
-        self.linear(layer, mlp_proj, true);
+        self.linear(layer, attn_proj, Beside::Residual);
+        self.norm("layer norm", "layernorm_forward", 4.0);
+        self.linear(layer, c_fc, Beside::Activation);
+        self.linear(layer, mlp_proj, Beside::Residual);
     }
 
     fn block_backward(&mut self, layer: usize, input_gradient: bool) {
@@ -274,36 +374,40 @@ impl<'a> Step<'a> {
         if self.deltas(layer, mlp_proj).next().is_some() {
             self.inner("activation again", "activation_forward", 4.0);
         }
-        self.linear_backward(layer, mlp_proj, true);
-        self.inner("activation dx", "activation_backward", 6.0);
+        self.linear_backward(layer, mlp_proj, true, true);
         if self.deltas(layer, c_fc).next().is_some() {
-            self.rows("layer norm again", "layernorm_forward", 4.0);
+            self.norm("layer norm again", "layernorm_forward", 4.0);
         }
-        self.linear_backward(layer, c_fc, true);
-        self.rows("layer norm dx", "layernorm_backward", 8.0);
-        self.linear_backward(layer, attn_proj, true);
-
-        let (_, backward) = self.attention();
-        let (qkv, mixed) = (self.qkv(), self.mixed());
-        self.add("attention delta", "attention_delta", Work::Rows, 2.0 * mixed, 0.0);
-        // Of the five products the scores and dP are computed in both; counted once.
-        let (dq, dkv) = (backward * 2.0 / 5.0, backward * 3.0 / 5.0);
-        let (kernels, work) = match self.has_tensor_attention() {
-            true => (["attention_dq_mma", "attention_dkv_mma"], Work::AttentionBackward),
-            false => (["attention_dq", "attention_dkv"], Work::Thin),
-        };
-        self.add("attention dq", kernels[0], work, qkv + 2.0 * mixed, dq);
-        self.add("attention dk dv", kernels[1], work, qkv + 3.0 * mixed, dkv);
+        self.linear_backward(layer, c_fc, true, false);
+        self.norm("layer norm dx", "layernorm_backward", 8.0);
+        self.linear_backward(layer, attn_proj, true, false);
+        self.attention_backward();
 
         if !input_gradient && self.deltas(layer, c_attn).next().is_none() {
             return;
         }
         if self.deltas(layer, c_attn).next().is_some() {
-            self.rows("layer norm again", "layernorm_forward", 4.0);
+            self.norm("layer norm again", "layernorm_forward", 4.0);
         }
-        self.linear_backward(layer, c_attn, input_gradient);
+        self.linear_backward(layer, c_attn, input_gradient, false);
         if input_gradient {
-            self.rows("layer norm dx", "layernorm_backward", 8.0);
+            self.norm("layer norm dx", "layernorm_backward", 8.0);
+        }
+    }
+
+    /// Of the five products the scores and dP are computed by both kernels; counted once.
+    fn attention_backward(&mut self) {
+        let (_, backward) = self.attention();
+        let (qkv, mixed) = (self.qkv(), self.mixed());
+        let (dq, dkv) = (backward * 2.0 / 5.0, backward * 3.0 / 5.0);
+        if self.has_tensor_attention() {
+            // It makes delta too, from attention's output.
+            self.add("attention dq", "attention_dq_mma", Work::AttentionQueries, qkv + 3.0 * mixed, dq);
+            self.add("attention dk dv", "attention_dkv_mma", Work::AttentionKeys, qkv + 3.0 * mixed, dkv);
+        } else {
+            self.add("attention delta", "attention_delta", Work::Rows, 2.0 * mixed, 0.0);
+            self.add("attention dq", "attention_dq", Work::Thin, qkv + 2.0 * mixed, dq);
+            self.add("attention dk dv", "attention_dkv", Work::Thin, qkv + 3.0 * mixed, dkv);
         }
     }
 
@@ -328,20 +432,36 @@ impl<'a> Step<'a> {
         attention_flops(config.heads, config.head_width(), batch * (t * (t + 1) / 2))
     }
 
-    /// Logits, losses and the gradient of `m` hidden rows, in chunks.
+    /// Logits, losses and the gradient of `m` hidden rows, in chunks. Logits have columns for the rows of zeros after the
+    /// head.
     fn head(&mut self, m: usize) {
         let Pass { config, head_rows, .. } = self.pass;
-        let (c, v) = (config.width, config.vocab);
+        let (c, v, columns) = (config.width, config.vocab, stride(config.vocab, DType::F16));
+        // Read once where a block may hold a row, else for the loss and for the gradient; written in the activations' type.
+        let (kernel, bytes) = match 4 * v.next_multiple_of(8) + (1 << 10) <= MOST_SHARED {
+            true => ("cross_entropy_once", 6.0),
+            false => ("cross_entropy", 10.0),
+        };
         for first in (0..m).step_by(head_rows.max(1)) {
             let rows = head_rows.min(m - first);
             let moved = 4.0 * (rows * c) as f64;
             self.add("gather", "gather", Work::Elementwise, moved, 0.0);
-            self.product("logits", [rows, v, c], 4.0, false);
+            self.logits(rows, columns);
             let logits = (rows * v) as f64;
-            self.add("cross-entropy", "cross_entropy", Work::Logits, 10.0 * logits, 12.0 * logits);
-            self.product("logits dx", [rows, c, v], 2.0, false);
+            self.add("cross-entropy", kernel, Work::Logits, bytes * logits, 12.0 * logits);
+            self.product("logits dx", [rows, c, columns], 2.0);
             self.add("scatter", "scatter", Work::Elementwise, moved, 0.0);
         }
+    }
+
+    /// FP32 logits `(rows, columns)`; few rows read each weight once.
+    fn logits(&mut self, rows: usize, columns: usize) {
+        let c = self.pass.config.width;
+        if rows > SMALL_BATCH {
+            return self.product("logits", [rows, columns, c], 4.0);
+        }
+        let bytes = (2 * columns * c + 4 * rows * columns) as f64;
+        self.add("logits", "gemv_nt", Work::Weights, bytes, flops(rows, columns, c));
     }
 
     fn update(&mut self, trainables: usize) {
@@ -353,66 +473,12 @@ impl<'a> Step<'a> {
             self.add("AdamW", "adamw", Work::Elementwise, 28.0 * count, 20.0 * count);
         }
     }
+}
 
-    fn block_token(&mut self, layer: usize) {
-        let arch = Arch::of(self.pass.config);
-        let [c_attn, attn_proj, c_fc, mlp_proj] = &arch.sites;
-        let Pass { config, tokens: keys, .. } = self.pass;
-        self.rows("layer norm", "layernorm_forward", 4.0);
-        self.linear_token(layer, c_attn, false);
-        self.rows("append", "attention_append", 8.0);
-        let cached = 4.0 * (self.n * keys * config.width) as f64;
-        let pairs = self.n * keys;
-        let (forward, _) = attention_flops(config.heads, config.head_width(), pairs);
-        self.add("attention", "attention_decode", Work::Weights, cached, forward);
-        self.rows("attention", "attention_decode_finish", 8.0);
-        self.linear_token(layer, attn_proj, true);
-        self.rows("layer norm", "layernorm_forward", 4.0);
-        self.linear_token(layer, c_fc, false);
-        self.inner("activation", "activation_forward", 4.0);
-        self.linear_token(layer, mlp_proj, true);
-    }
-
-    /// A linear of few rows: one delta's `x A^T` beside the product, its B where the product's shares are added.
-    fn linear_token(&mut self, layer: usize, site: &SiteShape, residual: bool) {
-        let (n, inputs, outputs) = (self.n, site.inputs, site.outputs);
-        if n > SMALL_BATCH {
-            return self.linear(layer, site, residual);
-        }
-        let shares = 4.0 * (product_shares(inputs, outputs) * n * outputs) as f64;
-        let weights = 2.0 * (inputs * outputs + n * inputs) as f64;
-        let arithmetic = flops(n, outputs, inputs);
-        let deltas: Vec<&Lora> = self.deltas(layer, site).collect();
-        let [delta] = deltas[..] else {
-            self.add(site.label, "gemv_nn", Work::Weights, weights + shares, arithmetic);
-            self.add(site.label, "gemv_nn_finish", Work::Elementwise, shares, 0.0);
-            for delta in deltas {
-                let (rank, columns) = (delta.rank, delta.columns.len());
-                let a = 4.0 * (rank * inputs) as f64;
-                self.add("x A^T", "lora_xa_small_batch", Work::Weights, a, flops(n, rank, inputs));
-                let b = 4.0 * (rank * columns) as f64;
-                self.add("+ xa B^T", "lora_add", Work::Weights, b, flops(n, columns, rank));
-            }
-            return;
-        };
-        let (rank, columns) = (delta.rank, delta.columns.len());
-        let [a, b] = [inputs, columns].map(|width| 4.0 * (rank * width) as f64);
-        let thin = flops(n, rank, inputs + columns);
-        self.add(site.label, "lora_small_batch", Work::Weights, weights + shares + a, arithmetic + thin);
-        self.add(site.label, "lora_small_batch_finish", Work::Elementwise, shares + b, 0.0);
-        // Both are there without the delta too.
-        let last = self.launches.len() - 2;
-        self.launches[last..].iter_mut().for_each(|launch| launch.is_adapter = false);
-    }
-
-    fn logits(&mut self) {
-        let (n, c, v) = (self.n, self.pass.config.width, self.pass.config.vocab);
-        if n > SMALL_BATCH {
-            return self.product("logits", [n, v, c], 4.0, false);
-        }
-        let bytes = 2.0 * (v * c) as f64 + 4.0 * (n * v) as f64;
-        self.add("logits", "gemv_nt", Work::Weights, bytes, flops(n, v, c));
-    }
+/// A delta that is a part of a product: its rank, and the columns of its x A^T.
+struct Fused {
+    rank: usize,
+    rounded: usize,
 }
 
 /// Operations of a product.

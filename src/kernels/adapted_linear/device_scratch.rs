@@ -36,7 +36,6 @@ pub fn most_term_parts(n: usize, rank: usize) -> usize {
 
 /// Columns of xa of a delta that is fused into a product, in 16-bit numbers: its rank rounded up to whole tiles. `None` of ranks
 /// that do not join: above two tiles, or so small that these columns take more than xa in FP32.
-#[cfg(any(feature = "cuda", test))]
 pub fn fused_rank(rank: usize) -> Option<usize> {
     let ranks = rank.next_multiple_of(8);
     (0 < ranks && ranks <= 16 && ranks <= 2 * rank).then_some(ranks)
