@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 use crate::{
     cli_support::{Finished, Sandbox, evaluated, files_below, losses, names, planned_for},
     method_policies,
+    setup::within,
 };
 
 /// A run that takes no time, of 20 steps.
@@ -54,6 +55,20 @@ fn options_of_memory_give_what_they_must() {
     method_policies::program(&format!(
         "{RUN} --method vera --rank 16 --targets all-linear --vera-dropout 0.1"
     ));
+}
+
+/// Its factors are cut to each module's size, and so are those that are folded.
+#[test]
+fn a_vera_of_every_module_is_merged() {
+    let sandbox = Sandbox::new();
+    train(&sandbox, "run", "--method vera --rank 16 --targets all-linear");
+    sandbox.engraft("merge --base embedded --adapter run --output merged --dtype f32").succeeds();
+    let line = "eval --base merged --data data.jsonl --no-pack --seq-len 24 --json";
+    let merged = sandbox.engraft(line).succeeds().events()[0]["loss"].as_f64().unwrap();
+    let (beside, alone) = (evaluated(&sandbox, Some("run")), evaluated(&sandbox, None));
+    assert!(beside < 0.8 * alone, "{beside} {alone}");
+    // The folder's weights are rounded to FP16 again when they are loaded.
+    within((merged / beside - 1.0).abs(), 1e-3, "loss of the merged model");
 }
 
 fn train(sandbox: &Sandbox, output: &str, more: &str) -> Finished {
