@@ -126,7 +126,7 @@ def figures(results):
 
 
 def against(results):
-    """Prints measured kernels of a step beside the predicted ones. What is none of ours is the library's."""
+    """Prints measured kernels of a step beside the predicted ones. Kernels that are not ours are cuBLASLt's."""
     named = results.get("device", {}).get("name", "")
     for name, result in results.items():
         size = name.removesuffix(" kernels")

@@ -9,7 +9,7 @@ those of a run.
 How to read it: a kernel above 70% of memory's peak is done, whatever its arithmetic; one above 60% of the
 multiprocessors' too. One below 40% of both waits: for latency where occupancy is low (registers, shared memory or too few
 blocks: fewer than the multiprocessors), else for dependent loads, barriers or bank conflicts, which `ncu --set full
---kernel-name NAME` tells apart. Then the sum of all kernels against the time of a step: what is missing are gaps.
+--kernel-name NAME` tells apart. Then the sum of all kernels against the time of a step: the rest is gaps.
 
 compute-sanitizer runs every op at odd shapes: memcheck (accesses out of bounds or misaligned), racecheck (shared memory),
 synccheck (barriers that not all threads reach). A clean run ends with `ERROR SUMMARY: 0 errors`, racecheck with `RACECHECK
@@ -109,5 +109,5 @@ def predicted(text):
     """The predicted time of a step, as `engraft plan --json` tells it."""
     event = json.loads(text.splitlines()[-1])
     if "device_time" not in event:
-        raise Unreadable("the plan tells no time of a device")
+        raise Unreadable("the plan has no predicted time of a device")
     return {"prediction": event["device_time"]}

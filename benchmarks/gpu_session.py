@@ -114,7 +114,7 @@ class Device:
 
 
 class Unreadable(Exception):
-    """The output of a part lacks what is read from it."""
+    """A part ended well, but its output has no result."""
 
 
 class Session:

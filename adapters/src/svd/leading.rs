@@ -125,7 +125,7 @@ impl Tall {
 }
 
 impl Basis {
-    /// Adds what is new of `vectors`, orthonormal; the index of the first new one.
+    /// Adds the parts of `vectors` outside the present span, made orthonormal; returns the index of the first one.
     fn add(&mut self, vectors: Vec<Vec<f64>>) -> usize {
         let first = self.vectors.len();
         for mut vector in vectors {
@@ -138,7 +138,7 @@ impl Basis {
                 }
             }
             let length = norm(&vector);
-            // What is left of a vector in the span of the others is rounding, and points anywhere.
+            // A vector inside the span of the others leaves only rounding errors, which have no direction.
             if length > 1e-12 * whole {
                 vector.iter_mut().for_each(|x| *x /= length);
                 self.vectors.push(vector);
@@ -243,18 +243,5 @@ mod tests {
         assert!(wide.iter().all(|&x| x == 0.0));
         assert!(Svd::leading(&random(9, 7, 9), 0).values.is_empty());
         assert_eq!(Svd::leading(&random(9, 7, 9), 12).values.len(), 7);
-    }
-
-    /// As long as a weight of gpt2 small is: `cargo test --release -- --ignored --nocapture size_of_gpt2`.
-    #[test]
-    #[ignore = "a measurement, not a check"]
-    fn the_time_for_a_weight_of_the_size_of_gpt2() {
-        let matrix =
-            with_values(768, 3072, &(0..768).map(|k| 20.0 / (1.0 + k as f64).sqrt()).collect::<Vec<_>>(), 1);
-        for rank in [8, 16, 64] {
-            let start = std::time::Instant::now();
-            let found = Svd::leading(&matrix, rank);
-            println!("rank {rank}: {:?}, {:?}", start.elapsed(), &found.values[..2]);
-        }
     }
 }

@@ -37,7 +37,7 @@ pub enum Format {
 pub struct Foreign {
     /// The file, or the folder.
     pub path: PathBuf,
-    /// Its format.
+    /// The program whose files look like this.
     pub format: Format,
     /// Its pairs of tensors, ordered by layer and module.
     pub pairs: Vec<Pair>,
@@ -73,7 +73,7 @@ pub struct Matrix {
     pub rows: usize,
     /// Elements of a row.
     pub columns: usize,
-    /// The elements.
+    /// Elements row by row.
     pub values: Vec<f32>,
 }
 

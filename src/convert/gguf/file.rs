@@ -18,9 +18,9 @@ const BLOCK: usize = 32;
 /// Element type of a tensor in a GGUF file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GgufType {
-    /// Single precision.
+    /// IEEE single precision: 24 significant bits.
     F32,
-    /// Half precision.
+    /// IEEE half precision: 11 significant bits, at most 65504.
     F16,
     /// 8-bit codes, 32 of a row with an FP16 scale.
     Q8_0,

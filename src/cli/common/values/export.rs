@@ -21,7 +21,7 @@ pub enum ExportName {
 }
 
 impl ExportName {
-    /// Its spelling.
+    /// As it is written after `--to`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Peft => "peft",
@@ -37,9 +37,9 @@ impl ExportName {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GgufTypeName {
-    /// Single precision.
+    /// IEEE single precision: 24 significant bits.
     F32,
-    /// Half precision.
+    /// IEEE half precision: 11 significant bits, at most 65504.
     F16,
     /// 8-bit codes.
     #[value(name = "q8_0")]
