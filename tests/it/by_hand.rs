@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use engraft::{
     engine::Trainer,
-    model::{Base, Policy},
+    model::{Base, BaseDType, Policy, Recompute},
 };
 use engraft_adapters::{
     AdapterSet, AdapterSpec, Group, Layout, Lora, NormVectors, OutputScale, SiteVectors, TensorSlot,
@@ -12,8 +12,8 @@ use engraft_adapters::{
 use engraft_util::rng;
 
 use crate::{
-    policies,
-    setup::{Case, RandomBase, Sizes, TrainerState, bits, lora, random_base, state},
+    autograd, policies,
+    setup::{Case, RandomBase, Sizes, TrainerState, bits, by_tensor, lora, random_base, state, wide, within},
 };
 
 /// Sizes of [`base`]: odd ones, and layers without anything trained.
@@ -149,4 +149,31 @@ pub fn run(base: &Arc<Base>, case: &Case, policy: Policy) -> Outcome {
         losses.push(trainer.evaluate(&mut batches.iter().cloned()).unwrap().loss.to_bits());
     }
     (gradient, losses, state(&trainer))
+}
+
+/// Holds that micro-batches of 1 and 2 rows change the rounding of the gradient of four rows, and nothing else.
+pub fn micro_batches_round_otherwise(base: &Arc<Base>, case: &Case) {
+    let gradient = |size: usize| {
+        let mut trainer = trainer(base, case, Policy::default());
+        trainer.accumulate(&policies::cut(&policies::rows(), size)).unwrap();
+        let mut gradient = trainer.gradient();
+        // A frozen tensor has no gradient to compare.
+        let tensors = case.set.layout.tensors.iter().filter(|slot| slot.group == 1);
+        tensors.for_each(|slot| gradient[slot.range()].fill(1.0));
+        gradient
+    };
+    let whole = wide(&gradient(4));
+    for size in [1, 2] {
+        let found = by_tensor(&case.set, &gradient(size), &whole);
+        within(found, CHUNKS, &format!("gradients of micro-batches of {size}, {}", case.name));
+    }
+}
+
+/// Holds the gradient of `case` on [`base`] in 8 bits against autograd on the same weights.
+pub fn agrees_with_autograd_in_8_bits(case: &Case) {
+    let (random, cache) = (base(), tempfile::tempdir().unwrap());
+    let coded = Base::load_as(&random.base.source, "coded", cache.path(), BaseDType::Q8).unwrap();
+    let mut worst = autograd::Worst::new();
+    autograd::check(&Arc::new(coded), case, 0.0, Recompute::None, &mut worst);
+    autograd::report(&worst, &format!("{} on 8-bit weights", case.name));
 }

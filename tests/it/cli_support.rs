@@ -194,6 +194,33 @@ pub fn losses(run: &Finished) -> Vec<f64> {
     run.events_of("step").iter().map(|step| step["loss"].as_f64().unwrap()).collect()
 }
 
+/// Holds that a run counted no more bytes than were planned.
+#[track_caller]
+pub fn counts_what_was_planned(run: &Finished) {
+    let done = run.events_of("done").remove(0);
+    let [counted, planned] =
+        ["counted_bytes", "planned_counted_bytes"].map(|key| done[key].as_u64().unwrap());
+    assert!(counted <= planned, "{counted} bytes counted, {planned} planned");
+}
+
+/// Holds of a run of 20 steps in the folder `run`, which saved after 10, that its loss falls, that it counted no more bytes
+/// than were planned, that its adapter is three files, and that resumed from step 10 it ends in the same bytes. Returns
+/// the losses of its steps.
+#[track_caller]
+pub fn learned_and_resumed(sandbox: &Sandbox, run: &Finished) -> Vec<f64> {
+    let losses = losses(run);
+    assert!(losses.len() == 20 && losses[19] < 0.8 * losses[0], "{losses:?}");
+    counts_what_was_planned(run);
+
+    let folder = sandbox.path("run/adapter");
+    let expected = files_below(&folder);
+    assert_eq!(names(&folder), ["README.md", "adapter_config.json", "adapter_model.safetensors"]);
+    let resumed = sandbox.engraft("train --resume --output run --resume-from 10 --json").succeeds();
+    assert_eq!(resumed.events_of("step")[0]["step"], 11);
+    assert!(files_below(&folder) == expected, "a resumed run has other bytes");
+    losses
+}
+
 /// Loss of the embedded base on the data, with the adapter of that folder if there is one; it generates, too.
 pub fn evaluated(sandbox: &Sandbox, adapter: Option<&str>) -> f64 {
     let with = adapter.map(|folder| format!("--adapter {folder}")).unwrap_or_default();

@@ -4,7 +4,7 @@ use engraft_adapters::{AdapterSpec, Ia3Spec, LoraSpec};
 use serde_json::{Value, json};
 
 use crate::{
-    cli_support::{Finished, Sandbox, evaluated, files_below, losses, names},
+    cli_support::{Finished, Sandbox, evaluated, learned_and_resumed, losses, names},
     method_policies,
 };
 
@@ -59,18 +59,8 @@ fn train(sandbox: &Sandbox, output: &str, more: &str) -> Finished {
 fn vectors_are_trained_resumed_and_used() {
     let sandbox = Sandbox::new();
     let run = train(&sandbox, "run", "--method ia3");
-    let losses = losses(&run);
-    assert!(losses.len() == 20 && losses[19] < 0.8 * losses[0], "{losses:?}");
+    let losses = learned_and_resumed(&sandbox, &run);
     assert!((losses[0] - evaluated(&sandbox, None)).abs() < 0.5, "it starts as the base: {losses:?}");
-    let expected = files_below(&sandbox.path("run/adapter"));
-    assert_eq!(
-        names(&sandbox.path("run/adapter")),
-        ["README.md", "adapter_config.json", "adapter_model.safetensors"]
-    );
-    let resumed = sandbox.engraft("train --resume --output run --resume-from 10 --json").succeeds();
-    assert_eq!(resumed.events_of("step")[0]["step"], 11);
-    assert!(files_below(&sandbox.path("run/adapter")) == expected, "a resumed run has other bytes");
-
     assert!(evaluated(&sandbox, Some("run")) < 0.8 * evaluated(&sandbox, None));
     let look = sandbox.engraft("inspect run/adapter --json").succeeds().events().remove(0);
     assert_eq!(look["adapters"][0]["kind"], "ia3");

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::cli_support::{Finished, Sandbox, evaluated, files_below, losses, names};
+use crate::cli_support::{Finished, Sandbox, evaluated, learned_and_resumed, losses, names};
 
 /// A run that takes no time, of 20 steps.
 const RUN: &str = "train --data data.jsonl --no-pack --seq-len 24 --batch 4 --micro-batch 2 --threads 1 --lr 0.02 \
@@ -16,22 +16,7 @@ fn train(sandbox: &Sandbox, output: &str, more: &str) -> Finished {
 fn norms_are_trained_resumed_and_used() {
     let sandbox = Sandbox::new();
     let run = train(&sandbox, "run", "--method ln_tuning");
-    let losses = losses(&run);
-    assert!(losses.len() == 20 && losses[19] < 0.8 * losses[0], "{losses:?}");
-    // All that is held was planned.
-    let done = run.events_of("done").remove(0);
-    let [counted, planned] =
-        ["counted_bytes", "planned_counted_bytes"].map(|key| done[key].as_u64().unwrap());
-    assert!(counted <= planned, "{counted} bytes counted, {planned} planned");
-
-    let expected = files_below(&sandbox.path("run/adapter"));
-    assert_eq!(
-        names(&sandbox.path("run/adapter")),
-        ["README.md", "adapter_config.json", "adapter_model.safetensors"]
-    );
-    let resumed = sandbox.engraft("train --resume --output run --resume-from 10 --json").succeeds();
-    assert_eq!(resumed.events_of("step")[0]["step"], 11);
-    assert!(files_below(&sandbox.path("run/adapter")) == expected, "a resumed run has other bytes");
+    learned_and_resumed(&sandbox, &run);
 
     assert!(evaluated(&sandbox, Some("run")) < 0.8 * evaluated(&sandbox, None));
     let look = sandbox.engraft("inspect run/adapter --json").succeeds().events().remove(0);

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use candle_core::{Device, Tensor, safetensors};
 use serde_json::{Value, json};
 
-use crate::cli_support::{Finished, Sandbox, files_below, losses};
+use crate::cli_support::{Finished, Sandbox, counts_what_was_planned, files_below, losses};
 
 /// A run that takes no time, of 12 steps.
 const RUN: &str = "train --data data.jsonl --no-pack --seq-len 24 --batch 4 --threads 1 --lr 0.01 --steps 12 \
@@ -63,10 +63,7 @@ fn variants_are_trained_resumed_and_used() {
             let key = format!("base_model.model.transformer.{tensor}");
             assert!(found.contains_key(&key), "{name}: {key} among {:?}", found.keys());
         }
-        let done = run.events_of("done").remove(0);
-        let [counted, planned] =
-            ["counted_bytes", "planned_counted_bytes"].map(|key| done[key].as_u64().unwrap());
-        assert!(counted <= planned, "{name}: {counted} bytes counted, {planned} planned");
+        counts_what_was_planned(&run);
 
         let bytes = files_below(&sandbox.path(name).join("adapter"));
         let policy = "--recompute all --stream-base on --offload-inputs --offload-optimizer --micro-batch 2";

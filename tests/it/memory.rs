@@ -4,7 +4,7 @@
 use engraft::device::cpu::bf16 as fast_bf16;
 use serde_json::Value;
 
-use crate::cli_support::{Finished, SMALL, Sandbox, names, planned_for};
+use crate::cli_support::{Finished, SMALL, Sandbox, counts_what_was_planned, names, planned_for};
 
 fn only(finished: &Finished, kind: &str) -> Value {
     finished.events_of(kind).remove(0)
@@ -71,6 +71,16 @@ fn a_plan_is_for_the_threads_and_the_precision_that_were_asked_for() {
     // For each token two bytes for each step of a panel.
     let rounded = if fast_bf16() { 4 * 128 * 768 * 2 } else { 0 };
     assert_eq!(scratch("--threads 1 --precision bf16"), one + rounded);
+}
+
+/// A task of few tokens has its own xa, rows of B times vectors and a panel at one time.
+#[test]
+fn large_ranks_and_few_tokens_are_planned() {
+    for more in ["--targets all-linear --rank 256", "--targets mlp.c_proj --rank 200 --lora-dropout 0.3"] {
+        let line = SMALL.replace("--rank 3", "").replace("--micro-batch 2", "--micro-batch 4");
+        let run = Sandbox::new().engraft(&format!("{line} --output run --steps 2 {more}")).succeeds();
+        counts_what_was_planned(&run);
+    }
 }
 
 #[test]

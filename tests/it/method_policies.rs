@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use crate::{
     autograd,
-    cli_support::{Sandbox, files_below, losses},
+    cli_support::{Sandbox, counts_what_was_planned, files_below, losses},
     policies::{LOSS, SEQ_LEN, cut, options, rows, same, trainer},
     setup::{
         Case, TrainerState, bits, by_tensor, decoder, golden, loss_token_by_token, predicting_next, restore,
@@ -152,10 +152,7 @@ pub fn program(line: &str) {
     let sandbox = Sandbox::new();
     let run = |output: &str, more: &str| {
         let run = sandbox.engraft(&format!("{line} --micro-batch 2 --output {output} {more}")).succeeds();
-        let done = run.events_of("done").remove(0);
-        let [counted, planned] =
-            ["counted_bytes", "planned_counted_bytes"].map(|key| done[key].as_u64().unwrap());
-        assert!(counted <= planned, "{more}: {counted} bytes counted, {planned} planned");
+        counts_what_was_planned(&run);
         losses(&run)
     };
     let adapter = |name: &str| files_below(&sandbox.path(name).join("adapter"));

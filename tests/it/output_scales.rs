@@ -7,16 +7,19 @@ use engraft::{
     device::arena::Placement,
     engine::{BeforeUpdate, Evaluator, PendingUpdate, Trainer},
     error::Result,
-    model::{Base, BaseDType, Limits, Policy, Recompute, RowTokens},
+    model::{Base, Limits, Policy, Recompute, RowTokens},
 };
 
 use crate::{
     autograd,
-    by_hand::{ByHand, CHUNKS, LOGITS, LOSS, SIZES, base, run, trainer},
+    by_hand::{
+        ByHand, LOGITS, LOSS, SIZES, agrees_with_autograd_in_8_bits, base, micro_batches_round_otherwise,
+        run, trainer,
+    },
     policies::{self, cut, options},
     setup::{
-        Case, batch, bindings, by_tensor, decoder, difference, loss_token_by_token, predicting_next, restore,
-        row, state, wide, within,
+        Case, batch, bindings, decoder, difference, loss_token_by_token, predicting_next, restore, row,
+        state, wide, within,
     },
 };
 
@@ -105,30 +108,12 @@ fn recompute_streaming_and_offloading_change_no_bit() {
 
 #[test]
 fn micro_batches_change_rounding_alone() {
-    let (base, case) = (base(), everywhere(0.2));
-    let gradient = |size: usize| {
-        let mut trainer = trainer(&base.base, &case, Policy::default());
-        trainer.accumulate(&cut(&policies::rows(), size)).unwrap();
-        let mut gradient = trainer.gradient();
-        // No gradient to compare.
-        let tensors = case.set.layout.tensors.iter().filter(|slot| slot.group == 1);
-        tensors.for_each(|slot| gradient[slot.range()].fill(1.0));
-        gradient
-    };
-    let whole = wide(&gradient(4));
-    for size in [1, 2] {
-        let found = by_tensor(&case.set, &gradient(size), &whole);
-        within(found, CHUNKS, &format!("gradients of micro-batches of {size} with output scales over norms"));
-    }
+    micro_batches_round_otherwise(&base().base, &everywhere(0.2));
 }
 
 #[test]
 fn autograd_agrees_on_a_base_in_8_bits() {
-    let (random, folder) = (base(), tempfile::tempdir().unwrap());
-    let base = Base::load_as(&random.base.source, "coded", folder.path(), BaseDType::Q8).unwrap();
-    let mut worst = autograd::Worst::new();
-    autograd::check(&Arc::new(base), &everywhere(0.0), 0.0, Recompute::None, &mut worst);
-    autograd::report(&worst, "with output scales over norms of 8-bit weights");
+    agrees_with_autograd_in_8_bits(&everywhere(0.0));
 }
 
 /// What a step changes is in the scales of the evaluation after it: that of an evaluator which derives them anew.

@@ -6,17 +6,20 @@ use std::sync::Arc;
 use engraft::{
     device::arena::Placement,
     engine::{Evaluator, Trainer},
-    model::{AdapterBindings, Base, BaseDType, Decoder, Limits, Policy, Recompute, RowTokens},
+    model::{AdapterBindings, Base, Decoder, Limits, Policy, Recompute, RowTokens},
 };
 use engraft_adapters::BaseWeights;
 
 use crate::{
     autograd,
-    by_hand::{ByHand, CHUNKS, LOGITS, LOSS, SIZES, base, run, trainer},
+    by_hand::{
+        ByHand, LOGITS, LOSS, SIZES, agrees_with_autograd_in_8_bits, base, micro_batches_round_otherwise,
+        run, trainer,
+    },
     policies::{self, cut, options},
     setup::{
-        Case, batch, bindings, by_tensor, decoder, difference, loss_token_by_token, predicting_next, restore,
-        row, state, wide, within,
+        Case, batch, bindings, decoder, difference, loss_token_by_token, predicting_next, restore, row,
+        state, wide, within,
     },
 };
 
@@ -69,11 +72,7 @@ fn autograd_agrees_on_trained_norms() {
 
 #[test]
 fn autograd_agrees_on_norms_of_a_base_in_8_bits() {
-    let (random, folder) = (base(), tempfile::tempdir().unwrap());
-    let base = Base::load_as(&random.base.source, "coded", folder.path(), BaseDType::Q8).unwrap();
-    let mut worst = autograd::Worst::new();
-    autograd::check(&Arc::new(base), &beside_deltas(0.0), 0.0, Recompute::None, &mut worst);
-    autograd::report(&worst, "with trained norms on 8-bit weights");
+    agrees_with_autograd_in_8_bits(&beside_deltas(0.0));
 }
 
 #[test]
@@ -95,20 +94,7 @@ fn recompute_streaming_and_offloading_change_no_bit() {
 fn micro_batches_change_rounding_alone() {
     let base = base();
     for case in [beside_deltas(0.2), one_norm(0), one_norm(6)] {
-        let gradient = |size: usize| {
-            let mut trainer = trainer(&base.base, &case, Policy::default());
-            trainer.accumulate(&cut(&policies::rows(), size)).unwrap();
-            let mut gradient = trainer.gradient();
-            // No gradient to compare.
-            let tensors = case.set.layout.tensors.iter().filter(|slot| slot.group == 1);
-            tensors.for_each(|slot| gradient[slot.range()].fill(1.0));
-            gradient
-        };
-        let whole = wide(&gradient(4));
-        for size in [1, 2] {
-            let found = by_tensor(&case.set, &gradient(size), &whole);
-            within(found, CHUNKS, &format!("gradients of micro-batches of {size} with trained norms"));
-        }
+        micro_batches_round_otherwise(&base.base, &case);
     }
 }
 

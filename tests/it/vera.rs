@@ -4,7 +4,7 @@ use engraft_adapters::{AdapterSpec, Ia3Spec, LoraSpec, VeraSpec};
 use serde_json::{Value, json};
 
 use crate::{
-    cli_support::{Finished, Sandbox, evaluated, files_below, losses, names, planned_for},
+    cli_support::{Finished, Sandbox, evaluated, learned_and_resumed, losses, names, planned_for},
     method_policies,
     setup::within,
 };
@@ -79,12 +79,7 @@ fn train(sandbox: &Sandbox, output: &str, more: &str) -> Finished {
 fn lambdas_are_trained_resumed_and_used() {
     let sandbox = Sandbox::new();
     let run = train(&sandbox, "run", "--method vera");
-    let losses = losses(&run);
-    assert!(losses.len() == 20 && losses[19] < 0.8 * losses[0], "{losses:?}");
-    let expected = files_below(&sandbox.path("run/adapter"));
-    let resumed = sandbox.engraft("train --resume --output run --resume-from 10 --json").succeeds();
-    assert_eq!(resumed.events_of("step")[0]["step"], 11);
-    assert!(files_below(&sandbox.path("run/adapter")) == expected, "a resumed run has other bytes");
+    learned_and_resumed(&sandbox, &run);
 
     assert!(evaluated(&sandbox, Some("run")) < 0.8 * evaluated(&sandbox, None));
     let look = sandbox.engraft("inspect run/adapter --json").succeeds().events().remove(0);

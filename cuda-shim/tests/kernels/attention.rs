@@ -82,22 +82,22 @@ impl Kernels {
 /// The structs that the kernels take.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Heads<T> {
-    data: *mut T,
-    row: i64,
-    batch: i64,
+pub struct Heads<T> {
+    pub data: *mut T,
+    pub row: i64,
+    pub batch: i64,
 }
 
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Shape {
-    batch: i32,
-    queries: i32,
-    past: i32,
-    heads: i32,
-    width: i32,
-    prefix: i32,
-    scale: f32,
+pub struct Shape {
+    pub batch: i32,
+    pub queries: i32,
+    pub past: i32,
+    pub heads: i32,
+    pub width: i32,
+    pub prefix: i32,
+    pub scale: f32,
 }
 
 const SCALE: f32 = 0.3;

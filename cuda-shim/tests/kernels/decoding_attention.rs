@@ -5,6 +5,7 @@ use half::{bf16, f16};
 
 use crate::{
     args,
+    attention::{Heads, Shape},
     decoding::{BF16, F16, F32, Kernels, Left, Lows, launch},
     harness::*,
 };
@@ -24,26 +25,6 @@ struct Rows {
     slots: *const u32,
     first: i32,
     n: i32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Heads<T> {
-    data: *mut T,
-    row: i64,
-    batch: i64,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Shape {
-    batch: i32,
-    queries: i32,
-    past: i32,
-    heads: i32,
-    width: i32,
-    prefix: i32,
-    scale: f32,
 }
 
 #[derive(Clone, Copy)]

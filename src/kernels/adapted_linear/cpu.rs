@@ -21,18 +21,24 @@ const COLUMNS: usize = 64;
 /// Columns of A or rows of B a task takes.
 const OUTER: usize = 256;
 
-/// Floats of scratch that a task uses, and floats that packing takes beside it.
+/// Floats of scratch that a task uses, and floats that are lent or packed while it has those.
+///
+/// A thread keeps what it has lent, apart for each depth, so the depths add up with those of other ops: with up to
+/// [`SMALL_BATCH`] tokens a task has its own xa, then rows of B times d and e, then a panel.
 pub fn scratch(needs: DeltaScratch) -> (usize, usize) {
     let DeltaScratch { tokens: n, widest, rank, .. } = needs;
     let packing = packing(n, widest, rank);
     let xa = if n <= SMALL_BATCH { n * rank } else { 0 };
     // Rows of B times d and e.
     let scaled = if needs.vectors { OUTER.min(widest) * rank } else { 0 };
-    match (needs.dropout, vectors()) {
-        (true, _) => ((TOKENS.min(n) * widest).max(n * OUTER.min(widest)) + scaled, packing),
-        // Our own packing is scratch like any other.
-        (false, true) => (xa + scaled + packing, 0),
-        (false, false) => (xa + scaled, packing),
+    let dropped = if needs.dropout { (TOKENS.min(n) * widest).max(n * OUTER.min(widest)) } else { 0 };
+    let outer = xa.max(dropped);
+    match vectors() {
+        true if outer + scaled == 0 => (packing, 0),
+        true if outer == 0 => (scaled.max(packing), packing),
+        true => (outer.max(scaled).max(packing), scaled + packing),
+        // The crate `gemm` packs into memory of its own.
+        false => (outer + scaled, packing),
     }
 }
 
