@@ -141,7 +141,13 @@ fn local(name: &str, option: &str) -> Result<Option<PathBuf>> {
         return Ok(Some(path.to_owned()));
     }
     if path.exists() {
-        return Err(Error::input(format!("{option} {name}: is a file; give the folder that holds it")));
+        let what = match option {
+            "--adapter" => {
+                "is a file, but neither GGUF nor loralib's; give one of these, or the folder of an adapter"
+            }
+            _ => "is a file; give the folder that holds it",
+        };
+        return Err(Error::input(format!("{option} {name}: {what}")));
     }
     if is_id(name) {
         return Ok(None);
@@ -240,7 +246,9 @@ mod tests {
         assert_eq!(found, dir.path());
         std::fs::write(dir.path().join("x"), "").unwrap();
         let error = adapter(&format!("{name}/x"), &HubOptions::default(), &progress).unwrap_err();
-        assert!(error.to_string().contains("is a file; give the folder"), "{error}");
+        assert!(error.to_string().contains("neither GGUF nor loralib's; give"), "{error}");
+        let error = base(&format!("{name}/x"), &HubOptions::default(), &progress).unwrap_err();
+        assert!(error.to_string().contains("is a file; give the folder that holds it"), "{error}");
         let error = base("./nowhere", &HubOptions::default(), &progress).unwrap_err();
         assert!(
             error.to_string().starts_with("--base ./nowhere: is neither a folder nor a hub id"),

@@ -96,8 +96,10 @@ fn look(path: &Path) -> Result<Value> {
         base(path)
     } else {
         Err(Error::input(format!(
-            "{}: is no adapter, base or run folder; name one with adapter_config.json, config.json or config.toml",
-            path.display()
+            "{}: is {}; name a folder with adapter_config.json, config.json or config.toml, or an adapter in a file of \
+             GGUF or loralib",
+            path.display(),
+            if path.is_dir() { "no adapter, base or run folder" } else { "no file that is read" },
         )))
     }
 }
