@@ -26,7 +26,9 @@ use crate::{
         scratch::{self, ScratchNeeds},
     },
     observe::phase::{self, Phase},
-    optim::{AdamWOptions, LossScale, Optimizer, OptimizerKind, SavedTensor, StateTensor, upload},
+    optim::{
+        AdamWOptions, LossScale, Optimizer, OptimizerKind, RankAllocator, SavedTensor, StateTensor, upload,
+    },
 };
 
 /// Name of the trainable values among the tensors of a save.
@@ -116,6 +118,7 @@ struct Trainables {
     store: Buffer,
     gradient: Buffer,
     optimizer: Optimizer,
+    allocator: Option<RankAllocator>,
 }
 
 impl Trainables {
@@ -135,7 +138,8 @@ impl Trainables {
         let segments = set.layout.segments();
         let TrainerOptions { optimizer, adamw, policy, .. } = options;
         let optimizer = Optimizer::new(optimizer, &segments, adamw, policy.moments, arenas)?;
-        Ok(Self { prefix, scales, store, gradient, optimizer })
+        let allocator = RankAllocator::new(set, arenas)?;
+        Ok(Self { prefix, scales, store, gradient, optimizer, allocator })
     }
 }
 
@@ -161,6 +165,7 @@ pub struct Trainer {
     /// Whether values have changed since scales were derived.
     stale: bool,
     optimizer: Optimizer,
+    allocator: Option<RankAllocator>,
     options: TrainerOptions,
     dropout: f64,
     table: Vec<TableRow>,
@@ -190,7 +195,7 @@ impl Trainer {
                 values.len()
             )));
         }
-        let Trainables { prefix, scales, mut store, gradient, optimizer } =
+        let Trainables { prefix, scales, mut store, gradient, optimizer, allocator } =
             Trainables::cut(&base.config, &bindings, &set, options, &mut arenas)?;
         store.view_mut().upload(values);
         base.device.reserve(options.device_scratch(&base.config, &set))?;
@@ -207,6 +212,7 @@ impl Trainer {
             scales,
             stale: true,
             optimizer,
+            allocator,
             options,
             dropout,
             table,
@@ -258,6 +264,7 @@ impl Trainer {
             self.stale = true;
             self.stack.base().device.check()?;
             if norm.is_finite() {
+                self.allocate_ranks(step - 1, Optimizer::factor(norm, clip, scale))?;
                 self.scale.succeeded();
                 break (losses, norm);
             }
@@ -295,8 +302,17 @@ impl Trainer {
         Ok(())
     }
 
-    /// The gradient of the mean loss over the supervised tokens of `micro_batches`, left in place;
-    /// returns the sum of the losses.
+    /// Takes the update after `before` others into account where ranks are allocated; `factor` is that of its gradient.
+    fn allocate_ranks(&mut self, before: u64, factor: f64) -> Result<()> {
+        let Some(allocator) = &mut self.allocator else { return Ok(()) };
+        let len = self.set.layout.len;
+        let (values, gradient) = (self.values.view_mut().slice(0, len), self.gradient.view().slice(0, len));
+        on_pool(|| allocator.after_update(before, values, gradient, factor));
+        self.stack.base().device.check()
+    }
+
+    /// The gradient of the mean loss over the supervised tokens of `micro_batches`, and of the penalty that a method adds
+    /// to it, left in place; returns the sum of the losses, without the penalty.
     ///
     /// # Errors
     /// As [`Trainer::step`].
@@ -327,6 +343,10 @@ impl Trainer {
         }
         if let Some(scales) = &self.scales {
             scales.backward(self.stack.bindings(), self.gradient.view_mut());
+        }
+        if let Some(allocator) = &mut self.allocator {
+            let (values, gradient) = (self.values.view(), self.gradient.view_mut());
+            on_pool(|| allocator.add_penalty(values, gradient, self.gradient_scale));
         }
         // The losses of all micro-batches are read here, once a step.
         self.stack.base().device.check()?;
@@ -381,6 +401,7 @@ impl Trainer {
         let values = self.values.view().slice(0, self.set.layout.len);
         let mut tensors = vec![(VALUES, values, self.values.part(0..self.set.layout.len))];
         tensors.extend(self.optimizer.tensors());
+        tensors.extend(self.allocator.iter().flat_map(RankAllocator::tensors));
         tensors
     }
 
@@ -400,7 +421,16 @@ impl Trainer {
                 values.bytes.len() / F32.size()
             )));
         }
+        let own =
+            moments.len() - self.allocator.as_ref().map_or(0, |it| it.tensors().len()).min(moments.len());
+        let (moments, allocation) = moments.split_at(own);
+        if let Some(allocator) = &self.allocator {
+            allocator.check(allocation)?;
+        }
         self.optimizer.restore(step, moments)?;
+        if let Some(allocator) = &mut self.allocator {
+            allocator.restore(allocation);
+        }
         upload(&mut self.values, values);
         self.stale = true;
         self.refresh();

@@ -90,7 +90,7 @@ def main():
     transformers.utils.logging.set_verbosity_error()
     model = gpt2_bases.load(a.base)
     # Only prefix and prompt tuning can wrap a base that already holds LoRA, DoRA, IA3 or norms, so these come first.
-    methods = ("lora", "vera", "ia3", "ln_tuning", "dora", "prefix", "prompt_tuning")
+    methods = ("lora", "vera", "adalora", "ia3", "ln_tuning", "dora", "prefix", "prompt_tuning")
     folders = [a.adapter] if (a.adapter / "adapter_config.json").is_file() else \
         [f for f in (a.adapter / name for name in methods) if f.is_dir()]
     if not folders:
