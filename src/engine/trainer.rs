@@ -21,7 +21,7 @@ use crate::{
     kernels::{head_loss::Tally, noise},
     model::{
         AdapterBindings, Base, Config, Gradients, Limits, LossSum, OutputScales, Pass, Policy, PrefixState,
-        Stack, Trained,
+        Stack, Trained, derived_ranks,
         not_finite::remedy_in_training,
         scratch::{self, ScratchNeeds},
     },
@@ -83,17 +83,6 @@ impl TrainerOptions {
     pub fn device_scratch(&self, config: &Config, set: &AdapterSet) -> usize {
         scratch::training(self.needs(config, set), self.policy.activations, set.layout.len)
     }
-}
-
-/// Largest sum of ranks at a site whose output scale is derived from the norms of its columns.
-fn derived_ranks(set: &AdapterSet) -> Option<usize> {
-    let derived = set.vectors.iter().filter(|vectors| vectors.g.is_some_and(|g| g.over_norms));
-    let ranks = derived.map(|vectors| {
-        let place = (vectors.layer, vectors.site);
-        let loras = set.loras.iter().filter(|lora| (lora.layer, lora.site) == place);
-        loras.map(|lora| lora.rank).sum()
-    });
-    ranks.max()
 }
 
 /// The numbers of one optimizer step.
@@ -421,9 +410,8 @@ impl Trainer {
                 values.bytes.len() / F32.size()
             )));
         }
-        let own =
-            moments.len() - self.allocator.as_ref().map_or(0, |it| it.tensors().len()).min(moments.len());
-        let (moments, allocation) = moments.split_at(own);
+        let own = self.allocator.as_ref().map_or(0, |it| it.tensors().len()).min(moments.len());
+        let (moments, allocation) = moments.split_at(moments.len() - own);
         if let Some(allocator) = &self.allocator {
             allocator.check(allocation)?;
         }

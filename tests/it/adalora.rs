@@ -76,8 +76,10 @@ fn generation_computes_what_training_does() {
 
 #[test]
 fn options_of_memory_give_what_they_must() {
+    // At a rate at which a base of fewer bits does not lead elsewhere.
+    let run = RUN.replace("--lr 0.02", "--lr 0.002");
     method_policies::program(&format!(
-        "{RUN} --method adalora --init-r 6 --target-r 3 --targets all-linear --lora-dropout 0.1 --tinit 2 --tfinal 4"
+        "{run} --method adalora --init-r 6 --target-r 3 --targets all-linear --lora-dropout 0.1 --tinit 2 --tfinal 4"
     ));
 }
 
@@ -211,10 +213,11 @@ fn importance_is_planned() {
         .remove(0);
     // Width 128, 6 layers.
     let (values, ranks) = (6 * 4 * (128 + 3 * 128 + 1), 6 * 4);
-    assert_eq!(planned_for(&plan, "moments"), 2 * 4 * values);
-    let exact = 4 * (2 * values + 2 * ranks + 6 * 4 * 4 * 4);
-    let planned = planned_for(&plan, "allocation of ranks");
-    assert!((exact..exact + 1024).contains(&planned), "{planned} for {exact}");
+    let allocation = 4 * (2 * values + 2 * ranks + 6 * 4 * 4 * 4);
+    for (role, exact) in [("moments", 2 * 4 * values), ("allocation of ranks", allocation)] {
+        let planned = planned_for(&plan, role);
+        assert!((exact..exact + 1024).contains(&planned), "{planned} for {exact}");
+    }
 }
 
 #[test]

@@ -1,3 +1,5 @@
+//! The importance of values and triplets against its twin.
+
 use super::*;
 use crate::testing::{assert_close, numbers, widened, with_threads};
 

@@ -1,3 +1,5 @@
+//! The gradient of the penalty against differences, and against its twin.
+
 use super::*;
 use crate::testing::{assert_close, assert_gradient, numbers, widened, with_threads};
 
