@@ -3,7 +3,7 @@
     cargo build --release
     python benchmarks/method_speed.py [--size small] [--peft] [--rounds 3] [--json FILE]
 
-Rows of random tokens, F32. LoRA (also as PiSSA and OLoRA), DoRA and VeRA have rank 8 on all linear modules; prefix and prompt have 20 virtual
+Rows of random tokens, F32. LoRA (also as PiSSA and OLoRA), DoRA, VeRA and AdaLoRA have rank 8 on all linear modules; prefix and prompt have 20 virtual
 tokens; the others are as each side has them. A figure is the fastest step but the first of all rounds; `of LoRA` and `of
 PEFT` are its quotients. With --peft it needs what peft_step.py needs. Prints a Markdown table.
 """
@@ -18,8 +18,9 @@ import tempfile
 import common
 
 LOW_RANK = ["--rank", "8", "--targets", "all-linear"]
+ADALORA = ["--init-r", "8", "--target-r", "4", "--targets", "all-linear"]
 PISSA, OLORA = ([*LOW_RANK, "--init-lora-weights", init] for init in ("pissa", "olora"))
-METHODS = {"lora": LOW_RANK, "pissa": PISSA, "olora": OLORA, "dora": LOW_RANK, "vera": LOW_RANK, "ia3": [],
+METHODS = {"lora": LOW_RANK, "pissa": PISSA, "olora": OLORA, "dora": LOW_RANK, "vera": LOW_RANK, "adalora": ADALORA, "ia3": [],
            "ln_tuning": [], "prefix": [], "prompt_tuning": []}
 # Starts of a LoRA.
 STARTS = ("pissa", "olora")

@@ -18,18 +18,19 @@ import time
 import peft
 import torch
 import transformers
-from peft import (IA3Config, LNTuningConfig, LoraConfig, PrefixTuningConfig, PromptTuningConfig, VeraConfig,
-                  get_peft_model)
+from peft import (AdaLoraConfig, IA3Config, LNTuningConfig, LoraConfig, PrefixTuningConfig, PromptTuningConfig,
+                  VeraConfig, get_peft_model)
 from transformers import AutoModelForCausalLM
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
-METHODS = ["lora", "dora", "vera", "ia3", "ln_tuning", "prefix", "prompt_tuning"]
+METHODS = ["lora", "dora", "vera", "adalora", "ia3", "ln_tuning", "prefix", "prompt_tuning"]
 
 
-def config(method, rank, targets, init):
-    """PEFT's config of a method; rank, targets and initial values are those of methods that have them."""
+def config(method, rank, targets, init, ranks=(12, 8), steps=0):
+    """PEFT's config of a method; rank, targets and initial values are those of methods that have them,
+    `ranks` and `steps` the first and last ranks and the steps of an AdaLoRA."""
     modules = ["c_attn", "c_proj", "c_fc"] if targets == "all-linear" else [targets]
     low_rank = {"target_modules": modules, "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
     if method in ("lora", "dora"):
@@ -37,6 +38,8 @@ def config(method, rank, targets, init):
         return LoraConfig(r=rank, lora_alpha=16, use_dora=method == "dora", init_lora_weights=init, **low_rank)
     if method == "vera":
         return VeraConfig(r=rank, **low_rank)
+    if method == "adalora":
+        return AdaLoraConfig(init_r=ranks[0], target_r=ranks[1], lora_alpha=16, total_step=steps, **low_rank)
     if method == "ia3":
         return IA3Config(task_type="CAUSAL_LM", fan_in_fan_out=True)
     kinds = {"ln_tuning": (LNTuningConfig, {}), "prefix": (PrefixTuningConfig, {"num_virtual_tokens": 20}),
@@ -56,6 +59,8 @@ def main():
     p.add_argument("rows")
     p.add_argument("--method", choices=METHODS, default="lora")
     p.add_argument("--rank", type=int, default=8)
+    p.add_argument("--init-r", type=int, default=12)
+    p.add_argument("--target-r", type=int, default=8)
     p.add_argument("--targets", choices=["c_attn", "all-linear"], default="c_attn")
     p.add_argument("--init-lora-weights", default="default")
     p.add_argument("--batch", type=int, default=4)
@@ -72,7 +77,7 @@ def main():
     imports = peak_bytes()
     model = AutoModelForCausalLM.from_pretrained(a.base, dtype=DTYPES[a.dtype], attn_implementation="sdpa",
                                                  resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)
-    model = get_peft_model(model, config(a.method, a.rank, a.targets, a.init_lora_weights)).to(a.device)
+    model = get_peft_model(model, config(a.method, a.rank, a.targets, a.init_lora_weights, (a.init_r, a.target_r), a.steps)).to(a.device)
     if a.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
@@ -102,6 +107,8 @@ def main():
             torch.nn.utils.clip_grad_norm_(trainable, 1.0)
             scaler.step(optimizer)
             scaler.update()
+            if a.method == "adalora":
+                model.base_model.update_and_allocate(step)
             optimizer.zero_grad(set_to_none=True)
             # Waits until a device has finished.
             losses.append(loss.item())

@@ -21,9 +21,10 @@ pub fn model() -> &'static [u8] {
 
 /// Options of `engraft train` when neither base nor data is given, as config files: the first one that is for a
 /// method of the run is taken.
-const DEFAULTS: [(&[&str], &str); 3] = [
+const DEFAULTS: [(&[&str], &str); 4] = [
     (&["lora", "dora"], include_str!("../examples/data/places/engraft.toml")),
     (&["vera", "ia3", "ln_tuning", "prefix"], include_str!("../examples/data/places/prefix.toml")),
+    (&["adalora"], include_str!("../examples/data/places/adalora.toml")),
     (&["prompt_tuning"], include_str!("../examples/data/places/prompt_tuning.toml")),
 ];
 

@@ -27,6 +27,8 @@ pub struct Contribution {
     pub prefix: Option<Prefix>,
     /// Learned embeddings in front of the tokens.
     pub prompt: Option<Prompt>,
+    /// How ranks of deltas are allocated in training.
+    pub allocation: Option<RankAllocation>,
 }
 
 /// A low-rank delta on a module, or on a part of its output columns.
@@ -54,6 +56,46 @@ pub struct Lora {
     pub d: Option<usize>,
     /// e `[columns.len()]`: multiplies what the delta adds.
     pub e: Option<usize>,
+}
+
+/// How training allocates a budget of ranks among deltas, and keeps their factors orthogonal (AdaLoRA, Zhang et al. 2023,
+/// arXiv:2303.10512).
+///
+/// A triplet is an element of d with its row of A and its column of B. The loss gets `penalty` times the mean over all A
+/// and B of `||P P^T - I||_F`, with P = A and P = B^T. After update t, counted from 0, the elements of d of the triplets
+/// that are least important become 0. The number that is left falls from all to `budget`, with the cube of what is left
+/// of the steps after `tinit` and before `steps - tfinal`; from then on the same ones are left.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RankAllocation {
+    /// The deltas, in the order of the set.
+    pub triplets: Vec<Triplets>,
+    /// Modules that were chosen, also those of which no rank is left: the mean is over two tensors of each.
+    pub modules: usize,
+    /// Sum of the ranks that are left in the end.
+    pub budget: usize,
+    /// First steps, in which all are left.
+    pub tinit: u64,
+    /// Last steps, in which the same ones are left.
+    pub tfinal: u64,
+    /// Steps between two allocations.
+    pub every: u64,
+    /// Decay of the means of importance and of its uncertainty.
+    pub betas: (f64, f64),
+    /// Weight of the penalty.
+    pub penalty: f64,
+    /// Steps of the whole training; 0 where nothing is trained.
+    pub steps: u64,
+}
+
+/// The tensors of a delta whose ranks are allocated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Triplets {
+    /// A, [rank, inputs].
+    pub a: usize,
+    /// B, [outputs, rank].
+    pub b: usize,
+    /// d, `rank` values.
+    pub d: usize,
 }
 
 /// Vectors of one linear site that act on the whole module.
@@ -170,7 +212,8 @@ impl Contribution {
         }
         one(&mut self.embedding, other.embedding, "the delta on the embedding")?;
         one(&mut self.prefix, other.prefix, "the prefix")?;
-        one(&mut self.prompt, other.prompt, "the prompt")
+        one(&mut self.prompt, other.prompt, "the prompt")?;
+        one(&mut self.allocation, other.allocation, "the allocation of ranks")
     }
 
     fn add_vectors(&mut self, new: SiteVectors) -> Result<()> {

@@ -183,6 +183,16 @@ pub enum Error {
         /// The initial value that was given.
         value: f64,
     },
+    /// A value with which ranks cannot be allocated.
+    #[error("{option}: {value} {why}")]
+    Allocation {
+        /// The option.
+        option: &'static str,
+        /// The value that was given.
+        value: String,
+        /// What is wrong with it, and the remedy.
+        why: &'static str,
+    },
     /// A choice of layers that chooses none.
     #[error("layers: the list is empty; name layers or leave it out for all of them")]
     NoLayers,

@@ -23,8 +23,17 @@ impl Made {
     fn new() -> Self {
         let (spec, layout) = (AdapterSpec::default(), Layout::default());
         let (loras, vectors, norms) = (Vec::new(), Vec::new(), Vec::new());
-        let set =
-            AdapterSet { spec, layout, loras, vectors, norms, embedding: None, prefix: None, prompt: None };
+        let set = AdapterSet {
+            spec,
+            layout,
+            loras,
+            vectors,
+            norms,
+            embedding: None,
+            prefix: None,
+            prompt: None,
+            allocation: None,
+        };
         Self { set, values: Vec::new() }
     }
 

@@ -117,7 +117,8 @@ pub use base::{
 pub use combine::{CombineMethod, CombineOptions, CombinePart, Combined, MajoritySign, combine};
 pub use compare::{DeltaSize, SiteDifference, compare_deltas};
 pub use contribution::{
-    Contribution, EmbeddingDelta, Lora, NormVectors, OutputScale, Prefix, PrefixValues, Prompt, SiteVectors,
+    Contribution, EmbeddingDelta, Lora, NormVectors, OutputScale, Prefix, PrefixValues, Prompt,
+    RankAllocation, SiteVectors, Triplets,
 };
 pub use error::{Error, Result};
 pub use extract::{Extracted, extract};
@@ -126,6 +127,7 @@ pub use kinds::Kinds;
 pub use layout::{Group, Layout, Segment, TensorSlot};
 pub use methods::{
     AdapterSpec, Kind,
+    adalora::AdaLoraSpec,
     dora::DoraSpec,
     ia3::Ia3Spec,
     kinds,

@@ -2,7 +2,7 @@
 
 use crate::{
     AdapterSpec, BaseDescription, Contribution, EmbeddingDelta, Error, Layout, Lora, NormVectors, Prefix,
-    Prompt, Result, SiteVectors,
+    Prompt, RankAllocation, Result, SiteVectors,
     layout::Slots,
     methods::{Kind, Method},
 };
@@ -29,6 +29,8 @@ pub struct AdapterSet {
     pub prefix: Option<Prefix>,
     /// Learned embeddings in front of the tokens, if there are any.
     pub prompt: Option<Prompt>,
+    /// How ranks of deltas are allocated in training, if they are.
+    pub allocation: Option<RankAllocation>,
 }
 
 impl AdapterSet {
@@ -56,11 +58,11 @@ impl AdapterSet {
         }
         refuse_deltas_of_scaled_inputs(&all, &layout, base)?;
         refuse_different_dropouts(spec)?;
-        let Contribution { loras, vectors, norms, embedding, prefix, prompt } = all;
+        let Contribution { loras, vectors, norms, embedding, prefix, prompt, allocation } = all;
         if prefix.is_some() && prompt.is_some() {
             return Err(Error::PrefixAndPrompt);
         }
-        Ok(Self { spec: spec.clone(), layout, loras, vectors, norms, embedding, prefix, prompt })
+        Ok(Self { spec: spec.clone(), layout, loras, vectors, norms, embedding, prefix, prompt, allocation })
     }
 
     /// Probability that an input element of its low-rank deltas is dropped.

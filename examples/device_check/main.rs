@@ -19,6 +19,7 @@
 //! after each part, target/device_check.json where none is named. An error ends its part, not the others; exit code 1
 //! when a bound is broken or a part failed.
 
+mod allocation;
 mod decoding;
 mod embedding;
 mod golden;

@@ -20,7 +20,7 @@ use engraft::{
 use engraft_util::rng;
 use half::{bf16, f16};
 
-use crate::{Line, Report, decoding, embedding, linears, runs::largest_error};
+use crate::{Line, Report, allocation, decoding, embedding, linears, runs::largest_error};
 
 /// The device of an op and the type of its activations; `rounded` is the type that inputs are rounded to.
 #[derive(Clone, Copy)]
@@ -92,7 +92,7 @@ impl On {
 pub type Outputs = Vec<(&'static str, Vec<f32>)>;
 type Check = (&'static str, fn(On) -> Result<Outputs>);
 
-const CHECKS: [Check; 27] = [
+const CHECKS: [Check; 28] = [
     ("embed", embedding::tables),
     ("delta of the embedding", embedding::deltas),
     ("virtual tokens", embedding::virtual_tokens),
@@ -121,6 +121,7 @@ const CHECKS: [Check; 27] = [
     ("largest logit", decoding::largest),
     ("head and loss", heads),
     ("adamw, both kinds of moments", updates),
+    ("allocation of ranks", allocation::ranks),
 ];
 
 /// Bounds for rounding results to the type of activations, and for sums in another order.

@@ -19,8 +19,8 @@ use engraft::{
     optim::{AdamWOptions, OptimizerKind},
 };
 use engraft_adapters::{
-    AdapterSet, AdapterSpec, DoraSpec, Ia3Spec, LnTuningSpec, LoraSpec, PrefixSpec, PromptTuningSpec,
-    Targets, VeraSpec,
+    AdaLoraSpec, AdapterSet, AdapterSpec, DoraSpec, Ia3Spec, LnTuningSpec, LoraSpec, PrefixSpec,
+    PromptTuningSpec, Targets, VeraSpec,
 };
 use engraft_util::rng;
 
@@ -165,6 +165,8 @@ pub enum Kind {
     Dora,
     /// VeRA on every linear site, whose factors are frozen and shared.
     Vera,
+    /// AdaLoRA on every linear site, which loses ranks after its second to fourth step.
+    AdaLora,
     /// IA3 on every linear site: inputs of the feed-forward modules, outputs of the others.
     Ia3,
     /// Every layer norm.
@@ -177,13 +179,14 @@ pub enum Kind {
 
 impl Kind {
     /// Every kind, in the order of the table.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Lora,
         Self::Prefix,
         Self::Projected,
         Self::Both,
         Self::Dora,
         Self::Vera,
+        Self::AdaLora,
         Self::Ia3,
         Self::Norms,
         Self::Prompt,
@@ -199,6 +202,7 @@ impl Kind {
             Self::Both => "lora and projected prefix",
             Self::Dora => "dora",
             Self::Vera => "vera",
+            Self::AdaLora => "adalora",
             Self::Ia3 => "ia3",
             Self::Norms => "ln_tuning",
             Self::Prompt => "prompt_tuning",
@@ -211,6 +215,15 @@ impl Kind {
         let lora = || LoraSpec { rank: 5, targets: targets(), dropout, ..LoraSpec::default() };
         let projected = || PrefixSpec { length: 7, projection: Some(12) };
         let vera = || VeraSpec { rank: 6, targets: targets(), dropout, ..VeraSpec::default() };
+        let adalora = || AdaLoraSpec {
+            init_r: 6,
+            target_r: 3,
+            targets: targets(),
+            dropout,
+            tfinal: 1,
+            total_step: 4,
+            ..AdaLoraSpec::default()
+        };
         let ia3 = || Ia3Spec { targets: targets(), feedforward: None };
         let prompt = || PromptTuningSpec { length: PROMPT };
         match self {
@@ -221,6 +234,7 @@ impl Kind {
             // Its dropout is always 0.
             Self::Dora => DoraSpec { lora: LoraSpec { dropout: 0.0, ..lora() } }.into(),
             Self::Vera => vera().into(),
+            Self::AdaLora => adalora().into(),
             Self::Ia3 => ia3().into(),
             Self::Norms => LnTuningSpec::default().into(),
             Self::Prompt => prompt().into(),

@@ -21,12 +21,14 @@ use crate::{
     kernels::{head_loss::Tally, noise},
     model::{
         AdapterBindings, Base, Config, Gradients, Limits, LossSum, OutputScales, Pass, Policy, PrefixState,
-        Stack, Trained,
+        Stack, Trained, derived_ranks,
         not_finite::remedy_in_training,
         scratch::{self, ScratchNeeds},
     },
     observe::phase::{self, Phase},
-    optim::{AdamWOptions, LossScale, Optimizer, OptimizerKind, SavedTensor, StateTensor, upload},
+    optim::{
+        AdamWOptions, LossScale, Optimizer, OptimizerKind, RankAllocator, SavedTensor, StateTensor, upload,
+    },
 };
 
 /// Name of the trainable values among the tensors of a save.
@@ -83,17 +85,6 @@ impl TrainerOptions {
     }
 }
 
-/// Largest sum of ranks at a site whose output scale is derived from the norms of its columns.
-fn derived_ranks(set: &AdapterSet) -> Option<usize> {
-    let derived = set.vectors.iter().filter(|vectors| vectors.g.is_some_and(|g| g.over_norms));
-    let ranks = derived.map(|vectors| {
-        let place = (vectors.layer, vectors.site);
-        let loras = set.loras.iter().filter(|lora| (lora.layer, lora.site) == place);
-        loras.map(|lora| lora.rank).sum()
-    });
-    ranks.max()
-}
-
 /// The numbers of one optimizer step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepReport {
@@ -116,6 +107,7 @@ struct Trainables {
     store: Buffer,
     gradient: Buffer,
     optimizer: Optimizer,
+    allocator: Option<RankAllocator>,
 }
 
 impl Trainables {
@@ -135,7 +127,8 @@ impl Trainables {
         let segments = set.layout.segments();
         let TrainerOptions { optimizer, adamw, policy, .. } = options;
         let optimizer = Optimizer::new(optimizer, &segments, adamw, policy.moments, arenas)?;
-        Ok(Self { prefix, scales, store, gradient, optimizer })
+        let allocator = RankAllocator::new(set, arenas)?;
+        Ok(Self { prefix, scales, store, gradient, optimizer, allocator })
     }
 }
 
@@ -161,6 +154,7 @@ pub struct Trainer {
     /// Whether values have changed since scales were derived.
     stale: bool,
     optimizer: Optimizer,
+    allocator: Option<RankAllocator>,
     options: TrainerOptions,
     dropout: f64,
     table: Vec<TableRow>,
@@ -190,7 +184,7 @@ impl Trainer {
                 values.len()
             )));
         }
-        let Trainables { prefix, scales, mut store, gradient, optimizer } =
+        let Trainables { prefix, scales, mut store, gradient, optimizer, allocator } =
             Trainables::cut(&base.config, &bindings, &set, options, &mut arenas)?;
         store.view_mut().upload(values);
         base.device.reserve(options.device_scratch(&base.config, &set))?;
@@ -207,6 +201,7 @@ impl Trainer {
             scales,
             stale: true,
             optimizer,
+            allocator,
             options,
             dropout,
             table,
@@ -258,6 +253,7 @@ impl Trainer {
             self.stale = true;
             self.stack.base().device.check()?;
             if norm.is_finite() {
+                self.allocate_ranks(step - 1, Optimizer::factor(norm, clip, scale))?;
                 self.scale.succeeded();
                 break (losses, norm);
             }
@@ -295,8 +291,17 @@ impl Trainer {
         Ok(())
     }
 
-    /// The gradient of the mean loss over the supervised tokens of `micro_batches`, left in place;
-    /// returns the sum of the losses.
+    /// Takes the update after `before` others into account where ranks are allocated; `factor` is that of its gradient.
+    fn allocate_ranks(&mut self, before: u64, factor: f64) -> Result<()> {
+        let Some(allocator) = &mut self.allocator else { return Ok(()) };
+        let len = self.set.layout.len;
+        let (values, gradient) = (self.values.view_mut().slice(0, len), self.gradient.view().slice(0, len));
+        on_pool(|| allocator.after_update(before, values, gradient, factor));
+        self.stack.base().device.check()
+    }
+
+    /// The gradient of the mean loss over the supervised tokens of `micro_batches`, and of the penalty that a method adds
+    /// to it, left in place; returns the sum of the losses, without the penalty.
     ///
     /// # Errors
     /// As [`Trainer::step`].
@@ -327,6 +332,10 @@ impl Trainer {
         }
         if let Some(scales) = &self.scales {
             scales.backward(self.stack.bindings(), self.gradient.view_mut());
+        }
+        if let Some(allocator) = &mut self.allocator {
+            let (values, gradient) = (self.values.view(), self.gradient.view_mut());
+            on_pool(|| allocator.add_penalty(values, gradient, self.gradient_scale));
         }
         // The losses of all micro-batches are read here, once a step.
         self.stack.base().device.check()?;
@@ -381,6 +390,7 @@ impl Trainer {
         let values = self.values.view().slice(0, self.set.layout.len);
         let mut tensors = vec![(VALUES, values, self.values.part(0..self.set.layout.len))];
         tensors.extend(self.optimizer.tensors());
+        tensors.extend(self.allocator.iter().flat_map(RankAllocator::tensors));
         tensors
     }
 
@@ -400,7 +410,15 @@ impl Trainer {
                 values.bytes.len() / F32.size()
             )));
         }
+        let own = self.allocator.as_ref().map_or(0, |it| it.tensors().len()).min(moments.len());
+        let (moments, allocation) = moments.split_at(moments.len() - own);
+        if let Some(allocator) = &self.allocator {
+            allocator.check(allocation)?;
+        }
         self.optimizer.restore(step, moments)?;
+        if let Some(allocator) = &mut self.allocator {
+            allocator.restore(allocation);
+        }
         upload(&mut self.values, values);
         self.stale = true;
         self.refresh();

@@ -35,6 +35,7 @@ fn set() -> AdapterSet {
         embedding: None,
         prefix: None,
         prompt: None,
+        allocation: None,
     }
 }
 

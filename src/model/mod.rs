@@ -33,7 +33,7 @@ pub use block::Gradients;
 pub use buffers::Limits;
 pub use config::{Activation, Config};
 pub use decoder::{Decoder, RowTokens, ScratchPlace};
-pub use output_scales::OutputScales;
+pub use output_scales::{OutputScales, derived_ranks};
 pub use policy::{Keep, Policy, Recompute};
 pub use prefix::{PrefixState, prefix_from_text};
 pub use stack::{LossSum, Pass, Stack, Trained};

@@ -4,6 +4,8 @@
 //! base is streamed once more. Their places, and those of their gradients, are at the end of the flat buffers, so a site
 //! does not know that its g is derived. The norms stay until the gradient of a step is complete.
 
+use engraft_adapters::AdapterSet;
+
 use crate::{
     device::{
         Buffer,
@@ -21,6 +23,17 @@ use super::{
     bindings::{AdapterBindings, DerivedScale},
     weight_streamer::{Input, Stage, WeightStreamer},
 };
+
+/// Largest sum of ranks at a site whose output scale is derived from the norms of its columns.
+pub fn derived_ranks(set: &AdapterSet) -> Option<usize> {
+    let derived = set.vectors.iter().filter(|vectors| vectors.g.is_some_and(|g| g.over_norms));
+    let ranks = derived.map(|vectors| {
+        let place = (vectors.layer, vectors.site);
+        let loras = set.loras.iter().filter(|lora| (lora.layer, lora.site) == place);
+        loras.map(|lora| lora.rank).sum()
+    });
+    ranks.max()
+}
 
 /// The norms that output scales are derived from.
 pub struct OutputScales {

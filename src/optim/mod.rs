@@ -3,6 +3,7 @@
 mod loss_scale;
 mod moments;
 mod optimizer;
+mod rank_allocator;
 pub mod schedule;
 mod windows;
 
@@ -10,4 +11,5 @@ pub use loss_scale::LossScale;
 pub(crate) use moments::upload;
 pub use moments::{Moments, OptimizerKind, SavedTensor, StateTensor};
 pub use optimizer::{AdamWOptions, Optimizer};
+pub use rank_allocator::RankAllocator;
 pub use windows::{Window, windows};

@@ -119,6 +119,11 @@ impl Optimizer {
         }
     }
 
+    /// The factor of a gradient of that `norm` in an update: unscaling times clipping.
+    pub fn factor(norm: f64, clip: f64, scale: f64) -> f64 {
+        adamw::factor(norm, clip) / scale
+    }
+
     /// Number of updates made so far.
     pub fn step(&self) -> u64 {
         self.step

@@ -3,8 +3,8 @@
 use std::{collections::BTreeMap, path::Path, sync::Arc};
 
 use engraft_adapters::{
-    AdapterSet, AdapterSpec, BaseDescription, BaseWeights, DoraSpec, Ia3Spec, InitialFactors, Kind, Kinds,
-    LnTuningSpec, LoraSpec, Prefix, PrefixSpec, PrefixValues, Prompt, PromptTuningSpec, Targets,
+    AdaLoraSpec, AdapterSet, AdapterSpec, BaseDescription, BaseWeights, DoraSpec, Ia3Spec, InitialFactors,
+    Kind, Kinds, LnTuningSpec, LoraSpec, Prefix, PrefixSpec, PrefixValues, Prompt, PromptTuningSpec, Targets,
     TrainedBiases, VeraSpec, peft,
 };
 use engraft_util::rng;
@@ -76,6 +76,8 @@ pub struct AdapterOptions {
     pub d_initial: Option<f64>,
     /// Seed of the VeRA's projections.
     pub projection_prng_key: Option<u64>,
+    /// What an AdaLoRA has of its own.
+    pub adalora: AdaLoraOptions,
     /// Sites whose input IA3 scales.
     pub feedforward: Option<Targets>,
     /// Layer norms that LN tuning trains.
@@ -86,6 +88,43 @@ pub struct AdapterOptions {
     pub projection: Option<usize>,
     /// Length p of the prompt in virtual tokens.
     pub prompt_length: Option<usize>,
+}
+
+/// Requested properties of an AdaLoRA. All but the first may differ from those of an adapter that a run starts from.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct AdaLoraOptions {
+    /// Rank of every module in the beginning.
+    pub init_r: Option<usize>,
+    /// Mean rank in the end.
+    pub target_r: Option<usize>,
+    /// First steps, in which no rank is taken away.
+    pub tinit: Option<u64>,
+    /// Last steps, in which ranks stay.
+    pub tfinal: Option<u64>,
+    /// Steps between two allocations.
+    pub delta_t: Option<u64>,
+    /// Decay of the mean of the importance.
+    pub beta1: Option<f64>,
+    /// Decay of the mean of its uncertainty.
+    pub beta2: Option<f64>,
+    /// Weight of the penalty on factors that are not orthogonal.
+    pub orth_reg_weight: Option<f64>,
+}
+
+impl AdaLoraOptions {
+    /// `spec` with what of these may differ from an adapter that a run starts from.
+    fn of_a_run(&self, spec: AdaLoraSpec) -> AdaLoraSpec {
+        AdaLoraSpec {
+            target_r: self.target_r.unwrap_or(spec.target_r),
+            tinit: self.tinit.unwrap_or(spec.tinit),
+            tfinal: self.tfinal.unwrap_or(spec.tfinal),
+            delta_t: self.delta_t.unwrap_or(spec.delta_t),
+            beta1: self.beta1.unwrap_or(spec.beta1),
+            beta2: self.beta2.unwrap_or(spec.beta2),
+            orth_reg_weight: self.orth_reg_weight.unwrap_or(spec.orth_reg_weight),
+            ..spec
+        }
+    }
 }
 
 impl AdapterOptions {
@@ -101,6 +140,7 @@ impl AdapterOptions {
         AdapterSpec {
             lora: has(LoraSpec::KIND).then(|| self.lora()),
             vera: has(VeraSpec::KIND).then(|| self.vera()),
+            adalora: has(AdaLoraSpec::KIND).then(|| self.adalora()),
             ia3: has(Ia3Spec::KIND).then(|| self.ia3()),
             ln_tuning: has(LnTuningSpec::KIND).then(|| self.ln_tuning()),
             dora: has(DoraSpec::KIND).then(|| DoraSpec { lora: self.lora() }),
@@ -138,6 +178,18 @@ impl AdapterOptions {
             d_initial: self.d_initial.unwrap_or(default.d_initial),
             projection_prng_key: self.projection_prng_key.unwrap_or(default.projection_prng_key),
         }
+    }
+
+    fn adalora(&self) -> AdaLoraSpec {
+        let default = AdaLoraSpec::default();
+        self.adalora.of_a_run(AdaLoraSpec {
+            init_r: self.adalora.init_r.unwrap_or(default.init_r),
+            alpha: self.alpha.unwrap_or(default.alpha),
+            targets: self.targets.clone().unwrap_or_else(|| default.targets.clone()),
+            layers: self.layers.clone().or_else(|| default.layers.clone()),
+            dropout: self.dropout.unwrap_or(default.dropout),
+            ..default
+        })
     }
 
     fn ia3(&self) -> Ia3Spec {
@@ -184,7 +236,6 @@ impl AdapterOptions {
                 compare($option, self.$field.is_some(), show(&asked), spec.lora_options().map(show));
             };
         }
-        lora!("alpha", alpha, |lora: &LoraSpec| lora.alpha.to_string());
         lora!("rslora", rslora, |lora: &LoraSpec| lora.rslora.to_string());
         lora!("rank-pattern", rank_pattern, |lora: &LoraSpec| format!("{:?}", lora.rank_pattern));
         lora!("alpha-pattern", alpha_pattern, |lora: &LoraSpec| format!("{:?}", lora.alpha_pattern));
@@ -196,18 +247,33 @@ impl AdapterOptions {
             spec.lora_options().and_then(|lora| lora.saved_norms.as_ref()).map(Targets::to_string),
         );
         let (low_rank, vera) = (spec.lora_options(), spec.vera.as_ref());
+        let adalora = spec.adalora.as_ref();
+        let alphas = [low_rank.map(|own| own.alpha), adalora.map(|own| own.alpha)];
+        let asked = self.alpha.map(|alpha| alpha.to_string()).unwrap_or_default();
+        compare("alpha", self.alpha.is_some(), asked.clone(), shared(&alphas, &asked));
+        compare(
+            "init-r",
+            self.adalora.init_r.is_some(),
+            self.adalora().init_r.to_string(),
+            adalora.map(|adalora| adalora.init_r.to_string()),
+        );
         let ranks = [low_rank.map(|own| own.rank), vera.map(|own| own.rank)];
         let asked = self.rank.map(|rank| rank.to_string()).unwrap_or_default();
         compare("rank", self.rank.is_some(), asked.clone(), shared(&ranks, &asked));
         let targets = [
             low_rank.map(|own| &own.targets),
             vera.map(|own| &own.targets),
+            adalora.map(|own| &own.targets),
             spec.ia3.as_ref().map(|own| &own.targets),
         ];
         let asked = self.targets.as_ref().map(Targets::to_string).unwrap_or_default();
         compare("targets", self.targets.is_some(), asked.clone(), shared(&targets, &asked));
         let show = |layers: &Option<Vec<usize>>| format!("{:?}", layers.as_deref().unwrap_or_default());
-        let layers = [low_rank.map(|own| show(&own.layers)), vera.map(|own| show(&own.layers))];
+        let layers = [
+            low_rank.map(|own| show(&own.layers)),
+            vera.map(|own| show(&own.layers)),
+            adalora.map(|own| show(&own.layers)),
+        ];
         let asked = show(&self.layers);
         compare("layers", self.layers.is_some(), asked.clone(), shared(&layers, &asked));
         compare(
@@ -310,6 +376,11 @@ pub fn load(
     }
     if let (Some(vera), Some(dropout)) = (&mut loaded.set.spec.vera, options.vera_dropout) {
         vera.dropout = dropout;
+    }
+    if let Some(adalora) = &mut loaded.set.spec.adalora {
+        adalora.dropout = options.dropout.unwrap_or(adalora.dropout);
+        *adalora = options.adalora.of_a_run(adalora.clone());
+        adalora.total_step = 0; // that of the training before
     }
     // Of several methods the dropouts must be one.
     let set = AdapterSet::new(&loaded.set.spec, base)?;

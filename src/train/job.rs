@@ -229,6 +229,8 @@ impl Job for TrainingJob<'_> {
         match (buffer.role, buffer.name.as_str()) {
             ("trainables" | "moments", "gradient" | "d prefix") => "step",
             ("trainables" | "moments", _) => "run",
+            ("allocation of ranks", "scores" | "products") => "step",
+            ("allocation of ranks", _) => "run",
             ("prefix", _) => "step",
             ("saved inputs" | "saved activations", name) if name.starts_with("shared") => "block",
             ("saved inputs" | "offloaded inputs" | "saved activations", _) => "forward to backward",

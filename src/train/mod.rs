@@ -17,7 +17,7 @@ pub mod sample;
 pub mod save;
 mod steps;
 
-pub use adapter::{AdapterOptions, PrefixStart, PromptStart};
+pub use adapter::{AdaLoraOptions, AdapterOptions, PrefixStart, PromptStart};
 pub use events::{Event, Reporter};
 pub use folder::RunFolder;
 pub use job::{Constraints, PlanConfig, TrainingJob};

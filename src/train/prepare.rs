@@ -97,6 +97,11 @@ pub(super) fn prepare(
     let sampler = Sampler::new(train.rows.len(), options.seed, options.shuffle);
     let (steps, few) = steps(options, &sampler);
     let warmup = options.warmup.steps(steps);
+    if past.is_none() && chosen.set.spec.depends_on_steps() {
+        let mut spec = chosen.set.spec.clone();
+        spec.set_steps(steps);
+        chosen.set = AdapterSet::new(&spec, &base.description())?;
+    }
     let rows = eval.as_ref().unwrap_or(&train);
     let samples =
         PromptSource { config: &base.config, set: &chosen.set, tokenizer, rows }.prompts(options)?;

@@ -86,6 +86,12 @@ pub(super) fn changed_length(
     if after == before {
         return Ok(None);
     }
+    if past.spec.depends_on_steps() {
+        return Err(Error::input(format!(
+            "--steps {after}: the ranks of an AdaLoRA are allocated over the {before} steps that the run has; \
+             give {before}, or train the finished adapter further with --init-adapter"
+        )));
+    }
     let rate = |steps| schedule.rate(warmup(steps), steps, done);
     let rates = format!(
         "the learning rate of step {} is {:.3e} instead of {:.3e}",

@@ -27,6 +27,8 @@ import gpt2_bases
 # PEFT says it of every LayerNorm, also of those that it chooses itself.
 NORMS = "Unsupported layer type '<class 'torch.nn.modules.normalization.LayerNorm'>'"
 TIED = "Model has `tie_word_embeddings=True`"  # the head stays as it is
+RANKS = "The following rank_pattern keys did not match any targeted module"  # of every AdaLoRA, also of its own
+EMPTY = "Initializing zero-element tensors"  # of a module without ranks
 STACKED = "Already found a `peft_config` attribute in the model"  # several folders: that is the point
 QUIET = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)  # about the libraries, not about the folder
 
@@ -71,7 +73,7 @@ def attach(model, folder):
         warnings.simplefilter("error")
         for category in QUIET:
             warnings.simplefilter("ignore", category)
-        for text in (NORMS, STACKED, TIED):
+        for text in (NORMS, RANKS, EMPTY, STACKED, TIED):
             warnings.filterwarnings("ignore", text)
         try:
             model = PeftModel.from_pretrained(model, str(folder))
@@ -90,7 +92,7 @@ def main():
     transformers.utils.logging.set_verbosity_error()
     model = gpt2_bases.load(a.base)
     # Only prefix and prompt tuning can wrap a base that already holds LoRA, DoRA, IA3 or norms, so these come first.
-    methods = ("lora", "vera", "ia3", "ln_tuning", "dora", "prefix", "prompt_tuning")
+    methods = ("lora", "vera", "adalora", "ia3", "ln_tuning", "dora", "prefix", "prompt_tuning")
     folders = [a.adapter] if (a.adapter / "adapter_config.json").is_file() else \
         [f for f in (a.adapter / name for name in methods) if f.is_dir()]
     if not folders:
@@ -102,12 +104,14 @@ def main():
         model, report["folders"][folder.name] = attach(model, folder)
     batch = load_file(a.ids)
     with torch.no_grad():
-        out = model.eval()(input_ids=batch["input_ids"], labels=batch["labels"])
+        # Without labels: PEFT cannot add the penalty of an AdaLoRA that was loaded to be used.
+        out = model.eval()(input_ids=batch["input_ids"])
     # Virtual tokens in front of a row have no label, and the last of them predicts the first token.
     labels = batch["labels"]
     labels = torch.nn.functional.pad(labels, (out.logits.shape[1] - labels.shape[1], 0), value=-100)
     report["supervised"] = int((labels[:, 1:] != -100).sum())
-    report["loss"] = out.loss.item()
+    shifted = out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    report["loss"] = torch.nn.functional.cross_entropy(*shifted, ignore_index=-100).item()
     if "logits" in batch:
         report["max_logit_difference"] = (out.logits[:, -batch["logits"].shape[1]:] - batch["logits"]).abs().max().item()
     print(json.dumps(report))

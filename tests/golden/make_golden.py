@@ -27,7 +27,7 @@ import peft
 import safetensors
 import torch
 import transformers
-from peft import (IA3Config, LNTuningConfig, LoraConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig,
+from peft import (AdaLoraConfig, IA3Config, LNTuningConfig, LoraConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig,
                   PromptTuningConfig, VeraConfig, get_peft_model)
 from peft.optimizers import create_loraplus_optimizer
 from peft.utils import get_peft_model_state_dict
@@ -68,14 +68,14 @@ def behind_virtual(labels, logits):
     return torch.nn.functional.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=-100)
 
 
-def check_loss(out, labels):
-    """The loss transformers returns is the plain mean of -log softmax, term by term in f64."""
+def check_loss(out, labels, penalty=0.0):
+    """The loss transformers returns is the plain mean of -log softmax, term by term in f64, and what a method adds."""
     terms = []
     labels = behind_virtual(labels, out.logits)
     logp = out.logits.detach().double().log_softmax(-1)
     for row, marks in enumerate(labels.tolist()):
         terms += [-logp[row, i, marks[i + 1]].item() for i in range(len(marks) - 1) if marks[i + 1] != -100]
-    if abs(sum(terms) / len(terms) - out.loss.item()) > 1e-6:
+    if abs(sum(terms) / len(terms) + float(penalty) - out.loss.item()) > 1e-6:
         raise SystemExit(f"the loss {out.loss.item()} is no mean over {len(terms)} supervised positions")
 
 
@@ -91,6 +91,7 @@ class Case:
         self.extra, self.masks, self.projected, self.undecayed, self.frozen = {}, {}, None, set(), set()
         self.lora_plus_ratio = None  # the optimizer is PEFT's for LoRA+ with this ratio
         self.unconverted = None  # a folder with the initial adapter, from which PEFT makes a plain LoRA on saving
+        self.adalora = None  # the model of PEFT that adds a penalty to the loss, and allocates ranks after each step
 
     def snapshot(self):
         now = {key: p.detach().clone() for key, p in self.trained.items()}
@@ -488,13 +489,64 @@ def lora_vera_and_ia3():
     return case
 
 
+def adalora_scale(key):
+    return 0.6 if "lora_E" in key else lora_scale(key)
+
+
+def adalora_model(seed, **fields):
+    model = get_peft_model(gpt2_bases.load(TINY), AdaLoraConfig(task_type="CAUSAL_LM", fan_in_fan_out=True, **fields))
+    randomise(tensors_of(model), seed, adalora_scale)
+    return model
+
+
+def adalora_case(model):
+    case = Case(model, tensors_of(model), {"": model})
+    case.adalora = model.base_model
+    return case
+
+
+def adalora():
+    """All phases of the schedule: ranks are taken away after steps 3 to 7, and stay so after 8 and 9."""
+    return adalora_case(adalora_model(136, init_r=5, target_r=2, lora_alpha=7, target_modules=["c_attn", "mlp.c_proj"],
+                                      tinit=2, tfinal=3, total_step=STEPS))
+
+
+def adalora_layers():
+    return adalora_case(adalora_model(137, init_r=4, target_r=1, lora_alpha=11, target_modules=["c_fc"], deltaT=3,
+                                      layers_to_transform=[0, 2], beta1=0.7, beta2=0.6, orth_reg_weight=0.2,
+                                      total_step=STEPS))
+
+
+def adalora_allocated():
+    """Files with the ranks that were left, of one module none, after a training; trained with them further."""
+    model = adalora_model(138, init_r=3, target_r=1, lora_alpha=5, target_modules=["c_attn", "attn.c_proj"],
+                          tinit=0, tfinal=1, total_step=3)
+    with torch.no_grad():
+        for key, p in tensors_of(model).items():
+            if "h.1.attn.c_proj.lora" in key:
+                p.mul_(1e-3)
+    ids, labels = tiny_batch()
+    for step in range(3):
+        model(input_ids=ids, labels=labels).loss.backward()
+        model.base_model.update_and_allocate(step)
+        model.zero_grad(set_to_none=True)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors")
+        model.save_pretrained(folder)
+        again = PeftModel.from_pretrained(gpt2_bases.load(TINY), folder, is_trainable=True)
+    again.peft_config["default"].total_step = 100  # no step of the record takes ranks away
+    again.peft_config["default"].tinit = 90
+    return adalora_case(again)
+
+
 CASES = [lora_c_attn, lora_all_rslora_patterns, lora_layers, lora_qv, lora_rank_8, prefix, prefix_projection,
          lora_and_prefix,
          ln_tuning, ln_tuning_regex, lora_ln_tuning_and_prefix, prompt_tuning, lora_and_prompt_tuning, p_tuning,
          ia3, ia3_regex, lora_ia3_and_prefix, dora_c_attn, dora_all_rslora_patterns, dora_layers, dora_and_prefix,
          lora_bias_only, lora_bias_all, lora_train_norms, dora_beside, lora_frozen_a,
          lora_wte, lora_wte_layers, lora_plus, lora_pissa,
-         vera, vera_without_projections, lora_vera_and_ia3]
+         vera, vera_without_projections, lora_vera_and_ia3,
+         adalora, adalora_layers, adalora_allocated]
 
 
 # ---- running a case -------------------------------------------------------------------------
@@ -503,8 +555,17 @@ def forward(case, ids, labels):
     out = case.model(input_ids=ids, labels=labels)
     if out.logits.dtype == torch.float64:
         # transformers' own casts the logits to F32
-        out.loss = loss_of(out.logits, behind_virtual(labels, out.logits))
+        out.loss = loss_of(out.logits, behind_virtual(labels, out.logits)) + penalty(case)
     return out
+
+
+def penalty(case):
+    """What PEFT adds to the loss of an AdaLoRA: the weighted mean of ||P P^T - I|| over all A and all B^T."""
+    if case.adalora is None:
+        return 0.0
+    factors = [p.T if "lora_B" in key else p for key, p in case.trained.items() if "lora_E" not in key]
+    norms = [torch.linalg.norm(p @ p.T - torch.eye(p.shape[0], dtype=p.dtype)) for p in factors]
+    return case.adalora.peft_config["default"].orth_reg_weight * sum(norms) / len(norms)
 
 
 def of_text(logits, ids):
@@ -548,7 +609,7 @@ def train(case, ids, labels):
     else:
         optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, foreach=False)
     losses, norms = [], []
-    for _ in range(STEPS):
+    for step in range(STEPS):
         loss = forward(case, ids, labels).loss
         loss.backward()
         for key, mask in case.masks.items():
@@ -556,6 +617,8 @@ def train(case, ids, labels):
         norms.append(torch.nn.utils.clip_grad_norm_(parameters, CLIP, foreach=False).item())
         losses.append(loss.item())
         optimizer.step()
+        if case.adalora:
+            case.adalora.update_and_allocate(step)
         optimizer.zero_grad(set_to_none=True)
     found = {k: torch.tensor(x, dtype=torch.float64) for k, x in [("losses", losses), ("grad_norms", norms)]}
     found.update({f"final.{key}": x for key, x in case.snapshot().items()})
@@ -568,7 +631,8 @@ def train(case, ids, labels):
 def record(case, ids, labels):
     found, out = gradients(case, ids, labels)
     if out.logits.dtype == torch.float32:
-        check_loss(out, labels)
+        with torch.no_grad():
+            check_loss(out, labels, penalty(case))
     if case.trained:
         found.update(train(case, ids, labels))
     return found
@@ -585,6 +649,8 @@ def noise(found, exact):
     """Largest difference F32 - f64 per kind of tensor, relative to the tensor's largest element."""
     worst = {}
     for key, x in found.items():
+        if x.numel() == 0:
+            continue
         kind = key.split(".")[0]
         y = exact[key].double()
         worst[kind] = max(worst.get(kind, 0.0), ((x.double() - y).abs().max() / y.abs().max()).item())
@@ -656,7 +722,7 @@ def make_case(build, ids, labels):
     if build is lora_all_rslora_patterns:
         save_merged(folder)
     limits = noise(found, in_f64(build, ids, labels))
-    found = {k: x.float().contiguous() for k, x in {**initial, **found}.items()}
+    found = {k: x.float().contiguous() for k, x in {**initial, **found}.items() if x.numel()}
     save_file({"input_ids": ids, "labels": labels, **found}, folder / "expected.safetensors")
     shown = {key: [round(x, digits) for x in found.get(key, torch.empty(0)).tolist()]
              for key, digits in (("loss", 4), ("losses", 4), ("grad_norms", 2))}

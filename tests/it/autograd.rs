@@ -80,6 +80,20 @@ impl<'a> Twin<'a> {
         Ok(sum)
     }
 
+    /// What a method adds to the mean loss.
+    fn penalty(&self) -> Result<Tensor> {
+        let mut sum = Tensor::zeros((), DType::F64, &Device::Cpu)?;
+        let Some(rule) = &self.case.set.allocation else { return Ok(sum) };
+        for own in &rule.triplets {
+            for p in [self.vars[own.a].as_tensor().clone(), self.vars[own.b].t()?.contiguous()?] {
+                let gram =
+                    (p.matmul(&p.t()?.contiguous()?)? - Tensor::eye(p.dim(0)?, DType::F64, &Device::Cpu)?)?;
+                sum = (sum + gram.sqr()?.sum_all()?.sqrt()?)?;
+            }
+        }
+        sum * (rule.penalty / (2 * rule.modules) as f64)
+    }
+
     fn row_loss(&self, index: usize, row: &Row, prefix: Option<&Tensor>) -> Result<Tensor> {
         let (config, weights) = (&self.base.config, &self.base.weights);
         let c = config.width;
@@ -318,6 +332,7 @@ pub fn check(base: &Arc<Base>, case: &Case, smoothing: f64, recompute: Recompute
     let twin = Twin::new(base, case, options).unwrap();
     let loss = twin.loss(&rows).unwrap();
     let mean = (loss.clone() / losses.tokens as f64).unwrap();
+    let mean = (mean + twin.penalty().unwrap()).unwrap();
     let expected: f64 = loss.to_scalar().unwrap();
     within((losses.sum / expected - 1.0).abs(), LOSS, &format!("loss of {} on {}", case.name, base.name));
     let grads = mean.backward().unwrap();
@@ -341,6 +356,7 @@ pub fn check(base: &Arc<Base>, case: &Case, smoothing: f64, recompute: Recompute
         let kind = [
             "lora_A",
             "lora_B",
+            "lora_E",
             "vera_lambda_b",
             "vera_lambda_d",
             "ia3_l",

@@ -124,8 +124,17 @@ impl ByHand {
     pub fn case(self, name: &'static str, dropout: f64) -> Case {
         let spec = AdapterSpec::from(lora("all-linear", dropout));
         let Self { layout, values, loras, vectors, norms } = self;
-        let set =
-            AdapterSet { spec, layout, loras, vectors, norms, embedding: None, prefix: None, prompt: None };
+        let set = AdapterSet {
+            spec,
+            layout,
+            loras,
+            vectors,
+            norms,
+            embedding: None,
+            prefix: None,
+            prompt: None,
+            allocation: None,
+        };
         Case { name, set, values }
     }
 }

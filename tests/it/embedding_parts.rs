@@ -65,6 +65,7 @@ pub fn empty(name: &'static str) -> Case {
         embedding: None,
         prefix: None,
         prompt: None,
+        allocation: None,
     };
     Case { name, set, values: Vec::new() }
 }

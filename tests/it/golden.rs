@@ -19,6 +19,9 @@ use engraft::{
 };
 use engraft_adapters::{AdapterSet, AdapterSpec, LoraSpec, PrefixSpec, TensorSlot, peft};
 
+use crate::setup::penalty;
+
+mod adalora;
 mod pissa;
 
 /// Bounds of docs/NUMERICS.md, relative to the largest element of the expected tensor.
@@ -214,7 +217,8 @@ fn check(case: &Case, base: &Arc<Base>, policy: Policy) {
     let mut trainer =
         Trainer::new(Arc::clone(base), case.set.clone(), &case.values, options, Arenas::real(None)).unwrap();
     let losses = trainer.accumulate(&batch).unwrap();
-    assert_near(&[(losses.sum / losses.tokens as f64) as f32], expected.get("loss"), LOSS, what);
+    let loss = losses.sum / losses.tokens as f64 + penalty(&case.set, &case.values);
+    assert_near(&[loss as f32], expected.get("loss"), LOSS, what);
     let gradient = trainer.gradient();
     let is_trained = |slot: &&TensorSlot| case.set.layout.groups[slot.group].trainable;
     for slot in case.set.layout.tensors.iter().filter(is_trained) {
@@ -224,9 +228,15 @@ fn check(case: &Case, base: &Arc<Base>, policy: Policy) {
     }
 
     for step in 0..10 {
+        let added = penalty(&case.set, &trainer.values());
         let report = trainer.step(&batch, 1e-2).unwrap();
         let (loss, norm) = (expected.get("losses")[step], expected.get("grad_norms")[step]);
-        assert_near(&[report.loss as f32], &[loss], STEP_LOSS, &format!("{what} loss of step {step}"));
+        assert_near(
+            &[(report.loss + added) as f32],
+            &[loss],
+            STEP_LOSS,
+            &format!("{what} loss of step {step}"),
+        );
         assert_near(&[report.grad_norm as f32], &[norm], STEP_NORM, &format!("{what} norm of step {step}"));
     }
     let values = trainer.values();

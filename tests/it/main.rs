@@ -1,5 +1,6 @@
 //! Integration tests in one binary, a module for each topic.
 
+mod adalora;
 mod autograd;
 mod base;
 mod base_files;

@@ -7,6 +7,7 @@ use engraft::{
     device::{DType, View},
     engine::Trainer,
     error::Result,
+    kernels::orthogonality::reference as orthogonality,
     model::{AdapterBindings, Base, BaseSource, Decoder},
     optim::SavedTensor,
 };
@@ -180,6 +181,24 @@ pub fn restore(trainer: &mut Trainer, state: &TrainerState) -> Result<()> {
         pages: None,
     }));
     trainer.restore(state.step, &stored)
+}
+
+/// What a method adds to the mean loss, from its definition in f64: the weighted mean of `|| P P^T - I ||` over all A and
+/// B^T of an AdaLoRA.
+pub fn penalty(set: &AdapterSet, values: &[f32]) -> f64 {
+    let Some(rule) = &set.allocation else { return 0.0 };
+    let of = |tensor: usize| {
+        let slot = &set.layout.tensors[tensor];
+        let values: Vec<f64> = values[slot.range()].iter().map(|&value| f64::from(value)).collect();
+        (values, slot.shape[0], slot.shape[1])
+    };
+    let norms = rule.triplets.iter().map(|own| {
+        let (a, rank, _) = of(own.a);
+        let (b, outputs, _) = of(own.b);
+        let transposed: Vec<f64> = (0..b.len()).map(|at| b[at % outputs * rank + at / outputs]).collect();
+        orthogonality::penalty(&a, rank) + orthogonality::penalty(&transposed, rank)
+    });
+    rule.penalty * norms.sum::<f64>() / (2 * rule.modules) as f64
 }
 
 /// Random tokens; a number of the first ones (a prompt) and every fifth are not supervised.

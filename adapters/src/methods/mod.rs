@@ -5,6 +5,7 @@
 //! to `methods!`. A method whose [`Contribution`] has a kind of part that no other has also needs a branch where
 //! the model binds contributions.
 
+pub mod adalora;
 pub mod dora;
 pub mod ia3;
 pub mod ln_tuning;
@@ -26,6 +27,7 @@ use crate::{
     layout::Slots,
     peft::{Fields, Files, Findings, TensorFile},
 };
+use adalora::AdaLoraSpec;
 use dora::DoraSpec;
 use ia3::Ia3Spec;
 use ln_tuning::LnTuningSpec;
@@ -90,6 +92,8 @@ methods! {
     // the two. What scales an output stands after what adds to it: it scales the sum.
     /// Low-rank deltas with frozen, shared factors.
     vera: VeraSpec,
+    /// Low-rank deltas whose ranks are allocated in training.
+    adalora: AdaLoraSpec,
     /// Vectors that scale modules.
     ia3: Ia3Spec,
     /// Layer norms of their own.

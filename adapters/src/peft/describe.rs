@@ -67,7 +67,8 @@ fn describe_folder(folder: PathBuf) -> Result<Described> {
     let config = Config::read(&folder.join(CONFIG_FILE))?;
     let file = TensorFile::in_folder(&folder)?;
     let tensors: Vec<_> = file.tensors().into_iter().map(|(name, info)| tensor(name, info)).collect();
-    let is_a = |name: &str| name.ends_with(".lora_A.weight") || name.ends_with(".lora_embedding_A");
+    let is_a =
+        |name: &str| [".lora_A.weight", ".lora_A", ".lora_embedding_A"].iter().any(|end| name.ends_with(end));
     let a = tensors.iter().filter(|tensor| is_a(&tensor.name));
     let ranks: BTreeSet<usize> = a.filter_map(|tensor| tensor.shape.first().copied()).collect();
     let hint = config.stored.as_ref().and_then(|stored| stored.hint());

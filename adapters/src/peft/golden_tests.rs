@@ -51,6 +51,8 @@ fn what_peft_wrote_is_read_and_written_again() {
         ("ia3", &[""]),
         ("lora_ia3_and_prefix", &["lora", "ia3", "prefix"]),
         ("vera", &[""]),
+        ("adalora", &[""]),
+        ("adalora_allocated", &[""]),
     ] {
         let loaded = load(&fixture(name), &base(), false).unwrap();
         assert!(loaded.hints[0].contains("no base fingerprint"), "{:?}", loaded.hints);

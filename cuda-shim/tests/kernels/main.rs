@@ -1,6 +1,7 @@
 //! CUDA kernels on the CPU against the REFERENCE twins: odd shapes, every type of activations, several orders
 //! of threads.
 
+mod allocation;
 mod attention;
 mod column_norms;
 mod decoding;

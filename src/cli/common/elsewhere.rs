@@ -111,6 +111,7 @@ pub const ELSEWHERE: &[Elsewhere] = &[
     noted(&["olora"], &["init-lora-weights"], "olora is one of its values"),
     noted(&["modules-to-save", "additional-target"], &["train-norms"], "it trains layer norms alone"),
     noted(&["use-dora", "lora-use-dora", "dora"], &["method"], "--method dora trains a DoRA"),
+    noted(&["adalora", "use-adalora"], &["method"], "--method adalora trains an AdaLoRA"),
     noted(&["num-virtual-tokens"], &["prefix-len"], "of prompt tuning --prompt-len"),
     same(&["prefix-length", "pre-seq-len"], &["prefix-len"]),
     same(&["prompt-tuning-init"], &["prompt-init"]),
@@ -122,7 +123,7 @@ pub const ELSEWHERE: &[Elsewhere] = &[
         &["adapter", "init-adapter"],
     ),
     // optimization
-    same(&["max-steps", "iters", "num-steps", "num-iterations", "train-steps"], &["steps"]),
+    same(&["max-steps", "iters", "num-steps", "num-iterations", "train-steps", "total-step"], &["steps"]),
     same(&["num-train-epochs", "num-epochs", "n-epochs"], &["epochs"]),
     same(&["learning-rate"], &["lr"]),
     noted(

@@ -6,8 +6,8 @@ use std::{
 };
 
 use engraft_adapters::{
-    DoraSpec, Ia3Spec, InitialFactors, Kinds, LnTuningSpec, LoraSpec, PrefixSpec, PromptTuningSpec, Targets,
-    TrainedBiases, VeraSpec,
+    AdaLoraSpec, DoraSpec, Ia3Spec, InitialFactors, Kinds, LnTuningSpec, LoraSpec, PrefixSpec,
+    PromptTuningSpec, Targets, TrainedBiases, VeraSpec,
 };
 use serde::{Deserialize, Serialize};
 
@@ -103,14 +103,30 @@ const MOST_EPOCHS: f64 = 1e6;
 
 // The kinds of methods that an option belongs to.
 const LORA: &[&str] = &[LoraSpec::KIND.name, DoraSpec::KIND.name];
+const WITH_ALPHA: &[&str] = &[LoraSpec::KIND.name, DoraSpec::KIND.name, AdaLoraSpec::KIND.name];
 const LOW_RANK: &[&str] = &[LoraSpec::KIND.name, DoraSpec::KIND.name, VeraSpec::KIND.name];
-const WITH_TARGETS: &[&str] =
-    &[LoraSpec::KIND.name, DoraSpec::KIND.name, VeraSpec::KIND.name, Ia3Spec::KIND.name];
+const WITH_LAYERS: &[&str] =
+    &[LoraSpec::KIND.name, DoraSpec::KIND.name, VeraSpec::KIND.name, AdaLoraSpec::KIND.name];
+const WITH_TARGETS: &[&str] = &[
+    LoraSpec::KIND.name,
+    DoraSpec::KIND.name,
+    VeraSpec::KIND.name,
+    AdaLoraSpec::KIND.name,
+    Ia3Spec::KIND.name,
+];
 const VERA: &[&str] = &[VeraSpec::KIND.name];
+const ADALORA: &[&str] = &[AdaLoraSpec::KIND.name];
 const IA3: &[&str] = &[Ia3Spec::KIND.name];
 const LN_TUNING: &[&str] = &[LnTuningSpec::KIND.name];
 const PREFIX: &[&str] = &[PrefixSpec::KIND.name];
 const PROMPT_TUNING: &[&str] = &[PromptTuningSpec::KIND.name];
+
+/// Decays of means.
+const INSIDE_ONE: Check<f64> = Check {
+    refused: |&beta| unless(beta > 0.0 && beta < 1.0, beta),
+    fault: "is not between 0 and 1",
+    remedy: "give a number such as 0.85",
+};
 
 /// At least one row, or `auto`.
 const ROWS: Check<RowsName> = Check {
@@ -159,7 +175,7 @@ options! {
     }
 
     "Adapter" {
-        /// Kind of adapter to train: lora, vera, ia3, ln_tuning, dora, prefix, prompt_tuning, or several such as
+        /// Kind of adapter to train: lora, vera, adalora, ia3, ln_tuning, dora, prefix, prompt_tuning, or several such as
         /// lora+prefix
         method: Kinds => value("METHOD")
             .default(|args: &TrainArgs| args.init_adapter.is_none().then(AdapterOptions::default_kinds))
@@ -171,19 +187,19 @@ options! {
         rank: usize => value("R").of(LOW_RANK).check(FROM_ONE).basic()
             .default(|args: &TrainArgs| args.method.as_ref().and_then(default_rank))
             .otherwise("8, or with vera 256");
-        /// Scale the LoRA's delta by alpha / rank
+        /// Scale the delta of a LoRA, DoRA or AdaLoRA by alpha / rank
         alpha: f64 = LoraSpec::default().alpha =>
-            value("A").of(LORA).check(above_zero("give a number such as 16")).basic();
+            value("A").of(WITH_ALPHA).check(above_zero("give a number such as 16")).basic();
         /// c_attn, attn.c_proj, c_fc, mlp.c_proj, q, k, v, wte (lora), all-linear, a list of them, or /regex/
         targets: Targets => value("LIST").of(WITH_TARGETS).basic()
             .default(|args: &TrainArgs| args.method.as_ref().and_then(default_targets))
             .otherwise("c_attn, or with ia3 c_attn,mlp.c_proj");
-        /// Layers with a LoRA or VeRA, such as 0,2,5-11
-        layers: LayerList => value("LIST").of(LOW_RANK)
+        /// Layers with low-rank deltas, such as 0,2,5-11
+        layers: LayerList => value("LIST").of(WITH_LAYERS)
             .default(|_| LoraSpec::default().layers.map(LayerList)).otherwise("all");
-        /// Dropout on the LoRA's input
+        /// Dropout on the input of a LoRA or AdaLoRA
         lora_dropout: f64 = LoraSpec::default().dropout =>
-            value("P").of(LORA).in_adapter(false).check(BELOW_ONE);
+            value("P").of(WITH_ALPHA).in_adapter(false).check(BELOW_ONE);
         /// Scale by alpha / sqrt(rank)
         rslora: bool = LoraSpec::default().rslora => switch().of(LORA);
         /// Another rank for sites that match KEY, a regular expression; repeatable
@@ -223,6 +239,30 @@ options! {
         });
         /// Seed of the VeRA's random projections, which PEFT draws alike
         projection_prng_key: u64 = VeraSpec::default().projection_prng_key => value("N").of(VERA);
+        /// Rank of every module in the beginning of an AdaLoRA
+        init_r: usize = AdaLoraSpec::default().init_r => value("R").of(ADALORA).check(FROM_ONE);
+        /// Mean rank that the AdaLoRA's modules have in the end
+        target_r: usize = AdaLoraSpec::default().target_r =>
+            value("R").of(ADALORA).in_adapter(false).check(FROM_ONE);
+        /// First steps, in which the AdaLoRA loses no rank
+        tinit: u64 = AdaLoraSpec::default().tinit => value("N").of(ADALORA).in_adapter(false);
+        /// Last steps, in which the AdaLoRA keeps its ranks
+        tfinal: u64 = AdaLoraSpec::default().tfinal => value("N").of(ADALORA).in_adapter(false);
+        /// Steps between two allocations of ranks
+        delta_t: u64 = AdaLoraSpec::default().delta_t => value("N").of(ADALORA).in_adapter(false).check(Check {
+            refused: |&steps| unless(steps > 0, steps),
+            fault: "is no distance",
+            remedy: "give a whole number from 1",
+        });
+        /// Weight of the AdaLoRA's penalty on factors that are not orthogonal
+        orth_reg_weight: f64 = AdaLoraSpec::default().orth_reg_weight =>
+            value("W").of(ADALORA).in_adapter(false).check(from_zero("give a number such as 0.5, or 0 for none"));
+        /// Decay of the mean of the importance by which ranks are allocated
+        importance_beta1: f64 = AdaLoraSpec::default().beta1 =>
+            value("B").of(ADALORA).in_adapter(false).check(INSIDE_ONE);
+        /// Decay of the mean of the importance's uncertainty
+        importance_beta2: f64 = AdaLoraSpec::default().beta2 =>
+            value("B").of(ADALORA).in_adapter(false).check(INSIDE_ONE);
         /// Targets whose input ia3 scales and not the output: a list, /regex/, or none
         feedforward: Targets => value("LIST").of(IA3)
             .otherwise("mlp.c_proj where it is a target");
@@ -362,6 +402,7 @@ fn default_targets(kinds: &Kinds) -> Option<Targets> {
         &[
             (LORA, LoraSpec::default().targets),
             (VERA, VeraSpec::default().targets),
+            (ADALORA, AdaLoraSpec::default().targets),
             (IA3, Ia3Spec::default().targets),
         ],
     )

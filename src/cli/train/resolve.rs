@@ -21,7 +21,8 @@ use crate::{
         schedule::{Decay, Schedule},
     },
     train::{
-        self, AdapterOptions, Constraints, DataSource, Length, PrefixStart, PromptStart, RunOptions, Sampling,
+        self, AdaLoraOptions, AdapterOptions, Constraints, DataSource, Length, PrefixStart, PromptStart,
+        RunOptions, Sampling,
     },
 };
 
@@ -259,6 +260,16 @@ fn adapter_options(args: &TrainArgs) -> AdapterOptions {
         vera_dropout: args.vera_dropout,
         d_initial: args.d_initial,
         projection_prng_key: args.projection_prng_key,
+        adalora: AdaLoraOptions {
+            init_r: args.init_r,
+            target_r: args.target_r,
+            tinit: args.tinit,
+            tfinal: args.tfinal,
+            delta_t: args.delta_t,
+            beta1: args.importance_beta1,
+            beta2: args.importance_beta2,
+            orth_reg_weight: args.orth_reg_weight,
+        },
         feedforward: args.feedforward.clone().map(or_none),
         norms: args.norms.clone(),
         prefix_length: args.prefix_len,

@@ -90,14 +90,18 @@ impl Clipping {
     }
 }
 
+/// The factor of clipping a gradient of that norm to `clip` (0: none), as in PyTorch's `clip_grad_norm_`.
+pub fn factor(norm: f64, clip: f64) -> f64 {
+    if clip > 0.0 { (clip / (norm + 1e-6)).min(1.0) } else { 1.0 }
+}
+
 /// Norm of `gradient / loss_scale`, and `1 / loss_scale` times the factor of clipping to `clip` (0: none),
 /// `min(1, clip / (norm + 1e-6))` as in PyTorch's `clip_grad_norm_`.
 pub fn clipping(gradient: View, clip: f64, loss_scale: f64) -> Clipping {
     match gradient.device() {
         Device::Cpu => {
             let norm = cpu::square_sum(gradient.host()).sqrt() / loss_scale;
-            let factor = if clip > 0.0 { (clip / (norm + 1e-6)).min(1.0) } else { 1.0 };
-            Clipping(Norm::Known { norm, factor: factor / loss_scale })
+            Clipping(Norm::Known { norm, factor: factor(norm, clip) / loss_scale })
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(gpu) => {

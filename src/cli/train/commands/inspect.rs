@@ -120,6 +120,7 @@ fn adapter(description: &Description) -> Value {
             "fingerprint": adapter.fingerprint,
             "lora": adapter.spec.lora,
             "vera": adapter.spec.vera,
+            "adalora": adapter.spec.adalora,
             "ia3": adapter.spec.ia3,
             "ln_tuning": adapter.spec.ln_tuning,
             "dora": adapter.spec.dora,
