@@ -22,6 +22,7 @@
 mod decoding;
 mod embedding;
 mod golden;
+mod inputs;
 mod linears;
 mod memory;
 mod ops;

@@ -2,6 +2,7 @@
 //! of threads.
 
 mod attention;
+mod codes;
 mod column_norms;
 mod decoding;
 mod decoding_attention;
