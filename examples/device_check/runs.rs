@@ -58,13 +58,18 @@ pub fn check(device: Device, types: &[DType], size: Size, report: &mut Report) -
         report.add("generation", generation(&cpu, &base, size));
         report.add("launches", decoding::launches(&base, size));
     }
+    Ok(())
+}
+
+/// Trainings and generation on bases of codes, against those of the CPU on the same codes.
+pub fn check_codes(device: Device, types: &[DType], size: Size, report: &mut Report) -> Result<()> {
     for kept in [BaseDType::Q8, BaseDType::Nf4] {
         coded(device, types, size.kept_as(kept), report)?;
     }
     Ok(())
 }
 
-/// Trainings and generation on a base of codes, against those of the CPU on the same codes.
+/// Those on one kind of codes.
 fn coded(device: Device, types: &[DType], size: Size, report: &mut Report) -> Result<()> {
     let of = |what: &str| format!("{} base, {what}", size.kept.name());
     let cpu = base(size, Device::Cpu, DType::F32)?;

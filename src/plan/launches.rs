@@ -14,14 +14,10 @@
 use engraft_adapters::{AdapterSet, Lora};
 
 use crate::{
-    device::{
-        DType,
-        accelerators::{Accelerator, MOST_SHARED, Work},
-    },
+    device::accelerators::{Accelerator, Work},
     kernels::{
         activation::Activation,
         adapted_linear::device_scratch::{fused_rank, row_shares, term_shares},
-        head_loss::stride,
         matmul::device_scratch::SMALL_BATCH,
     },
     model::{
