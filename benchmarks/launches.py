@@ -3,6 +3,7 @@
     cuda-shim/driver/build.sh target/shim
     cargo build --release --features cuda --bins
     python benchmarks/launches.py [--size medium | --base FOLDER] [--batch 8] [--seq 1024] [--rank 8] [--targets c_attn]
+        [--base-dtype f16]
 
 Runs the programs on the driver of cuda-shim/driver, which does no work and records every launch and product (SHIM_SKIP,
 SHIM_RECORD), so that steps of the real sizes take seconds. Every kernel's name and the sizes of every product are compared in
@@ -88,8 +89,8 @@ def planned(a, source):
 def options_of(a, source, rows, steps):
     """Options of a training, also for a plan."""
     return [*job(source, rows, a.batch, a.seq, steps), "--method", "lora", "--rank", a.rank, "--alpha", 2 * a.rank, "--targets",
-            a.targets, "--device", "cuda", "--precision", "f16", "--recompute", "none", "--micro-batch", a.batch,
-            "--optimizer", "adamw"]
+            a.targets, "--base-dtype", a.base_dtype, "--device", "cuda", "--precision", "f16", "--recompute", "none",
+            "--micro-batch", a.batch, "--optimizer", "adamw"]
 
 
 def compare(what, found, table):
@@ -121,7 +122,7 @@ def goals(a, table):
     step, token = table["step"], table["token"]
     h100 = next(gpu for gpu in step["gpus"] if gpu["gpu"] == "H100")
     rows = []
-    if a.base or (a.batch, a.seq) != (8, 1024):
+    if a.base or (a.batch, a.seq, a.base_dtype) != (8, 1024, "f16"):
         return
     if (a.targets, a.rank) == ("c_attn", 8):
         forward, backward = step["launches_of_a_layer"]
@@ -144,6 +145,7 @@ def main():
     p.add_argument("--seq", type=int, default=1024)
     p.add_argument("--rank", type=int, default=8)
     p.add_argument("--targets", default="c_attn")
+    p.add_argument("--base-dtype", choices=["f16", "q8", "nf4"], default="f16")
     p.add_argument("--bases", type=pathlib.Path, default=ROOT / "target" / "bases")
     p.add_argument("--programs", type=pathlib.Path, default=RELEASE)
     p.add_argument("--shim", type=pathlib.Path, default=ROOT / "target" / "shim")
@@ -160,7 +162,8 @@ def main():
         command = [a.programs / "engraft", "train", *options_of(a, source, rows, 3), "--json", "--save-every", 0]
         step = step_of(launches(record([*command, "--output", a.work / "run"], a.shim)))
         command = [a.programs / "engraft-infer", "generate", "--base", endless(source, a.work / source.name),
-                   "--adapter", a.work / "run" / "adapter", "--device", "cuda", "--json", "--input-ids", "5,6",
+                   "--adapter", a.work / "run" / "adapter", "--base-dtype", a.base_dtype, "--device", "cuda", "--json",
+                   "--input-ids", "5,6",
                    "--max-new-tokens", 4, "--temperature", 0]
         token = token_of(launches(record(command, a.shim, {"SHIM_NO_RECORDING": "1"})))
     if a.save:

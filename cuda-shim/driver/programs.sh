@@ -64,6 +64,32 @@ for precision in f32 f16; do
     same "generate $precision, launch by launch: tokens" expected found
 done
 
+# Bases of codes, against the CPU on the same codes.
+precision=f16
+for dtype in q8 nf4; do
+    kept=(--base-dtype "$dtype")
+    cpu "${train[@]}" "${kept[@]}" --output "$dtype-cpu" >$dtype-cpu.log
+    cuda "${train[@]}" "${kept[@]}" --output $dtype >$dtype.log
+    close "train $dtype" "$(number loss $dtype-cpu.log)" "$(number loss $dtype.log)" 5e-3
+    cuda "${train[@]}" "${kept[@]}" --output $dtype-away --stream-base on --offload-inputs --offload-optimizer >$dtype-away.log
+    same "train $dtype, streamed, offloaded" $dtype/adapter $dtype-away/adapter
+    cuda "${train[@]}" "${kept[@]}" --output $dtype-cut --optimizer adamw8bit >$dtype-cut.log
+    cp -r $dtype-cut $dtype-whole
+    cuda "$bin/engraft" train --resume --output $dtype-cut --resume-from 2 --offline >$dtype-resumed.log
+    same "train $dtype, 8-bit moments, resumed" $dtype-whole/adapter $dtype-cut/adapter
+    cpu "${eval[@]}" "${kept[@]}" --adapter on-cpu/adapter >eval-$dtype.log
+    cuda "${eval[@]}" "${kept[@]}" --adapter on-cpu/adapter >eval.log
+    close "eval $dtype" "$(number loss eval-$dtype.log)" "$(number loss eval.log)" 5e-3
+    cpu "${generate[@]}" "${kept[@]}" --adapter on-cpu/adapter >generate-$dtype.log
+    cuda "${generate[@]}" "${kept[@]}" --adapter on-cpu/adapter >generate.log
+    tokens generate-$dtype.log >expected
+    tokens generate.log >found
+    same "generate $dtype: tokens" expected found
+    cuda "${generate[@]}" "${kept[@]}" --adapter on-cpu/adapter --stream-base on >generate.log
+    tokens generate.log >found
+    same "generate $dtype, streamed: tokens" expected found
+done
+
 precision=f16
 if SHIM_MEMORY=20000 cuda "${eval[@]}" 2>refused; then echo "the base fits into 20000 bytes, which is impossible" >&2; exit 1; fi
 grep 'bytes for the base cannot be allocated on CUDA device 0 (free: .*): out of memory; .*--stream-base on' refused

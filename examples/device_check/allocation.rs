@@ -9,7 +9,7 @@ use engraft::{
     },
 };
 
-use crate::ops::{On, Outputs};
+use crate::{inputs::On, ops::Outputs};
 
 /// Two deltas of odd sizes: three updates of the importance, its scores, and what is not kept.
 pub fn ranks(on: On) -> Result<Outputs> {

@@ -16,14 +16,15 @@ use engraft::{
         attention::{self, CacheRows, Heads, Prefix, Shape},
         decode_layer::{self, Buffers, Group, Layer, RowsDelta, Site},
         layernorm,
-        matmul::{Arithmetic, Matrix},
+        matmul::Arithmetic,
     },
-    model::Base,
+    model::{Base, BaseDType},
 };
 
 use crate::{
     Line,
-    ops::{On, Outputs},
+    inputs::{On, Weight},
+    ops::Outputs,
     runs::decoder,
     setup::{Kind, Size},
 };
@@ -62,8 +63,8 @@ const SLOTS: [u32; N] = [2, 0, 1];
 pub fn layers(on: On) -> Result<Outputs> {
     let (deltas, len) = deltas();
     let values = on.wide(1, len)?;
-    let matrices: Vec<Buffer> =
-        (2..).zip(SHAPES).map(|(seed, (rows, cols))| on.matrix(seed, rows * cols)).collect::<Result<_>>()?;
+    let matrices: Vec<Weight> =
+        (2..).zip(SHAPES).map(|(seed, (rows, cols))| on.weight(seed, rows, cols)).collect::<Result<_>>()?;
     let biases: Vec<Buffer> =
         (6..).zip(SHAPES).map(|(seed, (_, cols))| on.frozen(seed, cols)).collect::<Result<_>>()?;
     let gains = [on.frozen(10, C)?, on.frozen(11, C)?];
@@ -85,7 +86,7 @@ pub fn layers(on: On) -> Result<Outputs> {
         all.iter().map(|delta| Delta { tokens: None, ..delta.clone() }).collect()
     });
     let site = |at: usize| Site {
-        weight: Matrix::f16(matrices[at].view(), SHAPES[at].0, SHAPES[at].1),
+        weight: matrices[at].view(),
         bias: biases[at].view(),
         deltas: plain[at]
             .iter()
@@ -196,12 +197,14 @@ pub fn largest(on: On) -> Result<Outputs> {
     ])
 }
 
-/// Greedy decoding of one row, a token at a time: five launches a layer, and embedding, last norm, head and choice.
+/// Greedy decoding of one row, a token at a time: five launches a layer, and embedding, last norm, head and choice. On a base
+/// of codes the ops one by one: four a site, two norms, the activation, the cache and two of attention.
 pub fn launches(base: &Arc<Base>, size: Size) -> Result<Vec<Line>> {
     let device = base.device;
     let mut decoder = decoder(base, Kind::Both, size)?;
     decoder.never_record();
-    let wanted = 5 * base.config.layers + 4;
+    let of_layer = if base.dtype == BaseDType::F16 { 5 } else { 4 * 4 + 2 + 1 + 1 + 2 };
+    let wanted = of_layer * base.config.layers + 4;
     let mut most = 0;
     for id in [1, 2, 3] {
         let before = device.launches();

@@ -6,21 +6,19 @@ use engraft::{
     kernels::{
         adapted_linear::Vector,
         embed::{self, DeltaGradients, EmbeddingDelta, Tables, Tokens},
-        matmul::Matrix,
     },
 };
 
-use crate::ops::{On, Outputs};
+use crate::{inputs::On, ops::Outputs};
 
 pub fn tables(on: On) -> Result<Outputs> {
     let (n, c, vocab, positions) = (29, 23, 61, 40);
     let ids: Vec<u32> = (0..n).map(|i| i * 17 % vocab).collect();
     let places: Vec<u32> = (0..n).map(|i| i * 7 % positions).collect();
     let (ids, places) = (Buffer::on(on.device, &ids)?, Buffer::on(on.device, &places)?);
-    let (wte, wpe) = (on.matrix(1, vocab as usize * c)?, on.frozen(2, positions as usize * c)?);
+    let (wte, wpe) = (on.weight(1, vocab as usize, c)?, on.frozen(2, positions as usize * c)?);
     let mut x = on.room(n as usize * c)?;
-    let wte = Matrix::f16(wte.view(), vocab as usize, c);
-    let tables = Tables { wte, wpe: wpe.view(), prompt: None };
+    let tables = Tables { wte: wte.view(), wpe: wpe.view(), prompt: None };
     embed::forward(ids.view(), places.view(), tables, x.view_mut());
     Ok(vec![("x", x.view().to_floats())])
 }
@@ -32,11 +30,10 @@ pub fn virtual_tokens(on: On) -> Result<Outputs> {
     let places: Vec<u32> = (0..n as u32).map(|i| i % 50).collect();
     let order = Buffer::on(on.device, &embed::by_id(&ids))?;
     let (ids, places) = (Buffer::on(on.device, &ids)?, Buffer::on(on.device, &places)?);
-    let (wte, wpe) = (on.matrix(1, vocab * c)?, on.frozen(2, 50 * c)?);
+    let (wte, wpe) = (on.weight(1, vocab, c)?, on.frozen(2, 50 * c)?);
     let (prompt, mut d_prompt) = (on.wide(3, length * c)?, on.wide(4, length * c)?);
     let (mut x, dx) = (on.room(n * c)?, on.activations(5, n * c)?);
-    let wte = Matrix::f16(wte.view(), vocab, c);
-    let tables = Tables { wte, wpe: wpe.view(), prompt: Some(prompt.view()) };
+    let tables = Tables { wte: wte.view(), wpe: wpe.view(), prompt: Some(prompt.view()) };
     embed::forward(ids.view(), places.view(), tables, x.view_mut());
     let tokens = Tokens { ids: ids.view(), vocab };
     embed::prompt_backward(tokens, order.view(), dx.view(), d_prompt.view_mut());

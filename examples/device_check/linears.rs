@@ -10,16 +10,15 @@ use engraft::{
             SavedProducts, Scaling, SiteVectors, Vector, xa_len,
         },
         column_norms::{self, AdaptedMatrix},
-        matmul::Matrix,
     },
 };
 
-use crate::ops::{On, Outputs};
+use crate::{inputs::On, ops::Outputs};
 
 pub fn linears(on: On, n: usize) -> Result<Outputs> {
     let (inputs, outputs) = (96, 120);
-    let (w, bias) = (on.matrix(1, inputs * outputs)?, on.frozen(2, outputs)?);
-    let layer = Layer { weight: Matrix::f16(w.view(), inputs, outputs), bias: bias.view() };
+    let (w, bias) = (on.weight(1, inputs, outputs)?, on.frozen(2, outputs)?);
+    let layer = Layer { weight: w.view(), bias: bias.view() };
     // A at 1, B after it; then a second delta on some columns.
     let first =
         Delta { a: 1, b: 1 + 3 * inputs, rank: 3, columns: 0..outputs, scale: 1.7, ..Delta::default() };
@@ -52,8 +51,8 @@ pub fn linears(on: On, n: usize) -> Result<Outputs> {
 /// Ranks of one tile and of two, and one that is not fused.
 pub fn whole_deltas(on: On, n: usize) -> Result<Outputs> {
     let (inputs, outputs) = (96, 120);
-    let (w, bias) = (on.matrix(1, inputs * outputs)?, on.frozen(2, outputs)?);
-    let layer = Layer { weight: Matrix::f16(w.view(), inputs, outputs), bias: bias.view() };
+    let (w, bias) = (on.weight(1, inputs, outputs)?, on.frozen(2, outputs)?);
+    let layer = Layer { weight: w.view(), bias: bias.view() };
     let mut results = Vec::new();
     for (rank, f) in [(5, None), (16, Some(Activation::GeluTanh)), (8, Some(Activation::Silu)), (17, None)] {
         let (a, b) = (3, 3 + rank * inputs);
@@ -87,8 +86,8 @@ pub fn whole_deltas(on: On, n: usize) -> Result<Outputs> {
 /// With every optional part: u, g, d, e, a trained bias, frozen factors, ranges of tokens.
 pub fn scaled_linears(on: On, n: usize) -> Result<Outputs> {
     let (inputs, outputs, rank) = (96, 120, 5);
-    let (w, bias) = (on.matrix(1, inputs * outputs)?, on.frozen(2, outputs)?);
-    let layer = Layer { weight: Matrix::f16(w.view(), inputs, outputs), bias: bias.view() };
+    let (w, bias) = (on.weight(1, inputs, outputs)?, on.frozen(2, outputs)?);
+    let layer = Layer { weight: w.view(), bias: bias.view() };
     let mut len = 1;
     let mut next = |size: usize| {
         len += size;
@@ -171,11 +170,11 @@ pub fn column_norms(on: On) -> Result<Outputs> {
         ..Delta::default()
     };
     let deltas = [whole, some];
-    let (w, values) = (on.matrix(1, inputs * outputs)?, on.wide(2, e + 60)?);
+    let (w, values) = (on.weight(1, inputs, outputs)?, on.wide(2, e + 60)?);
     let (m, mut g, mut dm) = (on.wide(3, outputs)?, on.zeros(F32, outputs)?, on.wide(4, outputs)?);
     let mut results = Vec::new();
     for deltas in [&deltas[..0], &deltas[..1], &deltas[..]] {
-        let weight = Matrix::f16(w.view(), inputs, outputs);
+        let weight = w.view();
         let mut norms = on.zeros(F32, outputs)?;
         column_norms::forward(AdaptedMatrix { weight, deltas, values: values.view() }, norms.view_mut());
         column_norms::output_scale(m.view(), norms.view(), g.view_mut());

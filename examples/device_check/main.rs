@@ -5,8 +5,9 @@
 //!
 //! DEVICE is a number or `cpu`, which holds the CPU side against itself: a check of this program, without a device.
 //! A PART is `ops` (every op at odd shapes, in every type of activations), `memory` (held against planned bytes, and a
-//! training that does not fit), `golden` (what PEFT computed) or `runs` (trainings: losses and gradients of every kind of
-//! adapter, recompute, micro-batches, 8-bit moments, resume, generation); none stands for all of these, in this order.
+//! training that does not fit), `golden` (what PEFT computed), `runs` (trainings: losses and gradients of every kind of
+//! adapter, recompute, micro-batches, 8-bit moments, resume, generation) or `codes` (some of these on 8-bit and 4-bit
+//! bases); none stands for all of these, in this order.
 //! `apart` makes 200 steps with fused ops beside 200 with each step of an op a launch of its own.
 //! `speed` times products, attention, updates and the tokens of the base in FOLDER, and checks nothing. On the driver of
 //! `cuda-shim/driver` trainings are tiny, on a real device larger: `--large` and `--small` choose.
@@ -23,6 +24,7 @@ mod allocation;
 mod decoding;
 mod embedding;
 mod golden;
+mod inputs;
 mod linears;
 mod memory;
 mod ops;
@@ -55,7 +57,7 @@ struct Options {
     waits: bool,
 }
 
-const PARTS: [&str; 6] = ["ops", "memory", "golden", "runs", APART, SPEED];
+const PARTS: [&str; 7] = ["ops", "memory", "golden", "runs", "codes", APART, SPEED];
 const APART: &str = "apart";
 const SPEED: &str = "speed";
 
@@ -158,6 +160,7 @@ fn check(options: &Options) -> Result<usize> {
             "memory" => memory::check(device, types, size, &mut report),
             "golden" => golden::check(device, types, size, &mut report),
             "runs" => runs::check(device, types, size, &mut report),
+            "codes" => runs::check_codes(device, types, size, &mut report),
             APART => runs::apart(device, types, size, &mut report),
             _ => speed::measure(device, types, size, options.base.as_deref(), &mut report),
         };

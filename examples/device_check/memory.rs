@@ -6,7 +6,7 @@ use engraft::{
     device::{DType, Device, DeviceKind, OwnMemory, arena::Placement},
     engine::Trainer,
     error::{Error, Result},
-    model::{Base, Policy},
+    model::{Base, BaseDType, Policy},
     optim::OptimizerKind,
     plan::{BaseBytes, PlannedDevice, plan, size as shown},
     train::{Constraints, PlanConfig, TrainingJob},
@@ -24,7 +24,9 @@ pub fn check(device: Device, types: &[DType], size: Size, report: &mut Report) -
     }
     report.add("memory", kept_for_good(device, types[0], size).map(|line| vec![line]));
     for &activations in types {
-        report.add("memory", of_type(device, activations, size));
+        for kept in [BaseDType::F16, BaseDType::Q8, BaseDType::Nf4] {
+            report.add("memory", of_type(device, activations, size.kept_as(kept)));
+        }
     }
     report.add("out of memory", too_little(device, types, size));
     Ok(())
@@ -36,8 +38,8 @@ fn of_type(device: Device, activations: DType, size: Size) -> Result<Vec<Line>> 
     let before = held(device) - scratch(device);
     let base = base(size, device, activations)?;
     let taken = held(device) - scratch(device) - before;
-    let planned = BaseBytes::on_device(&base.config, memory()).total() as usize;
-    lines.push(beyond("memory: base", activations, taken, planned));
+    let planned = BaseBytes::on_device(&base.config, base.dtype, memory()).total() as usize;
+    lines.push(beyond(&format!("memory: {} base", base.dtype.name()), activations, taken, planned));
     for (kind, optimizer) in [
         (Kind::Both, OptimizerKind::AdamW),
         (Kind::Prefix, OptimizerKind::AdamW8bit),
@@ -82,7 +84,8 @@ fn training(base: &Arc<Base>, before: usize, recipe: Recipe) -> Result<Vec<Line>
     let (device, activations) = (base.device, base.activations);
     let streamed = if recipe.policy.stream { ", streamed" } else { "" };
     let away = if recipe.policy.inputs.is_away() { ", offloaded" } else { "" };
-    let name = format!("memory, {}, {}{streamed}{away}", recipe.kind.name(), recipe.optimizer.name());
+    let (kind, optimizer, kept) = (recipe.kind.name(), recipe.optimizer.name(), base.dtype.name());
+    let name = format!("memory, {kind}, {optimizer}, {kept} base{streamed}{away}");
     let without_scratch = held(device) - scratch(device);
     let scratch_before = scratch(device);
     let mut prepared = recipe.prepare(base)?;
@@ -91,7 +94,7 @@ fn training(base: &Arc<Base>, before: usize, recipe: Recipe) -> Result<Vec<Line>
     let after = held(device) - scratch(device) - before;
     let set = recipe.set(base)?;
     let job = TrainingJob {
-        base_dtype: engraft::model::BaseDType::F16,
+        base_dtype: base.dtype,
         config: &base.config,
         set: &set,
         batch: recipe.size.rows,

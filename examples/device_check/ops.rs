@@ -1,11 +1,16 @@
 //! Every op on the device against its CPU side, on the same inputs, rounded to the type of the activations.
 
+use crate::{
+    Line, Report, allocation, decoding, embedding,
+    inputs::{On, numbers, rounded},
+    linears,
+    runs::largest_error,
+};
 use engraft::{
     device::{
         Buffer,
         DType::{self, BF16, F16, F32},
         Device, View,
-        arena::{Arenas, Placement},
     },
     error::Result,
     kernels::{
@@ -14,85 +19,18 @@ use engraft::{
         attention::{self, CacheRows, Heads, Prefix, Seen, Shape},
         head_loss::{self, Supervised},
         layernorm,
-        matmul::{self, Arithmetic, DenseGradients, DenseShape, InitialValue, Matrix},
+        matmul::{self, Arithmetic, DenseGradients, DenseShape, InitialValue},
     },
+    model::BaseDType,
 };
-use engraft_util::rng;
-use half::{bf16, f16};
-
-use crate::{Line, Report, allocation, decoding, embedding, linears, runs::largest_error};
-
-/// The device of an op and the type of its activations; `rounded` is the type that inputs are rounded to.
-#[derive(Clone, Copy)]
-pub struct On {
-    pub device: Device,
-    stored: DType,
-    rounded: DType,
-}
-
-fn numbers(seed: u64, len: usize) -> Vec<f32> {
-    (0..len as u64).map(|at| 2.0 * rng::uniform(seed, at) - 1.0).collect()
-}
-
-fn rounded(values: Vec<f32>, dtype: DType) -> Vec<f32> {
-    match dtype {
-        F16 => values.into_iter().map(|value| f16::from_f32(value).to_f32()).collect(),
-        BF16 => values.into_iter().map(|value| bf16::from_f32(value).to_f32()).collect(),
-        _ => values,
-    }
-}
-
-impl On {
-    /// Random activations.
-    pub fn activations(self, seed: u64, len: usize) -> Result<Buffer> {
-        self.stored_as(rounded(numbers(seed, len), self.rounded))
-    }
-
-    fn stored_as(self, values: Vec<f32>) -> Result<Buffer> {
-        match self.stored {
-            F16 => Buffer::on(self.device, &values.into_iter().map(f16::from_f32).collect::<Vec<_>>()),
-            BF16 => Buffer::on(self.device, &values.into_iter().map(bf16::from_f32).collect::<Vec<_>>()),
-            _ => Buffer::on(self.device, &values),
-        }
-    }
-
-    /// Random frozen weights.
-    pub fn frozen(self, seed: u64, len: usize) -> Result<Buffer> {
-        Buffer::on(self.device, &numbers(seed, len).into_iter().map(f16::from_f32).collect::<Vec<_>>())
-    }
-
-    /// A random frozen matrix, in the type that a base has on the device.
-    pub fn matrix(self, seed: u64, len: usize) -> Result<Buffer> {
-        let values = numbers(seed, len).into_iter().map(|value| f16::from_f32(value).to_f32());
-        match self.stored {
-            BF16 => Buffer::on(self.device, &values.map(bf16::from_f32).collect::<Vec<_>>()),
-            _ => Buffer::on(self.device, &values.map(f16::from_f32).collect::<Vec<_>>()),
-        }
-    }
-
-    /// Random FP32 values.
-    pub fn wide(self, seed: u64, len: usize) -> Result<Buffer> {
-        Buffer::on(self.device, &numbers(seed, len))
-    }
-
-    /// Zeros of a type.
-    pub fn zeros(self, dtype: DType, len: usize) -> Result<Buffer> {
-        Arenas::real(None)
-            .on(self.device)
-            .build("check", Placement::Memory, |arena| arena.take("zeros", dtype, &[len]))
-    }
-
-    /// Zeros of the activations' type.
-    pub fn room(self, len: usize) -> Result<Buffer> {
-        self.zeros(self.stored, len)
-    }
-}
 
 /// Named outputs of an op.
 pub type Outputs = Vec<(&'static str, Vec<f32>)>;
 type Check = (&'static str, fn(On) -> Result<Outputs>);
 
-const CHECKS: [Check; 28] = [
+use BaseDType::{Nf4, Q8};
+
+const CHECKS: [Check; 47] = [
     ("embed", embedding::tables),
     ("delta of the embedding", embedding::deltas),
     ("virtual tokens", embedding::virtual_tokens),
@@ -122,6 +60,25 @@ const CHECKS: [Check; 28] = [
     ("head and loss", heads),
     ("adamw, both kinds of moments", updates),
     ("allocation of ranks", allocation::ranks),
+    ("embed, 8-bit base", |on| embedding::tables(on.kept_as(Q8))),
+    ("virtual tokens, 8-bit base", |on| embedding::virtual_tokens(on.kept_as(Q8))),
+    ("head and loss, 8-bit base", |on| heads(on.kept_as(Q8))),
+    ("frozen product, many rows, 8-bit base", |on| products(on.kept_as(Q8), 37)),
+    ("frozen product, few rows, 8-bit base", |on| products(on.kept_as(Q8), 3)),
+    ("frozen product, one row, 8-bit base", |on| products(on.kept_as(Q8), 1)),
+    ("frozen product, many rows, 4-bit base", |on| products(on.kept_as(Nf4), 37)),
+    ("frozen product, few rows, 4-bit base", |on| products(on.kept_as(Nf4), 3)),
+    ("frozen product, one row, 4-bit base", |on| products(on.kept_as(Nf4), 1)),
+    ("product and activation, many rows, 8-bit base", |on| activated(on.kept_as(Q8), 37)),
+    ("product and activation, many rows, 4-bit base", |on| activated(on.kept_as(Nf4), 37)),
+    ("adapted linear, a batch of rows, 4-bit base", |on| linears::linears(on.kept_as(Nf4), 33)),
+    ("a delta on all columns, many rows, 8-bit base", |on| linears::whole_deltas(on.kept_as(Q8), 301)),
+    ("a delta on all columns, many rows, 4-bit base", |on| linears::whole_deltas(on.kept_as(Nf4), 301)),
+    ("a delta on all columns, few rows, 8-bit base", |on| linears::whole_deltas(on.kept_as(Q8), 7)),
+    ("a delta on all columns, few rows, 4-bit base", |on| linears::whole_deltas(on.kept_as(Nf4), 7)),
+    ("norms of columns, 8-bit base", |on| linears::column_norms(on.kept_as(Q8))),
+    ("norms of columns, 4-bit base", |on| linears::column_norms(on.kept_as(Nf4))),
+    ("adapted linear with vectors, few rows, 4-bit base", |on| linears::scaled_linears(on.kept_as(Nf4), 6)),
 ];
 
 /// Bounds for rounding results to the type of activations, and for sums in another order.
@@ -144,8 +101,8 @@ pub fn check(device: Device, types: &[DType], report: &mut Report) -> Result<()>
 
 /// The largest error of each output of an op.
 fn of_op(device: Device, dtype: DType, what: &str, run: fn(On) -> Result<Outputs>) -> Result<Vec<Line>> {
-    let expected = run(On { device: Device::Cpu, stored: F32, rounded: dtype })?;
-    let found = run(On { device, stored: dtype, rounded: dtype })?;
+    let expected = run(On { device: Device::Cpu, stored: F32, rounded: dtype, kept: BaseDType::F16 })?;
+    let found = run(On { device, stored: dtype, rounded: dtype, kept: BaseDType::F16 })?;
     device.check()?;
     let both = expected.iter().zip(&found);
     let line = |((part, expected), (_, found)): (&(_, Vec<f32>), &(_, Vec<f32>))| {
@@ -212,8 +169,8 @@ fn activations(on: On) -> Result<Outputs> {
 
 fn products(on: On, n: usize) -> Result<Outputs> {
     let (rows, cols) = (200, 136);
-    let (w, bias) = (on.matrix(1, rows * cols)?, on.frozen(2, cols)?);
-    let w = Matrix::f16(w.view(), rows, cols);
+    let (w, bias) = (on.weight(1, rows, cols)?, on.frozen(2, cols)?);
+    let w = w.view();
     let (x, dy, residual) =
         (on.activations(3, n * rows)?, on.activations(4, n * cols)?, on.activations(5, n * cols)?);
     let (mut biased, mut added, mut dx) = (on.room(n * cols)?, on.room(n * cols)?, on.room(n * rows)?);
@@ -236,8 +193,8 @@ fn activated(on: On, n: usize) -> Result<Outputs> {
     for (rows, cols, f) in
         [(200, 136, Activation::GeluTanh), (64, 61, Activation::GeluTanh), (40, 48, Activation::Gelu)]
     {
-        let (w, back) = (on.matrix(1, rows * cols)?, on.matrix(2, rows * cols)?);
-        let (w, back) = (Matrix::f16(w.view(), rows, cols), Matrix::f16(back.view(), cols, rows));
+        let (w, back) = (on.weight(1, rows, cols)?, on.weight(2, cols, rows)?);
+        let (w, back) = (w.view(), back.view());
         let (bias, x, dy) = (on.frozen(3, cols)?, on.activations(4, n * rows)?, on.activations(5, n * rows)?);
         let residual = on.activations(6, n * cols)?;
         for start in [InitialValue::Bias(bias.view()), InitialValue::Residual(residual.view(), bias.view())] {
@@ -376,7 +333,7 @@ fn heads(on: On) -> Result<Outputs> {
     let targets: Vec<i32> = rows.iter().map(|row| (row * 37 % v as u32) as i32).collect();
     let m = rows.len();
     let (rows, targets) = (Buffer::on(on.device, &rows)?, Buffer::on(on.device, &targets)?);
-    let (hidden, table) = (on.activations(1, n * c)?, on.matrix(2, v * c)?);
+    let (hidden, table) = (on.activations(1, n * c)?, on.weight(2, v, c)?);
     let (mut gathered, mut losses) = (on.room(chunk * c)?, on.zeros(F32, m)?);
     let mut logits = on.zeros(F32, chunk * head_loss::stride(v, on.stored))?;
     let mut d_hidden = on.room(n * c)?;
@@ -386,7 +343,7 @@ fn heads(on: On) -> Result<Outputs> {
         targets: targets.view(),
         smoothing: 0.1,
     };
-    let head = Matrix::f16(table.view(), v, c);
+    let head = table.view();
     let work = head_loss::HeadScratch { gathered: gathered.view_mut(), logits: logits.view_mut() };
     head_loss::forward_backward(input, head, work, losses.view_mut(), Some((d_hidden.view_mut(), 3.0)));
     Ok(vec![("losses", losses.view().to_vec()), ("d hidden", d_hidden.view().to_floats())])

@@ -15,7 +15,7 @@ use engraft::{
     },
     engine::{Trainer, TrainerOptions},
     error::{Error, Result},
-    model::{Base, BaseSource, Policy},
+    model::{Base, BaseDType, BaseSource, Policy},
     optim::{AdamWOptions, OptimizerKind},
 };
 use engraft_adapters::{
@@ -41,6 +41,8 @@ enum Model {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Size {
     model: Model,
+    /// Type that the matrices of the base are kept in.
+    pub kept: BaseDType,
     /// Rows of an optimizer step.
     pub rows: usize,
     /// Tokens t of a row.
@@ -51,13 +53,19 @@ pub struct Size {
 
 impl Size {
     /// Seconds on a real device.
-    pub const LARGE: Self = Self { model: Model::Embedded, rows: 6, tokens: 37, steps: 12 };
+    pub const LARGE: Self =
+        Self { model: Model::Embedded, kept: BaseDType::F16, rows: 6, tokens: 37, steps: 12 };
     /// Minutes where kernels are interpreted.
-    pub const SMALL: Self = Self { model: Model::Tiny, rows: 2, tokens: 9, steps: 3 };
+    pub const SMALL: Self = Self { model: Model::Tiny, kept: BaseDType::F16, rows: 2, tokens: 9, steps: 3 };
 
     /// Whether this is [`Size::LARGE`].
     pub fn is_large(self) -> bool {
-        self == Self::LARGE
+        self.kept_as(BaseDType::F16) == Self::LARGE
+    }
+
+    /// The same with the matrices of the base kept as `kept`.
+    pub fn kept_as(self, kept: BaseDType) -> Self {
+        Self { kept, ..self }
     }
 
     /// The same for heads of 64, after a prefix longer than a tile of keys where it is large.
@@ -124,7 +132,8 @@ pub fn scratch(device: Device) -> usize {
 /// The base of this size, whose blocks come to `device` when they are needed.
 pub fn streamed(size: Size, device: Device, activations: DType) -> Result<Arc<Base>> {
     let (source, name) = size.source()?;
-    Ok(Arc::new(Base::load(&source, name, &cache())?.streamed_on(device, activations)?))
+    let base = Base::load_as(&source, name, &cache(), size.kept)?;
+    Ok(Arc::new(base.streamed_on(device, activations)?))
 }
 
 fn cache() -> PathBuf {
@@ -139,7 +148,7 @@ pub fn clean() {
 /// The base of this size on `device`.
 pub fn base(size: Size, device: Device, activations: DType) -> Result<Arc<Base>> {
     let (source, name) = size.source()?;
-    load(&source, name, device, activations)
+    Ok(Arc::new(Base::load_as(&source, name, &cache(), size.kept)?.on(device, activations)?))
 }
 
 /// A base copied to `device`.
@@ -309,7 +318,7 @@ impl Recipe {
         let options = self.options(base.activations);
         let table = Trainer::plan(&base.config, &set, options)?;
         let table = table.iter().filter(|row| !row.place.is_away()).map(TableRow::bytes).sum();
-        let scratch = options.device_scratch(&base.config, &set);
+        let scratch = options.device_scratch(&base.config, base.dtype, &set);
         // A device's copy in BF16 has other weights to start from.
         let values = start(&set, self::base(self.size, Device::Cpu, DType::F32)?.as_ref())?;
         let arenas = Arenas::real(Some(std::env::temp_dir())).on(base.device);

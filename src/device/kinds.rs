@@ -48,8 +48,6 @@ pub struct DeviceKind {
     activations: &'static [DType],
     /// Those of these types whose activations are stored as F32; only the factors of products are rounded.
     rounds_factors_to: &'static [DType],
-    /// Element types of matrices that its kernels multiply with.
-    weights: &'static [DType],
     /// Whether it multiplies BF16 factors faster than F32 ones.
     fast_bf16: fn() -> bool,
     /// Whether its speeds are measured before a plan is chosen. Without, a plan shows ratios of nominal speeds.
@@ -81,7 +79,6 @@ impl DeviceKind {
         default_activations: DType::F32,
         activations: &[DType::F32, DType::BF16],
         rounds_factors_to: &[DType::BF16],
-        weights: &[DType::F16, DType::I8, DType::U8],
         fast_bf16: cpu::bf16,
         is_calibrated: true,
         nominal_rates: Rates::NOMINAL_CPU,
@@ -107,7 +104,6 @@ impl DeviceKind {
         default_activations: DType::F16,
         activations: &[DType::F32, DType::F16, DType::BF16],
         rounds_factors_to: &[],
-        weights: &[DType::F16],
         fast_bf16: || true,
         is_calibrated: false,
         nominal_rates: Rates::NOMINAL_GPU,
@@ -148,11 +144,6 @@ impl DeviceKind {
         if self.rounds_factors_to.contains(&asked) { DType::F32 } else { asked }
     }
 
-    /// Whether its kernels multiply with matrices of this element type.
-    pub fn takes_weights(&self, dtype: DType) -> bool {
-        self.weights.contains(&dtype)
-    }
-
     /// Whether it multiplies BF16 factors faster than F32 ones. Without, asking for BF16 gains nothing.
     pub fn has_fast_bf16(&self) -> bool {
         (self.fast_bf16)()
@@ -178,8 +169,6 @@ mod tests {
             for &asked in kind.activations() {
                 assert!(kind.computes_in(kind.stored_activations(asked)), "{} {asked:?}", kind.name);
             }
-            // FP16 is how a base is kept at rest.
-            assert!(kind.takes_weights(DType::F16), "{}", kind.name);
             assert!(kind.own_memory.is_none_or(|own| own.alignment.is_power_of_two()), "{}", kind.name);
             assert_eq!(kind.shares_host_memory(), kind.offload_placement() == Placement::Disk);
         }

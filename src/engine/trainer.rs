@@ -20,10 +20,10 @@ use crate::{
     error::{Error, Result},
     kernels::{head_loss::Tally, noise},
     model::{
-        AdapterBindings, Base, Config, Gradients, Limits, LossSum, OutputScales, Pass, Policy, PrefixState,
-        Stack, Trained, derived_ranks,
+        AdapterBindings, Base, BaseDType, Config, Gradients, Limits, LossSum, OutputScales, Pass, Policy,
+        PrefixState, Stack, Trained, derived_ranks,
         not_finite::remedy_in_training,
-        scratch::{self, ScratchNeeds},
+        scratch::{self, FactorTypes, ScratchNeeds},
     },
     observe::phase::{self, Phase},
     optim::{
@@ -79,9 +79,10 @@ impl TrainerOptions {
         }
     }
 
-    /// Bytes of scratch that the kernels of a device share.
-    pub fn device_scratch(&self, config: &Config, set: &AdapterSet) -> usize {
-        scratch::training(self.needs(config, set), self.policy.activations, set.layout.len)
+    /// Bytes of scratch that the kernels of a device share, for a base kept as `base`.
+    pub fn device_scratch(&self, config: &Config, base: BaseDType, set: &AdapterSet) -> usize {
+        let types = FactorTypes { activations: self.policy.activations, base };
+        scratch::training(self.needs(config, set), types, set.layout.len)
     }
 }
 
@@ -187,7 +188,7 @@ impl Trainer {
         let Trainables { prefix, scales, mut store, gradient, optimizer, allocator } =
             Trainables::cut(&base.config, &bindings, &set, options, &mut arenas)?;
         store.view_mut().upload(values);
-        base.device.reserve(options.device_scratch(&base.config, &set))?;
+        base.device.reserve(options.device_scratch(&base.config, base.dtype, &set))?;
         let scale = if options.policy.activations == F16 { LossScale::dynamic() } else { LossScale::NONE };
         let stack = Stack::new(base, bindings, options.limits(), options.policy, true, &mut arenas)?;
         let dropout = set.dropout();

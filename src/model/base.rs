@@ -116,11 +116,9 @@ impl Base {
     /// with frozen matrices ([`Arithmetic::Bf16`]); activations stay FP32.
     ///
     /// # Errors
-    /// [`Error::Input`] for activations that the device does not compute in or weights that it does not take, and as
-    /// [`Weights::bring`].
+    /// [`Error::Input`] for activations that the device does not compute in, and as [`Weights::bring`].
     pub fn on(mut self, device: Device, activations: DType) -> Result<Self> {
         check_activations(device.kind(), activations)?;
-        check_weights(device.kind(), self.dtype)?;
         let stored = device.kind().stored_activations(activations);
         if stored != activations {
             self.weights.multiply(Arithmetic::Bf16);
@@ -143,7 +141,6 @@ impl Base {
             return self.on(device, activations);
         }
         check_activations(device.kind(), activations)?;
-        check_weights(device.kind(), self.dtype)?;
         self.fit_to(device, activations);
         self.weights.bring(device, false)?;
         Ok(Self { device, activations, ..self })
@@ -266,24 +263,6 @@ pub(crate) fn check_activations(kind: &DeviceKind, activations: DType) -> Result
         activations.name(),
         kind.label,
         types.join(" or ")
-    )))
-}
-
-/// Refuses weights that a kind of device does not multiply with.
-///
-/// # Errors
-/// [`Error::Input`] with the devices that do.
-pub(crate) fn check_weights(kind: &DeviceKind, dtype: BaseDType) -> Result<()> {
-    if kind.takes_weights(dtype.element_type()) {
-        return Ok(());
-    }
-    let others = DeviceKind::ALL.iter().filter(|other| other.takes_weights(dtype.element_type()));
-    let others: String = others.map(|other| format!(", or give --device {}", other.name)).collect();
-    Err(Error::input(format!(
-        "--base-dtype {}: {} keeps the base in {} alone; leave the option out{others}",
-        dtype.name(),
-        kind.label,
-        BaseDType::F16.name()
     )))
 }
 

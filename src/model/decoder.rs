@@ -26,8 +26,8 @@ use crate::{
 
 use super::{
     Base, Config, activations::ActivationBuffers, bindings::AdapterBindings, block::rows, cache::Cache,
-    layers::Layers, output_scales::OutputScales, policy::Policy, prefix::PrefixState, stack::check_length,
-    weight_streamer::WeightStreamer,
+    layers::Layers, output_scales::OutputScales, policy::Policy, prefix::PrefixState, scratch::FactorTypes,
+    stack::check_length, weight_streamer::WeightStreamer,
 };
 
 /// A base with adapters, reading one sequence of tokens, or several side by side.
@@ -443,6 +443,7 @@ impl DecoderAdapter {
 fn workspace(base: &Base, adapters: &[DecoderAdapter], size: DecoderSize) -> Result<ActivationBuffers> {
     let bindings: Vec<&AdapterBindings> = adapters.iter().map(|adapter| &adapter.bindings).collect();
     let (config, activations) = (&base.config, base.activations);
-    base.device.reserve(size.scratch(config, &bindings, ScratchPlace::Device(activations)))?;
+    let types = FactorTypes { activations, base: base.dtype };
+    base.device.reserve(size.scratch(config, &bindings, ScratchPlace::Device(types)))?;
     size.workspace(config, &bindings, activations, &mut Arenas::real(None).on(base.device))
 }

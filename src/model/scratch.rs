@@ -1,13 +1,16 @@
 //! How much memory the kernels take beside their buffers. On a CPU: tiles in per-thread scratch, what tasks share, and
 //! what `gemm` packs its operands into. A memory plan counts it; runs count what they take and hold it against the plan.
 
-use super::{BaseDType, Config, arch::Arch};
+use super::{
+    BaseDType, Config,
+    arch::{Arch, HEAD},
+};
 use crate::{
     device::{DType, cpu},
     kernels::{
         adamw,
         adapted_linear::{self, DeltaScratch},
-        attention, column_norms, decode_layer, embed, layernorm,
+        attention, column_norms, decode_layer, embed, head_loss, layernorm,
         matmul::{
             self, Arithmetic,
             device_scratch::{SMALL_BATCH, product},
@@ -40,6 +43,15 @@ pub struct ScratchNeeds<'a> {
     pub trained_norms: bool,
 }
 
+/// The types of the factors of products of a device.
+#[derive(Debug, Clone, Copy)]
+pub struct FactorTypes {
+    /// Type of the activations.
+    pub activations: DType,
+    /// Type that the matrices of the base are kept in.
+    pub base: BaseDType,
+}
+
 /// Bytes for a pool of `threads`, with what its tasks share in `arithmetic`.
 pub fn bytes(needs: ScratchNeeds, threads: usize, arithmetic: Arithmetic) -> usize {
     let widest = Arch::of(needs.config).widest();
@@ -70,7 +82,7 @@ pub fn scales(config: &Config, dtype: BaseDType) -> usize {
 }
 
 /// Bytes of scratch of a training step with `trainables` values.
-pub fn training(needs: ScratchNeeds, activations: DType, trainables: usize) -> usize {
+pub fn training(needs: ScratchNeeds, types: FactorTypes, trainables: usize) -> usize {
     let ScratchNeeds { config, rows, batch, keys, rank, derived_ranks, trained_norms, .. } = needs;
     let (heads, head_width) = (config.heads, config.head_width());
     let norms = |ranks| {
@@ -88,24 +100,28 @@ pub fn training(needs: ScratchNeeds, activations: DType, trainables: usize) -> u
         attention::device_scratch::attention_decode(batch, keys, heads, head_width),
         adamw::device_scratch::norm(trainables),
     ];
-    others.into_iter().fold(products(needs, activations), usize::max)
+    others.into_iter().fold(products(needs, types), usize::max)
 }
 
 /// Bytes of all products of up to `needs.rows` rows.
-fn products(needs: ScratchNeeds, activations: DType) -> usize {
+fn products(needs: ScratchNeeds, types: FactorTypes) -> usize {
     let ScratchNeeds { config, rows, .. } = needs;
+    let FactorTypes { activations, base } = types;
     let arch = Arch::of(config);
-    let sites = arch.sites.iter().map(|site| (site.inputs, site.outputs));
-    let matrices = sites.chain([(config.vocab, config.width)]);
+    let sites = arch.sites.iter().map(|site| (base, (site.inputs, site.outputs)));
+    // With the rows of zeros that logits have columns for.
+    let head = (base.of_matrix(HEAD), (head_loss::stride(config.vocab, activations), config.width));
     // A chunk of the head, or the last micro-batch, may have few rows where others have many.
     let sizes = [rows, rows.min(SMALL_BATCH)];
-    let all = matrices.flat_map(|matrix| sizes.map(|rows| product(activations, rows, matrix)));
+    let all = sites.chain([head]).flat_map(|(dtype, matrix)| {
+        sizes.map(|rows| product(activations, dtype.element_type(), rows, matrix))
+    });
     all.max().unwrap_or(0)
 }
 
 /// Bytes of scratch of generation: up to `needs.rows` tokens of a prompt at a time, and one token of each of `samples`
 /// after up to `needs.keys` less one; `ranks` is the largest sum of the ranks at a site of all samples.
-pub fn decoding(needs: ScratchNeeds, activations: DType, samples: usize, ranks: usize) -> usize {
+pub fn decoding(needs: ScratchNeeds, types: FactorTypes, samples: usize, ranks: usize) -> usize {
     let (heads, head_width) = (needs.config.heads, needs.config.head_width());
     let attention = attention::device_scratch::attention_decode(samples, needs.keys, heads, head_width);
     let layer = decode_layer::device_scratch::layer(decode_layer::device_scratch::Sizes {
@@ -116,7 +132,7 @@ pub fn decoding(needs: ScratchNeeds, activations: DType, samples: usize, ranks: 
         keys: needs.keys,
         ranks: ranks.min(decode_layer::MOST_RANKS),
     });
-    products(needs, activations).max(attention).max(thin_products(needs)).max(layer)
+    products(needs, types).max(attention).max(thin_products(needs)).max(layer)
 }
 
 /// Bytes of the shares of `x A^T` and of its gradient, after B times d and e.
@@ -151,10 +167,18 @@ mod tests {
                 trained_norms: false,
             };
             for activations in [DType::F16, DType::BF16, DType::F32] {
-                let planned = training(needs, activations, 1000);
-                for n in 1..=rows {
-                    let head = product(activations, n, (config.vocab, config.width));
-                    assert!(head <= planned, "{n} of {rows} rows: {head} bytes where {planned} are planned");
+                for base in [BaseDType::F16, BaseDType::Q8, BaseDType::Nf4] {
+                    let planned = training(needs, FactorTypes { activations, base }, 1000);
+                    for n in 1..=rows {
+                        let kept = base.of_matrix(HEAD).element_type();
+                        let head = product(activations, kept, n, (config.vocab, config.width));
+                        let site = product(activations, base.element_type(), n, (config.inner, config.width));
+                        let most = head.max(site);
+                        assert!(
+                            most <= planned,
+                            "{n} of {rows} rows: {most} bytes where {planned} are planned"
+                        );
+                    }
                 }
             }
         }
@@ -176,13 +200,14 @@ mod tests {
             derived_ranks: None,
             trained_norms: false,
         };
-        let planned = training(needs, DType::F16, 1000);
+        let types = FactorTypes { activations: DType::F16, base: BaseDType::F16 };
+        let planned = training(needs, types, 1000);
         // For all 65536 tokens they took 3.3 GiB.
         assert!(planned < 64 << 20, "{planned} bytes");
         // Rows of one token are attended as a decoder does it.
         let one_token = attention::device_scratch::attention_decode(batch, prefix + 1, 25, 64);
         assert!(one_token <= planned, "{one_token} bytes where {planned} are planned");
         let short = ScratchNeeds { rows: batch, keys: prefix + 1, ..needs };
-        assert!(one_token <= training(short, DType::F16, 1000));
+        assert!(one_token <= training(short, types, 1000));
     }
 }

@@ -72,16 +72,17 @@ impl BaseBytes {
         self.embeddings + self.blocks + self.own_head + self.last_norm
     }
 
-    /// The same in FP16 in the `memory` of a device, where every tensor is aligned and rows of zeros follow the head.
-    pub fn on_device(config: &Config, memory: &OwnMemory) -> Self {
+    /// The same in the `memory` of a device, where every tensor is aligned and rows of zeros follow the head.
+    pub fn on_device(config: &Config, dtype: BaseDType, memory: &OwnMemory) -> Self {
         let arch = Arch::of(config);
         let head = arch.head();
-        Self::sum(&arch, config, |tensor| {
-            let elements = match tensor.shape[..] {
-                [rows, cols] if *tensor == head => rows.next_multiple_of(memory.head_rows) * cols,
-                _ => tensor.elements(),
-            };
-            (2 * elements).next_multiple_of(memory.alignment) as u64
+        let aligned = |bytes: usize| bytes.next_multiple_of(memory.alignment) as u64;
+        Self::sum(&arch, config, |tensor| match tensor.shape[..] {
+            [rows, cols] => {
+                let rows = if *tensor == head { rows.next_multiple_of(memory.head_rows) } else { rows };
+                dtype.of_matrix(&tensor.name).tensor_bytes(rows, cols).map(aligned).sum()
+            }
+            _ => aligned(2 * tensor.elements()),
         })
     }
 
@@ -113,7 +114,7 @@ impl PlannedBase<'_> {
     /// Its parts in the memory of `device`, or else in its file.
     pub fn bytes(self, device: PlannedDevice) -> BaseBytes {
         match device.own_memory() {
-            Some(memory) => BaseBytes::on_device(self.config, memory),
+            Some(memory) => BaseBytes::on_device(self.config, self.dtype, memory),
             None => BaseBytes::of(self.config, self.dtype),
         }
     }

@@ -145,7 +145,10 @@ mod tests {
     use engraft_adapters::{AdapterSet, LoraSpec, Targets};
 
     use super::*;
-    use crate::{kernels::activation::Activation, model::builtin};
+    use crate::{
+        kernels::activation::Activation,
+        model::{BaseDType, builtin},
+    };
 
     fn config(size: &str) -> Config {
         builtin::builtin(size).unwrap().unwrap()
@@ -160,7 +163,14 @@ mod tests {
     fn step(size: &str) -> DeviceTime {
         let config = config(size);
         let set = set(&config, 8, "c_attn");
-        let pass = Pass { config: &config, set: &set, batch: 8, tokens: 1024, head_rows: 4096 };
+        let pass = Pass {
+            config: &config,
+            base: BaseDType::F16,
+            set: &set,
+            batch: 8,
+            tokens: 1024,
+            head_rows: 4096,
+        };
         assert!(pass.is_covered());
         DeviceTime::of_training(pass)
     }
@@ -184,11 +194,39 @@ mod tests {
         let of_adapter = |op: &&Op| op.is_adapter;
         assert_eq!(step.ops.iter().filter(of_adapter).map(|op| op.launches).sum::<usize>(), 24 * 4);
         let set = set(&config, 16, "all-linear");
-        let token = Pass { config: &config, set: &set, batch: 1, tokens: 128, head_rows: 4096 };
+        let token =
+            Pass { config: &config, base: BaseDType::F16, set: &set, batch: 1, tokens: 128, head_rows: 4096 };
         assert_eq!(DeviceTime::of_token(token).order.len(), 24 * 5 + 4);
         // More rows than the five launches take.
         let rows = DeviceTime::of_token(Pass { batch: 9, ..token });
         assert!(rows.order.iter().any(|kernel| kernel == "attention_decode"), "{:?}", rows.order);
+    }
+
+    #[test]
+    fn codes_are_widened_once_a_product_and_read_as_they_are_by_few_rows() {
+        let config = config("gpt2-medium");
+        let set = set(&config, 8, "c_attn");
+        let of = |base| Pass { config: &config, base, set: &set, batch: 8, tokens: 1024, head_rows: 4096 };
+        let count = |order: &[String], kernel: &str| order.iter().filter(|name| *name == kernel).count();
+        let launches = |base| DeviceTime::of_training(of(base)).order;
+        let (plain, four, eight) =
+            (launches(BaseDType::F16), launches(BaseDType::Nf4), launches(BaseDType::Q8));
+        // The lowest layer's c_attn has no input gradient.
+        assert_eq!(count(&four, "nf4_widen"), 24 * 8 - 1);
+        assert_eq!(four.len(), plain.len() + 24 * 8 - 1);
+        // The head of 50304 rows, in two stretches: twice in each of two chunks.
+        assert_eq!(count(&eight, "q8_widen"), 24 * 8 - 1 + 2 * 2 * 2);
+        let token = |base| DeviceTime::of_token(Pass { batch: 1, tokens: 128, ..of(base) });
+        // Op by op: nine launches of a layer without products, two a product, two of c_attn's delta.
+        let (halves, codes) = (token(BaseDType::F16), token(BaseDType::Nf4));
+        assert_eq!((halves.order.len(), codes.order.len()), (24 * 5 + 4, 24 * (6 + 8 + 2) + 4));
+        assert_eq!(count(&codes.order, "nf4_gemv_nn"), 24 * 4);
+        let weights = |time: &DeviceTime, kernel: &str| -> f64 {
+            time.ops.iter().filter(|op| op.kernel == kernel).map(|op| op.bytes).sum()
+        };
+        // 4.13 bits a weight, inputs, and shares of sums.
+        let bytes = weights(&codes, "nf4_gemv_nn") / (24.0 * 12.0 * 1024.0 * 1024.0);
+        assert!((0.51..0.56).contains(&bytes), "{bytes} bytes a weight");
     }
 
     #[test]
@@ -199,7 +237,15 @@ mod tests {
         let relu = Config { activation: Activation::Relu, ..gelu.clone() };
         let kernels = |config: &Config, rank: usize| {
             let set = set(config, rank, "all-linear");
-            DeviceTime::of_training(Pass { config, set: &set, batch: 2, tokens: 8, head_rows: 8 }).order
+            DeviceTime::of_training(Pass {
+                config,
+                base: BaseDType::F16,
+                set: &set,
+                batch: 2,
+                tokens: 8,
+                head_rows: 8,
+            })
+            .order
         };
         let has = |order: &[String], kernel: &str| order.iter().any(|name| name == kernel);
         for rank in [3, 4, 16, 17] {
@@ -237,8 +283,10 @@ mod tests {
         let text =
             r#"{"model_type":"gpt2","n_layer":2,"n_embd":24,"n_head":3,"n_positions":40,"vocab_size":61}"#;
         let config = Config::from_json(text, Path::new("odd")).unwrap();
-        let covered =
-            |set: &AdapterSet| Pass { config: &config, set, batch: 1, tokens: 8, head_rows: 8 }.is_covered();
+        let covered = |set: &AdapterSet| {
+            Pass { config: &config, base: BaseDType::F16, set, batch: 1, tokens: 8, head_rows: 8 }
+                .is_covered()
+        };
         let mut set = set(&config, 2, "c_attn");
         assert!(covered(&set));
         set.loras[0].d = Some(0);

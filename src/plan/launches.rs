@@ -1,7 +1,8 @@
 //! Every kernel and product that a device is given in a training step or for a token, from sizes alone, with the bytes it
 //! moves and its operations.
 //!
-//! It covers an FP16 base whose adapters are deltas of linear sites (LoRA) without dropout's or recomputation's extra work.
+//! It covers adapters that are deltas of linear sites (LoRA), without dropout's or recomputation's extra work. A base of codes
+//! is widened before each product ([`coded`]).
 //! The names are those of the kernels without the type at their end; `product` is a call of the library.
 //! `benchmarks/launches.py` runs real steps on the driver of `cuda-shim/driver` and holds every kernel and product, in order,
 //! against this table: whoever changes what an op launches changes its lines here.
@@ -13,24 +14,22 @@
 use engraft_adapters::{AdapterSet, Lora};
 
 use crate::{
-    device::{
-        DType,
-        accelerators::{Accelerator, MOST_SHARED, Work},
-    },
+    device::accelerators::{Accelerator, Work},
     kernels::{
         activation::Activation,
         adapted_linear::device_scratch::{fused_rank, row_shares, term_shares},
-        head_loss::stride,
         matmul::device_scratch::SMALL_BATCH,
     },
     model::{
-        Config,
+        BaseDType, Config,
         arch::{Arch, SiteShape},
     },
 };
 
 use super::calibrate::attention_flops;
 
+mod coded;
+mod head;
 mod token;
 
 /// A part of a step.
@@ -99,6 +98,8 @@ impl Launch {
 pub struct Pass<'a> {
     /// Sizes of the base.
     pub config: &'a Config,
+    /// Type that its matrices are kept in.
+    pub base: BaseDType,
     /// The adapter.
     pub set: &'a AdapterSet,
     /// Sequences b.
@@ -127,7 +128,7 @@ impl Pass<'_> {
         let (n, m, layers) = (self.batch * self.tokens, self.batch * (self.tokens - 1), self.config.layers);
         let lowest = self.set.loras.iter().map(|lora| lora.layer).min().unwrap_or(layers);
         let mut step = Step { pass: *self, n, part: Part::Around, layer: None, launches: Vec::new() };
-        step.rows("embedding", "embed", 6.0);
+        step.embedding();
         for layer in 0..layers {
             (step.part, step.layer) = (Part::Forward, Some(layer));
             step.block_forward(layer);
@@ -152,7 +153,7 @@ impl Pass<'_> {
     pub fn token(&self) -> Vec<Launch> {
         let mut step =
             Step { pass: *self, n: self.batch, part: Part::Around, layer: None, launches: Vec::new() };
-        step.rows("embedding", "embed", 6.0);
+        step.embedding();
         step.part = Part::Forward;
         for layer in 0..self.config.layers {
             step.layer = Some(layer);
@@ -246,10 +247,11 @@ impl<'a> Step<'a> {
         Some(Fused { rank: delta.rank, rounded })
     }
 
-    /// Whether the MLP's activation and its derivative are parts of products.
-    fn activates_in_products(&self) -> bool {
+    /// Whether the MLP's activation and its derivative are parts of the products of a site: of one product with all of W.
+    fn activates_in_products(&self, site: &SiteShape) -> bool {
         let Config { activation, inner, .. } = *self.pass.config;
-        activation == Activation::GeluTanh && inner.is_multiple_of(8) && self.n > SMALL_BATCH
+        let whole = self.stretches(self.pass.base, site.inputs, site.outputs).len() == 1;
+        activation == Activation::GeluTanh && inner.is_multiple_of(8) && self.n > SMALL_BATCH && whole
     }
 
     /// A thin product, `rows x columns` over `terms`, whose shares are joined where it has some.
@@ -276,10 +278,14 @@ impl<'a> Step<'a> {
         }
         let has_deltas = fused.is_none() && self.deltas(layer, site).next().is_some();
         let activates = beside == Beside::Activation;
-        let in_product = activates && self.activates_in_products() && !has_deltas;
-        let added = fused.is_some() || beside == Beside::Residual;
-        let bytes = [true, added, in_product].into_iter().filter(|&counts| counts).count();
-        self.product(site.label, [n, outputs, inputs], 2.0 * bytes as f64);
+        let in_product = activates && self.activates_in_products(site) && !has_deltas;
+        let mut added = fused.is_some() || beside == Beside::Residual;
+        for rows in self.stretches(self.pass.base, inputs, outputs) {
+            self.widen(self.pass.base, rows, outputs);
+            let bytes = [true, added, in_product].into_iter().filter(|&counts| counts).count();
+            self.product(site.label, [n, outputs, rows], 2.0 * bytes as f64);
+            added = true;
+        }
         if has_deltas {
             self.add_deltas(layer, site);
         }
@@ -314,10 +320,13 @@ impl<'a> Step<'a> {
             self.add("d xa and d xa A", "delta_back", Work::Delta, bytes, flops);
         }
         let has_deltas = fused.is_none() && self.deltas(layer, site).next().is_some();
-        let in_product = activated && self.activates_in_products() && !has_deltas;
+        let in_product = activated && self.activates_in_products(site) && !has_deltas;
         if dx {
             let bytes = [true, fused.is_some(), in_product].into_iter().filter(|&counts| counts).count();
-            self.product(&format!("{} dx", site.label), [n, inputs, outputs], 2.0 * bytes as f64);
+            for rows in self.stretches(self.pass.base, inputs, outputs) {
+                self.widen(self.pass.base, rows, outputs);
+                self.product(&format!("{} dx", site.label), [n, rows, outputs], 2.0 * bytes as f64);
+            }
         }
         if let Some(Fused { rank, .. }) = fused {
             self.factor_gradient("dB", [outputs, rank, n]);
@@ -430,38 +439,6 @@ impl<'a> Step<'a> {
     fn attention(&self) -> (f64, f64) {
         let Pass { config, batch, tokens: t, .. } = self.pass;
         attention_flops(config.heads, config.head_width(), batch * (t * (t + 1) / 2))
-    }
-
-    /// Logits, losses and the gradient of `m` hidden rows, in chunks. Logits have columns for the rows of zeros after the
-    /// head.
-    fn head(&mut self, m: usize) {
-        let Pass { config, head_rows, .. } = self.pass;
-        let (c, v, columns) = (config.width, config.vocab, stride(config.vocab, DType::F16));
-        // Read once where a block may hold a row, else for the loss and for the gradient; written in the activations' type.
-        let (kernel, bytes) = match 4 * v.next_multiple_of(8) + (1 << 10) <= MOST_SHARED {
-            true => ("cross_entropy_once", 6.0),
-            false => ("cross_entropy", 10.0),
-        };
-        for first in (0..m).step_by(head_rows.max(1)) {
-            let rows = head_rows.min(m - first);
-            let moved = 4.0 * (rows * c) as f64;
-            self.add("gather", "gather", Work::Elementwise, moved, 0.0);
-            self.logits(rows, columns);
-            let logits = (rows * v) as f64;
-            self.add("cross-entropy", kernel, Work::Logits, bytes * logits, 12.0 * logits);
-            self.product("logits dx", [rows, c, columns], 2.0);
-            self.add("scatter", "scatter", Work::Elementwise, moved, 0.0);
-        }
-    }
-
-    /// FP32 logits `(rows, columns)`; few rows read each weight once.
-    fn logits(&mut self, rows: usize, columns: usize) {
-        let c = self.pass.config.width;
-        if rows > SMALL_BATCH {
-            return self.product("logits", [rows, columns, c], 4.0);
-        }
-        let bytes = (2 * columns * c + 4 * rows * columns) as f64;
-        self.add("logits", "gemv_nt", Work::Weights, bytes, flops(rows, columns, c));
     }
 
     fn update(&mut self, trainables: usize) {

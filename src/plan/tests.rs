@@ -44,7 +44,7 @@ fn a_tensor_of_a_device_begins_at_a_multiple_of_256_bytes() {
     let linears = [(24, 72), (24, 24), (24, 96), (96, 24)];
     let linears: u64 = linears.into_iter().map(|(a, b)| tensor(a * b) + tensor(b)).sum();
     let total = tensor(61 * 24) + tensor(40 * 24) + norm + 2 * (2 * norm + linears);
-    assert_eq!(BaseBytes::on_device(&config, cuda_memory()).total(), total);
+    assert_eq!(BaseBytes::on_device(&config, BaseDType::F16, cuda_memory()).total(), total);
     assert!(total > BaseBytes::of(&config, BaseDType::F16).total());
 }
 

@@ -147,6 +147,7 @@ impl<'a> TrainingJob<'a> {
             device: self.device,
             tokens,
             activations,
+            base_dtype: self.base_dtype,
             stream,
         }
     }
@@ -287,7 +288,7 @@ impl Job for TrainingJob<'_> {
             Some(cores) => {
                 scratch::bytes(options.needs(self.config, self.set), cores.threads, cores.arithmetic)
             }
-            None => options.device_scratch(self.config, self.set),
+            None => options.device_scratch(self.config, self.base_dtype, self.set),
         };
         let scales =
             if self.device.cores.is_some() { scratch::scales(self.config, self.base_dtype) } else { 0 };

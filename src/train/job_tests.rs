@@ -303,7 +303,7 @@ fn a_streamed_base_takes_two_blocks_of_a_device() {
         rows.map(Row::most_resident).sum()
     };
     let (resident, streamed) = (planned(false), planned(true));
-    let parts = BaseBytes::on_device(&config, cuda_memory());
+    let parts = BaseBytes::on_device(&config, BaseDType::F16, cuda_memory());
     assert_eq!(device(&resident), parts.total());
     assert_eq!(device(&resident) - device(&streamed), parts.blocks - 2 * parts.block);
     assert_eq!(resident.peak().1 - streamed.peak().1, parts.blocks - 2 * parts.block);

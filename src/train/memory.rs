@@ -17,10 +17,7 @@ use crate::{
     device::arena::{Arenas, Placement},
     engine::{Trainer, TrainerOptions},
     error::{Error, Result},
-    model::{
-        Base, BaseDType, BaseSource, Config,
-        base::{check_activations, check_weights},
-    },
+    model::{Base, BaseDType, BaseSource, Config, base::check_activations},
     observe::machine,
     optim::OptimizerKind,
     plan::{
@@ -95,7 +92,6 @@ pub struct PlanRequest<'a> {
 pub fn plan_request(options: &RunOptions, request: PlanRequest) -> Result<Selection<PlanConfig>> {
     let PlanRequest { config, base_dtype, set, seq_len, device, streamable, sample_tokens } = request;
     check_planned_activations(options.constraints, device)?;
-    check_weights(device.kind, base_dtype)?;
     let stored = |asked| device.kind.stored_activations(asked);
     let activations = options.constraints.activations.map(stored);
     let job = TrainingJob {

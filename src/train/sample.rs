@@ -15,7 +15,7 @@ use crate::{
         arena::{Placement, TableRow},
     },
     error::{Error, Result},
-    model::{AdapterBindings, Base, Config, Decoder, ScratchPlace},
+    model::{AdapterBindings, Base, BaseDType, Config, Decoder, ScratchPlace, scratch::FactorTypes},
     observe::phase::Phase,
     plan::{BaseBytes, PlannedDevice, Row, by_phase},
 };
@@ -155,6 +155,8 @@ pub(super) struct PlannedSamples<'a> {
     /// Tokens of the longest sample with its prompt; 0 for no samples.
     pub tokens: usize,
     pub activations: DType,
+    /// Type that the matrices of the base are kept in.
+    pub base_dtype: BaseDType,
     /// Whether the base is streamed.
     pub stream: bool,
 }
@@ -191,7 +193,7 @@ impl PlannedSamples<'_> {
         ];
         if let Some(own) = own.filter(|_| self.stream) {
             // Staged blocks of its own.
-            let blocks = BaseBytes::on_device(self.config, own).blocks;
+            let blocks = BaseBytes::on_device(self.config, self.base_dtype, own).blocks;
             rows.push(row("two blocks", 2 * blocks / self.config.layers.max(1) as u64, memory));
         }
         rows
@@ -201,7 +203,9 @@ impl PlannedSamples<'_> {
     pub fn scratch(&self) -> u64 {
         let place = match self.device.cores {
             Some(cores) => ScratchPlace::Threads(cores.threads, cores.arithmetic),
-            None => ScratchPlace::Device(self.activations),
+            None => {
+                ScratchPlace::Device(FactorTypes { activations: self.activations, base: self.base_dtype })
+            }
         };
         let bytes = |bindings| Decoder::scratch(self.config, &bindings, self.tokens, place) as u64;
         self.bindings().map_or(0, bytes)

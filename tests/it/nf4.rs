@@ -255,12 +255,13 @@ fn a_run_on_4_bits_resumes_exactly_and_its_adapter_fits_every_base() {
 #[test]
 fn plans_know_that_it_is_at_most_a_third_of_the_base() {
     let sandbox = Sandbox::new();
-    let base = |dtype: &str| -> u64 {
+    let base_on = |device: &str, dtype: &str| -> u64 {
         let line = format!(
-            "plan --base gpt2-xl --seq-len 128 --memory 16GiB --json --device cpu --base-dtype {dtype}"
+            "plan --base gpt2-xl --seq-len 128 --memory 16GiB --json --device {device} --base-dtype {dtype}"
         );
         planned_for(&sandbox.engraft(&line).succeeds().events()[0], "base")
     };
+    let base = |dtype: &str| base_on("cpu", dtype);
     let (halves, four) = (base("f16"), base("nf4"));
     assert_eq!(halves, 2 * 1_557_611_200);
     // Of 48 blocks with 12 c^2 weights half a byte each, a byte for 64, and 4 bytes for 64 x 256 and for an offset.
@@ -269,4 +270,9 @@ fn plans_know_that_it_is_at_most_a_third_of_the_base() {
     let rest = 2 * (1_557_611_200 - weights);
     assert_eq!(four, weights / 2 + weights / 64 + 48 * 4 * (factors + 4) + rest);
     assert!(four as f64 <= 0.32 * halves as f64, "{four} of {halves}");
+    // On a device rows of zeros follow the head, and every tensor begins at a multiple of 256 bytes.
+    let (halves, on_device) = (base_on("cuda", "f16"), base_on("cuda", "nf4"));
+    let (more, tensors) = (on_device - four, 48 * 16 + 5);
+    assert!((150_400..150_400 + 256 * tensors).contains(&more), "{more} bytes more");
+    assert!(on_device as f64 <= 0.32 * halves as f64, "{on_device} of {halves}");
 }

@@ -43,6 +43,7 @@ number!(bf16, bf16::NAN, bf16::from_f64, bf16::to_f64, bf16::to_bits);
 number!(u32, u32::MAX, |x| x as u32, f64::from, |x| x);
 number!(i32, i32::MIN, |x| x as i32, f64::from, |x| x);
 number!(u8, 0xa5, |x| x as u8, f64::from, |x| x);
+number!(i8, -91, |x| x as i8, f64::from, |x| x);
 
 /// A type of activations: its rounding error and the suffix of its kernels.
 pub trait Activation: Number {

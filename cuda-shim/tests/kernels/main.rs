@@ -3,6 +3,7 @@
 
 mod allocation;
 mod attention;
+mod codes;
 mod column_norms;
 mod decoding;
 mod decoding_attention;

@@ -18,11 +18,7 @@ use crate::{
     device::{DType, Device, DeviceKind},
     error::{Error, Result},
     hub::{self, HubOptions},
-    model::{
-        Base, BaseDType, BaseSource,
-        base::{TokenizerFiles, check_weights},
-        weights,
-    },
+    model::{Base, BaseDType, BaseSource, base::TokenizerFiles, weights},
 };
 
 /// Name of the base that is compiled into the program.
@@ -98,8 +94,6 @@ pub fn base(args: &BaseArgs, environment: &Environment, compute: Compute, stream
         weights::remove_leftovers(cache);
     }
     let dtype = args.base_dtype().kept();
-    // Before anything is downloaded or converted.
-    check_weights(compute.device.kind(), dtype)?;
     hint_at_f32(compute.device.kind(), compute.activations);
     let is_embedded = |name: &&String| *name == EMBEDDED && !Path::new(name).is_dir();
     let source = match args.base.as_ref().filter(|name| !is_embedded(name)) {

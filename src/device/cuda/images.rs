@@ -37,7 +37,7 @@ macro_rules! image {
 pub(crate) use image;
 
 /// Every op that has kernels.
-const OPS: [&str; 15] = [
+const OPS: [&str; 17] = [
     "activation",
     "adamw",
     "adamw8",
@@ -52,7 +52,9 @@ const OPS: [&str; 15] = [
     "head_loss",
     "layernorm",
     "matmul",
+    "nf4",
     "noise",
+    "q8",
 ];
 
 /// An image from a file: where it is from, and its bytes, aligned for the driver.

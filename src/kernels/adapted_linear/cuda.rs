@@ -153,6 +153,8 @@ pub(super) fn forward(gpu: &'static Gpu, of: Summands, x: View, to: ForwardBuffe
     if let ([delta], 1..=SMALL_BATCH, true) = (linear.deltas, n, linear.vectors.u.is_empty())
         && delta.tokens.is_none()
         && !delta.scales()
+        // Codes are read by kernels of their own.
+        && weight.scales.is_none()
         && let Some(part) = parts(gpu, linear, n).next()
     {
         small_batch(part, of, x, xa, y.reborrow());

@@ -41,7 +41,8 @@ pub struct FusedDelta<'a> {
 
 impl<'a> FusedDelta<'a> {
     /// The delta of `linear`, if it is the only one, on all columns and tokens, without vectors of its own or an input that
-    /// is scaled or dropped, of a rank that the kernels have, and activations `dtype` and weights are of one 16-bit type.
+    /// is scaled or dropped, of a rank that the kernels have, and activations `dtype` and weights are multiplied in
+    /// one 16-bit type.
     pub fn of(gpu: &'static Gpu, linear: &AdaptedLinear<'a>, dtype: DType, n: usize) -> Option<Self> {
         let (inputs, outputs) = (linear.inputs(), linear.outputs());
         let [delta] = linear.deltas else { return None };
@@ -49,12 +50,13 @@ impl<'a> FusedDelta<'a> {
         let whole =
             delta.columns == (0..outputs) && delta.tokens.as_ref().is_none_or(|tokens| *tokens == (0..n));
         let plain = !delta.scales() && linear.dropout.p == 0.0 && linear.vectors.u.is_empty();
-        // Products of coded weights have steps of their own.
-        let multiplied_as_it_is = linear.layer.weight.data.dtype() == dtype;
+        // Codes are widened to this type.
+        let weight = linear.layer.weight;
+        let multiplied_in_it = weight.scales.is_some() || weight.data.dtype() == dtype;
         let fits = inputs.is_multiple_of(8) && outputs.is_multiple_of(8) && n > SMALL_BATCH;
         let fuses = gpu.fuses()
             && dtype.size() == 2
-            && multiplied_as_it_is
+            && multiplied_in_it
             && whole
             && plain
             && fits

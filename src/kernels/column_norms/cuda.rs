@@ -6,7 +6,10 @@ use crate::{
         DType, View, ViewMut,
         cuda::{Argument, Gpu, Grid, Image, arguments, image, named},
     },
-    kernels::matmul::Layout,
+    kernels::matmul::{
+        Layout,
+        cuda::{Codes, check_type},
+    },
 };
 
 static IMAGE: Image = image!("column_norms");
@@ -14,12 +17,10 @@ static IMAGE: Image = image!("column_norms");
 pub fn forward(gpu: &'static Gpu, matrix: AdaptedMatrix, norms: ViewMut) {
     let (weight, ranks) = (matrix.weight, matrix.ranks());
     let (inputs, outputs) = (weight.rows, weight.cols);
-    assert!(
-        matches!(weight.data.dtype(), DType::F16 | DType::BF16)
-            && weight.layout == Layout::Rows
-            && weight.data.len() == inputs * outputs,
-        "shapes of a frozen matrix"
-    );
+    assert_eq!(weight.layout, Layout::Rows, "a matrix in rows");
+    // Norms are of the values at rest: FP16, or BF16 that the base was rounded to, or those of codes in FP32.
+    let of_numbers = if weight.data.dtype() == DType::BF16 { DType::BF16 } else { DType::F16 };
+    check_type(weight, of_numbers);
     let share = device_scratch::share(inputs);
     let splits = inputs.div_ceil(share);
     gpu.scratch(device_scratch::norms((inputs, outputs), ranks), |a| {
@@ -28,8 +29,19 @@ pub fn forward(gpu: &'static Gpu, matrix: AdaptedMatrix, norms: ViewMut) {
         write_factors(gpu, matrix, (a, b));
         let [inputs_, outputs_, ranks_, share_] = [inputs, outputs, ranks, share].map(Argument::int);
         let grid = Grid::of((outputs.div_ceil(64), splits, 1), 256);
-        let arguments = arguments![weight.data, a, b, parts, ranks_, inputs_, outputs_, share_];
-        gpu.launch(&IMAGE, &named("column_norms_parts", weight.data.dtype()), grid, arguments);
+        match Codes::of(weight) {
+            Some(codes) => {
+                let (kernel, codes) = match codes {
+                    Codes::Q8(codes) => ("column_norms_parts_q8", codes.argument()),
+                    Codes::Nf4(codes) => ("column_norms_parts_nf4", codes.argument()),
+                };
+                gpu.launch(&IMAGE, kernel, grid, arguments![codes, a, b, parts, ranks_, share_]);
+            }
+            None => {
+                let arguments = arguments![weight.data, a, b, parts, ranks_, inputs_, outputs_, share_];
+                gpu.launch(&IMAGE, &named("column_norms_parts", of_numbers), grid, arguments);
+            }
+        }
         let arguments = arguments![parts, Argument::int(splits), &norms, outputs_];
         gpu.launch(&IMAGE, "column_norms_finish", Grid::row(outputs.div_ceil(256), 256), arguments);
     });

@@ -1,6 +1,7 @@
 // Norms of the columns of a frozen matrix with its low-rank deltas, in FP32. Sums over rows are cut into shares, which
 // are added in order: no atomics, the same bits in every run.
-#include "common.cuh"
+#include "nf4/codes.cuh"
+#include "q8/codes.cuh"
 
 /// Of one delta: to_a (rank, inputs) = A, and to_b (rank, outputs) = scale diag(d) B^T diag(e) with B (columns, rank),
 /// 0 outside of the `columns` from `first` on. Grid: ceil(rank max(inputs, outputs) / 256) blocks of 256.
@@ -22,10 +23,10 @@ constexpr int GROUPS = TILE / 4;
 
 /// parts (splits, outputs): sums of the squares of share `blockIdx.y` of the rows of w (inputs, outputs) plus
 /// a (ranks, inputs)^T b (ranks, outputs). A share is `share` rows, whole tiles; a thread has 4 x 4 elements of a tile.
-/// Grid: (ceil(outputs / 64), ceil(inputs / share)) blocks of 256.
-template <class T>
-__device__ void column_norms_parts(const Weight<T> *w, const float *a, const float *b, float *parts, int ranks,
-                                   int inputs, int outputs, int share) {
+/// `w.enter(row)` is called by all threads before the elements of a tile, `w(row, column)` reads one.
+template <class Elements>
+__device__ __forceinline__ void sum_squares(const Elements &w, const float *a, const float *b, float *parts, int ranks,
+                                            int inputs, int outputs, int share) {
   SHARED(float[DEPTH][TILE], left);
   SHARED(float[DEPTH][TILE], right);
   SHARED(float[GROUPS][TILE], squares);
@@ -34,12 +35,13 @@ __device__ void column_norms_parts(const Weight<T> *w, const float *a, const flo
   float sum[4] = {};
   for (int row = blockIdx.y * share; row < end; row += TILE) {
     float tile[4][4];
+    w.enter(row);
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         bool there = row + y + i < end && column + x + j < outputs;
-        tile[i][j] = there ? widen(w[i64(row + y + i) * outputs + column + x + j]) : 0.f;
+        tile[i][j] = there ? w(row + y + i, column + x + j) : 0.f;
       }
     for (int term = 0; term < ranks; term += DEPTH) {
       __syncthreads(); // the step before is done with both
@@ -73,9 +75,69 @@ __device__ void column_norms_parts(const Weight<T> *w, const float *a, const flo
   for (int part = 0; part < GROUPS; part++) total += squares[part][threadIdx.x];
   parts[i64(blockIdx.y) * outputs + column + threadIdx.x] = total;
 }
+
+/// Elements as they are.
+template <class T> struct Plain {
+  const T *w;
+  int outputs;
+  __device__ __forceinline__ void enter(int) const {}
+  __device__ __forceinline__ float operator()(int row, int column) const { return widen(w[i64(row) * outputs + column]); }
+};
+
+/// As `sum_squares`. Grid: (ceil(outputs / 64), ceil(inputs / share)) blocks of 256.
+template <class T>
+__device__ void column_norms_parts(const Weight<T> *w, const float *a, const float *b, float *parts, int ranks,
+                                   int inputs, int outputs, int share) {
+  sum_squares(Plain<Weight<T>>{w, outputs}, a, b, parts, ranks, inputs, outputs, share);
+}
 EXPORT_16(column_norms_parts, ,
        (const Weight<T> *w, const float *a, const float *b, float *parts, int ranks, int inputs, int outputs, int share),
        (w, a, b, parts, ranks, inputs, outputs, share))
+
+/// 8-bit codes.
+struct Q8 {
+  q8::Coded w;
+  __device__ __forceinline__ void enter(int) const {}
+  __device__ __forceinline__ float operator()(int row, int column) const {
+    int blocks = (w.cols + q8::BLOCK - 1) / q8::BLOCK;
+    return float(w.codes[i64(row) * w.cols + column]) * widen(w.scales[i64(row) * blocks + column / q8::BLOCK]);
+  }
+};
+
+/// As `sum_squares`, of 8-bit codes. Grid: (ceil(outputs / 64), ceil(inputs / share)) blocks of 256.
+extern "C" __global__ void column_norms_parts_q8(q8::Coded w, const float *a, const float *b, float *parts, int ranks,
+                                                 int share) {
+  sum_squares(Q8{w}, a, b, parts, ranks, w.rows, w.cols, share);
+}
+LAUNCHER(column_norms_parts_q8)
+
+/// 4-bit codes: a tile is a block of rows of a strip, with one scale a column.
+struct Nf4 {
+  nf4::Coded w;
+  float (&values)[16];
+  float (&scales)[1][nf4::STRIP];
+  __device__ __forceinline__ void enter(int row) const {
+    __syncthreads(); // the tile before is done with its scales
+    nf4::write_values(values);
+    nf4::write_scales(w, blockIdx.x, row / nf4::BLOCK, scales);
+    __syncthreads();
+  }
+  __device__ __forceinline__ float operator()(int row, int column) const {
+    int own = column % nf4::STRIP, word_rows = (w.rows + nf4::WORD - 1) / nf4::WORD;
+    unsigned word = w.words[(i64(blockIdx.x) * word_rows + row / nf4::WORD) * nf4::STRIP + own];
+    return values[nf4::code(word, row % nf4::WORD)] * scales[0][own];
+  }
+};
+
+/// As `sum_squares`, of 4-bit codes. Grid: (ceil(outputs / 64), ceil(inputs / share)) blocks of 256.
+extern "C" __global__ void column_norms_parts_nf4(nf4::Coded w, const float *a, const float *b, float *parts, int ranks,
+                                                  int share) {
+  static_assert(TILE == nf4::STRIP && TILE == nf4::BLOCK, "a tile has one scale a column");
+  SHARED(float[16], values);
+  SHARED(float[1][nf4::STRIP], scales);
+  sum_squares(Nf4{w, values, scales}, a, b, parts, ranks, w.rows, w.cols, share);
+}
+LAUNCHER(column_norms_parts_nf4)
 
 /// norms (outputs) = root of the sum of parts (splits, outputs), in order. Grid: ceil(outputs / 256) blocks of 256.
 extern "C" __global__ void column_norms_finish(const float *parts, int splits, float *norms, int outputs) {

@@ -13,8 +13,6 @@
 //!
 //! A column of zeros has no direction: its g is 0, and its m gets no gradient. A norm that is not a number stays one in g.
 
-use half::f16;
-
 use super::{adapted_linear::Delta, matmul::Matrix};
 use crate::device::{Device, View, ViewMut, cpu::on_pool};
 
@@ -69,17 +67,11 @@ pub fn forward(matrix: AdaptedMatrix, norms: ViewMut) {
 
 /// Norms of the columns of W alone, as a CPU computes them, wherever W is.
 pub fn of_weight(weight: Matrix) -> Vec<f32> {
-    let copy: Vec<f16>;
-    let weight = if weight.data.device().is_host_visible() {
-        weight
-    } else {
-        // No device has a matrix with values that FP16 does not hold: BF16 is rounded from it.
-        copy = weight.to_floats().into_iter().map(f16::from_f32).collect();
-        Matrix::f16(View::from(&copy[..]), weight.rows, weight.cols)
-    };
     let mut norms = vec![0f32; weight.cols];
-    let none: &[f32] = &[];
-    on_pool(|| cpu::forward(AdaptedMatrix { weight, deltas: &[], values: none.into() }, &mut norms));
+    weight.with_host_copy(|weight| {
+        let none: &[f32] = &[];
+        on_pool(|| cpu::forward(AdaptedMatrix { weight, deltas: &[], values: none.into() }, &mut norms));
+    });
     norms
 }
 

@@ -1,9 +1,12 @@
 //! CUDA side: a block for each token, or a few; sums over tokens in an order that follows from shapes and ids alone.
 
 use super::{DeltaGradients, EmbeddingDelta, Tables, Tokens};
-use crate::device::{
-    DType, View, ViewMut,
-    cuda::{Argument, Gpu, Grid, Image, arguments, image, named},
+use crate::{
+    device::{
+        View, ViewMut,
+        cuda::{Argument, Gpu, Grid, Image, arguments, image, named},
+    },
+    kernels::matmul::cuda::{Codes, check_type},
 };
 
 static IMAGE: Image = image!("embed");
@@ -12,9 +15,13 @@ pub fn forward(gpu: &'static Gpu, ids: View, positions: View, tables: Tables, x:
     let Tables { wte, wpe, prompt } = tables;
     let (n, c) = (ids.len(), wte.cols);
     assert!(positions.len() == n && x.len() == n * c, "embed shapes");
-    let wanted = if x.dtype() == DType::BF16 { DType::BF16 } else { DType::F16 };
-    assert_eq!(wte.data.dtype(), wanted, "a token embedding of another type");
+    check_type(wte, x.dtype());
     let [vocab, c] = [wte.rows, c].map(Argument::int);
+    if let Some(Codes::Q8(codes)) = Codes::of(wte) {
+        let arguments = arguments![ids, positions, codes.argument(), wpe, prompt, &x, vocab];
+        return gpu.launch(&IMAGE, &named("embed_q8", x.dtype()), Grid::row(n, 128), arguments);
+    }
+    assert!(wte.scales.is_none(), "4-bit codes are of linear layers");
     let arguments = arguments![ids, positions, wte.data, wpe, prompt, &x, vocab, c];
     gpu.launch(&IMAGE, &named("embed", x.dtype()), Grid::row(n, 128), arguments);
 }

@@ -1,31 +1,51 @@
 // Token plus position embedding, low-rank deltas of the former, and virtual tokens.
-#include "common.cuh"
+#include "q8/codes.cuh"
 
 /// x (n, c) = wte (vocab, c)[ids (n)] + wpe[positions (n)], with row ids[i] - vocab of `prompt` for ids from vocab on.
-/// Grid: n blocks.
-template <class T>
-__device__ void embed(const unsigned *ids, const unsigned *positions, const Weight<T> *wte, const half_t *wpe,
-                      const float *prompt, T *x, int vocab, int c) {
+/// `token(id, at, sum)` reads elements of a row of wte.
+template <class T, class Token>
+__device__ __forceinline__ void embed_rows(const unsigned *ids, const unsigned *positions, const half_t *wpe,
+                                           const float *prompt, T *x, int vocab, int c, Token token) {
   i64 row = blockIdx.x;
   unsigned id = ids[row];
   bool is_virtual = id >= unsigned(vocab);
-  const Weight<T> *token = wte + i64(is_virtual ? 0 : id) * c;
   const half_t *position = wpe + i64(positions[row]) * c;
   if (is_virtual) prompt += i64(id - unsigned(vocab)) * c;
   for (int at = threadIdx.x * WIDE; at < c; at += blockDim.x * WIDE) {
     float sum[WIDE], other[WIDE];
     if (is_virtual) load(prompt + at, c - at, sum);
-    else load(token + at, c - at, sum);
+    else token(id, at, sum);
     load(position + at, c - at, other);
 #pragma unroll
     for (int i = 0; i < WIDE; i++) sum[i] += other[i];
     store(sum, c - at, x + row * c + at);
   }
 }
+
+/// As `embed_rows`. Grid: n blocks.
+template <class T>
+__device__ void embed(const unsigned *ids, const unsigned *positions, const Weight<T> *wte, const half_t *wpe,
+                      const float *prompt, T *x, int vocab, int c) {
+  auto token = [=](unsigned id, int at, float(&sum)[WIDE]) { load(wte + i64(id) * c + at, c - at, sum); };
+  embed_rows(ids, positions, wpe, prompt, x, vocab, c, token);
+}
 EXPORT(embed,
        (const unsigned *ids, const unsigned *positions, const Weight<T> *wte, const half_t *wpe, const float *prompt, T *x,
         int vocab, int c),
        (ids, positions, wte, wpe, prompt, x, vocab, c))
+
+/// As `embed_rows`, with wte in 8-bit codes, whose rows beyond vocab are not read. Grid: n blocks.
+template <class T>
+__device__ void embed_q8(const unsigned *ids, const unsigned *positions, q8::Coded wte, const half_t *wpe,
+                         const float *prompt, T *x, int vocab) {
+  int c = wte.cols;
+  auto token = [=](unsigned id, int at, float(&sum)[WIDE]) { q8::load(wte, id, at, c - at, sum); };
+  embed_rows(ids, positions, wpe, prompt, x, vocab, c, token);
+}
+EXPORT(embed_q8,
+       (const unsigned *ids, const unsigned *positions, q8::Coded wte, const half_t *wpe, const float *prompt, T *x,
+        int vocab),
+       (ids, positions, wte, wpe, prompt, x, vocab))
 
 /// d_prompt (p, c)[id - vocab] += the sum of dx (n, c) over the tokens of an id from vocab on. by_id (n) has the tokens of
 /// one id side by side; the block that has the first of them adds them all, in order. Grid: n blocks.

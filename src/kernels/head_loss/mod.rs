@@ -45,7 +45,7 @@ pub fn stride(v: usize, activations: DType) -> usize {
 #[cfg(feature = "cuda")]
 fn padded(head: Matrix, activations: DType) -> Matrix {
     let padded = head.padded();
-    let has_columns = head.scales.is_none() && padded.rows == stride(head.rows, activations);
+    let has_columns = padded.rows == stride(head.rows, activations);
     if has_columns { padded } else { head }
 }
 

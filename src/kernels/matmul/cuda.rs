@@ -1,23 +1,26 @@
 //! CUDA side: products by cuBLASLt, described by `device/gemm_layout.rs`; small batches by kernels that read each
 //! weight once.
 //!
-//! FP16 and BF16 activations are multiplied with the weights in place: a base is brought to a device in that type. For FP32
-//! a range of rows of the weights is first converted into scratch, exactly.
+//! FP16 and BF16 activations are multiplied with the weights in place: a base is brought to a device in that type. For FP32,
+//! and for a base of codes, a range of rows of the weights is first widened into scratch ([`weights`]).
 
-use super::device_scratch::{SMALL_BATCH, converted_rows, product_shares};
+use super::device_scratch::SMALL_BATCH;
 use super::{InitialValue, Matrix};
-use crate::{
-    device::{
-        DType, View, ViewMut,
-        cuda::{Argument, Call, Epilogue, Gpu, Grid, Image, SideMatrix, arguments, image, named},
-        gemm_layout::{FactorLayout, GemmLayout},
-    },
-    kernels::elementwise,
+use crate::device::{
+    DType, View, ViewMut,
+    cuda::{Argument, Call, Epilogue, Gpu, Grid, Image, SideMatrix, arguments, image, named},
+    gemm_layout::{FactorLayout, GemmLayout},
 };
+
+mod weights;
+
+pub use weights::{Codes, check_type};
+use weights::{shares, stretches, whole, whole_address};
 
 static IMAGE: Image = image!("matmul");
 
 /// The part of an [`InitialValue`] that the product adds: factor and address of C, and a bias.
+#[derive(Clone, Copy)]
 struct Before {
     beta: f32,
     c: u64,
@@ -52,10 +55,7 @@ pub fn frozen_nn(
     n: usize,
 ) {
     let (rows, cols, dtype) = (w.rows, w.cols, x.dtype());
-    assert!(
-        w.data.len() >= rows * cols && y.len() >= n * cols && y.dtype() == dtype,
-        "shapes of a frozen product"
-    );
+    assert!(y.len() >= n * cols && y.dtype() == dtype, "shapes of a frozen product");
     assert!(n == 0 || x.len() >= (n - 1) * ld + rows, "shapes of a frozen product");
     check_type(w, dtype);
     if n <= SMALL_BATCH && ld == rows {
@@ -73,7 +73,8 @@ fn add_nn(gpu: &'static Gpu, (x, ld): (View, usize), w: Matrix, before: Before, 
         let product =
             GemmLayout::of((n, cols, count), FactorLayout::plain(ld), FactorLayout::plain(cols), cols);
         let b = x.address() + (first * dtype.size()) as u64;
-        let (beta, c) = if first == 0 { (beta, c) } else { (1.0, d) };
+        // What is there before the product is added once.
+        let (beta, c, bias) = if first == 0 { (beta, c, bias) } else { (1.0, d, None) };
         gpu.product(Call {
             product,
             a,
@@ -100,13 +101,21 @@ pub fn frozen_nt(
     n: usize,
 ) {
     let (rows, cols, dtype) = (w.rows, w.cols, x.dtype());
-    assert!(w.data.len() >= rows * cols && x.len() >= n * cols, "shapes of a frozen product");
+    assert!(x.len() >= n * cols, "shapes of a frozen product");
     assert!(n == 0 || y.len() >= (n - 1) * ld + rows, "shapes of a frozen product");
     check_type(w, dtype);
     if n <= SMALL_BATCH && y.dtype() == DType::F32 && matches!(start, InitialValue::Zero) {
-        let sizes = [n, rows, cols].map(Argument::int);
-        let arguments = arguments![x, w.data, &y, sizes[0], sizes[1], sizes[2], Argument::long(ld)];
-        return gpu.launch(&IMAGE, &named("gemv_nt", dtype), Grid::row(rows.div_ceil(8), 256), arguments);
+        match Codes::of(w) {
+            Some(Codes::Q8(codes)) => return codes.transposed_product(gpu, x, (&y, ld), n),
+            // Decoding has no such product: a head of 4-bit codes does not exist.
+            Some(Codes::Nf4(_)) => {}
+            None => {
+                let sizes = [n, rows, cols].map(Argument::int);
+                let arguments = arguments![x, w.data, &y, sizes[0], sizes[1], sizes[2], Argument::long(ld)];
+                let grid = Grid::row(rows.div_ceil(8), 256);
+                return gpu.launch(&IMAGE, &named("gemv_nt", dtype), grid, arguments);
+            }
+        }
     }
     let Before { beta, c, bias } = before(gpu, start, &y, n, rows);
     let (d, result) = (y.address(), y.dtype());
@@ -135,7 +144,7 @@ pub fn frozen_nt(
 
 /// `y (n, cols) += x (n, rows) W + bias` of more than [`SMALL_BATCH`] rows; FP16 where there is a bias.
 pub fn add_frozen_nn(gpu: &'static Gpu, x: View, w: Matrix, bias: Option<View>, y: ViewMut, n: usize) {
-    assert!(w.data.len() >= w.rows * w.cols && x.len() >= n * w.rows && y.len() >= n * w.cols, "shapes");
+    assert!(x.len() >= n * w.rows && y.len() >= n * w.cols, "shapes of a frozen product");
     assert!(bias.is_none() || y.dtype() == DType::F16, "a bias of the product's own type");
     check_type(w, x.dtype());
     let before = Before { beta: 1.0, c: y.address(), bias: bias.map(|bias| bias.address()) };
@@ -162,30 +171,33 @@ impl<'a> GeluProduct<'a> {
         (y, activated): (&ViewMut, &ViewMut),
         n: usize,
     ) -> Option<Self> {
-        assert!(
-            w.data.len() >= w.rows * w.cols && y.len() >= n * w.cols && activated.len() >= n * w.cols,
-            "shapes of a frozen product"
-        );
+        assert!(y.len() >= n * w.cols && activated.len() >= n * w.cols, "shapes of a frozen product");
+        check_type(w, x.dtype());
         let one = Self { x, w, y: y.address(), activated: activated.address(), n };
         let bias = bias.map(|bias| bias.address());
-        let call = |beta| one.call(Before { beta, c: one.activated, bias });
-        let has = n > SMALL_BATCH && [0.0, 1.0].iter().all(|&beta| has(gpu, w, &call(beta)));
+        let a = whole_address(w, x.dtype())?;
+        let call = |beta| one.call(a, Before { beta, c: one.activated, bias });
+        let has = n > SMALL_BATCH && [0.0, 1.0].iter().all(|&beta| has(gpu, &call(beta)));
         has.then_some(one)
     }
 
-    fn call(&self, before: Before) -> Call {
+    fn call(&self, a: u64, before: Before) -> Call {
         let &Self { x, w, y, activated, n } = self;
         let Before { beta, c, bias } = before;
         let epilogue = Epilogue::Gelu(SideMatrix { address: y, ld: w.cols });
         let (product, dtype) = (GemmLayout::nn(n, w.rows, w.cols), x.dtype());
-        let (a, b, d) = (w.data.address(), x.address(), activated);
+        let (b, d) = (x.address(), activated);
         Call { product, a, b, factors: dtype, alpha: 1.0, c, beta, d, result: dtype, bias, epilogue }
+    }
+
+    fn run(&self, gpu: &'static Gpu, before: Before) {
+        whole(gpu, self.w, self.x.dtype(), |a| gpu.product(self.call(a, before)));
     }
 
     /// `before` is what `activated` holds, plus an FP16 bias.
     pub fn add(self, gpu: &'static Gpu, bias: Option<View>) {
         let bias = bias.map(|bias| bias.address());
-        gpu.product(self.call(Before { beta: 1.0, c: self.activated, bias }));
+        self.run(gpu, Before { beta: 1.0, c: self.activated, bias });
     }
 }
 
@@ -207,7 +219,7 @@ pub fn frozen_nn_gelu(
     let Some(product) = GeluProduct::new(gpu, x, w, bias, (&y, &activated), n) else { return false };
     // The start is added in the place of the result; y is written by the epilogue alone.
     let before = before(gpu, start, &activated, n, w.cols);
-    gpu.product(product.call(before));
+    product.run(gpu, before);
     true
 }
 
@@ -221,7 +233,8 @@ pub fn frozen_nt_gelu_gradient(
     n: usize,
 ) -> bool {
     let (rows, cols, dtype) = (w.rows, w.cols, dy.dtype());
-    assert!(w.data.len() >= rows * cols && dy.len() >= n * cols, "shapes of a frozen product");
+    assert!(dy.len() >= n * cols, "shapes of a frozen product");
+    check_type(w, dtype);
     assert!(d.len() >= n * rows && x.len() >= n * rows, "shapes of a frozen product");
     let beta = match start {
         InitialValue::Zero => 0.0,
@@ -229,7 +242,8 @@ pub fn frozen_nt_gelu_gradient(
         InitialValue::Bias(_) | InitialValue::Residual(..) => return false,
     };
     let side = SideMatrix { address: x.address(), ld: rows };
-    let (a, b, d) = (w.data.address(), dy.address(), d.address());
+    let Some(a) = whole_address(w, dtype) else { return false };
+    let (b, d) = (dy.address(), d.address());
     let call = Call {
         product: GemmLayout::nt(n, rows, cols),
         a,
@@ -243,17 +257,16 @@ pub fn frozen_nt_gelu_gradient(
         bias: None,
         epilogue: Epilogue::GeluGradient(side),
     };
-    if n == 0 || !has(gpu, w, &call) {
+    if n == 0 || !has(gpu, &call) {
         return false;
     }
-    gpu.product(call);
+    whole(gpu, w, dtype, |a| gpu.product(Call { a, ..call }));
     true
 }
 
-/// Whether a product with an epilogue reads W as it is and the library has it.
-fn has(gpu: &'static Gpu, w: Matrix, call: &Call) -> bool {
-    let taken = call.epilogue.is_taken(call.result) && w.data.dtype() == call.factors;
-    gpu.fuses() && taken && gpu.has_product(call)
+/// Whether the library has a product with an epilogue.
+fn has(gpu: &'static Gpu, call: &Call) -> bool {
+    gpu.fuses() && call.epilogue.is_taken(call.result) && gpu.has_product(call)
 }
 
 /// `to (rows, cols) += alpha left^T right` of `left (n, rows)`, whose rows are `lefts` apart, and `right (n, cols)`, whose
@@ -289,28 +302,6 @@ pub fn add_transposed_product(
     });
 }
 
-/// Holds that a matrix has the type that kernels for these activations read: theirs, or FP16 beside FP32.
-pub fn check_type(w: Matrix, activations: DType) {
-    let wanted = if activations == DType::BF16 { DType::BF16 } else { DType::F16 };
-    assert_eq!(w.data.dtype(), wanted, "a frozen matrix is of another type");
-}
-
-/// Calls `work(first row, rows, address)` for ranges of rows of W, converted to the type of the activations.
-fn stretches(gpu: &'static Gpu, w: Matrix, dtype: DType, work: impl Fn(usize, usize, u64)) {
-    if w.data.dtype() == dtype {
-        return work(0, w.rows, w.data.address());
-    }
-    let most = converted_rows(w.rows, w.cols, dtype);
-    gpu.scratch(most * w.cols * dtype.size(), |scratch| {
-        for first in (0..w.rows).step_by(most) {
-            let count = most.min(w.rows - first);
-            let rows = w.data.slice(first * w.cols, count * w.cols);
-            elementwise::cuda::cast_at(gpu, rows, scratch, dtype);
-            work(first, count, scratch);
-        }
-    });
-}
-
 /// Residual and bias of a product of a small batch.
 pub fn operands(start: InitialValue, y: &ViewMut) -> (Argument, Argument) {
     match start {
@@ -322,15 +313,11 @@ pub fn operands(start: InitialValue, y: &ViewMut) -> (Argument, Argument) {
 }
 
 fn small_batch_nn(gpu: &'static Gpu, x: View, w: Matrix, start: InitialValue, y: ViewMut, n: usize) {
-    let (rows, cols, dtype) = (w.rows, w.cols, x.dtype());
+    let (cols, dtype) = (w.cols, x.dtype());
     let (residual, bias) = operands(start, &y);
-    let splits = product_shares(rows, cols);
-    gpu.scratch(4 * splits * n * cols, |parts| {
-        let sizes = [n, rows, cols].map(Argument::int);
-        let arguments = arguments![x, w.data, parts, sizes[0], sizes[1], sizes[2]];
-        let grid = Grid::of((cols.div_ceil(32), splits, if n == 0 { 0 } else { 1 }), 256);
-        gpu.launch(&IMAGE, &named("gemv_nn", dtype), grid, arguments);
-        let arguments = arguments![parts, Argument::int(splits), residual, bias, &y, sizes[0], sizes[2]];
+    shares(gpu, x, w, n, |parts, splits| {
+        let [splits, n_, cols_] = [splits, n, cols].map(Argument::int);
+        let arguments = arguments![parts, splits, residual, bias, &y, n_, cols_];
         let grid = Grid::row((n * cols).div_ceil(256), 256);
         gpu.launch(&IMAGE, &named("gemv_nn_finish", dtype), grid, arguments);
     });

@@ -68,7 +68,7 @@ impl<T> Scales<T> {
 /// A frozen matrix `(rows, cols)`: FP16, or codes with scales.
 #[derive(Clone, Copy)]
 pub struct Matrix<'a> {
-    /// The elements: FP16, I8, or words of 4-bit codes as bytes, U8; on a device rows of zeros may follow FP16.
+    /// The elements: FP16, I8, or words of 4-bit codes as bytes, U8; on a device rows of zeros may follow FP16 and I8.
     pub data: View<'a>,
     /// Scales of the blocks, where the elements are codes.
     pub scales: Option<Scales<View<'a>>>,
@@ -166,9 +166,12 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// The matrix with the rows of zeros that follow it.
+    /// The matrix with the rows of zeros that follow it, which 4-bit codes never have.
     pub fn padded(self) -> Self {
-        Self { rows: self.data.len() / self.cols.max(1), ..self }
+        match self.scales {
+            Some(Scales::Nf4 { .. }) => self,
+            _ => Self { rows: self.data.len() / self.cols.max(1), ..self },
+        }
     }
 
     /// One row of a matrix in rows.
@@ -184,6 +187,31 @@ impl<'a> Matrix<'a> {
             scales: self.scales.map(|scales| scales.map(|scales| scales.slice(row * blocks, blocks))),
             rows: 1,
             ..self
+        }
+    }
+
+    /// Hands out a copy in the memory of the host, or the matrix itself where the host sees it.
+    pub(in crate::kernels) fn with_host_copy(self, work: impl FnOnce(Matrix)) {
+        let Self { data, rows, cols, .. } = self;
+        if data.device().is_host_visible() {
+            return work(self);
+        }
+        match self.scales {
+            None => {
+                // No device has a matrix with values that FP16 does not hold: BF16 is rounded from it.
+                let copy: Vec<f16> = self.to_floats().into_iter().map(f16::from_f32).collect();
+                work(Matrix::f16((&copy[..]).into(), rows, cols));
+            }
+            Some(Scales::Q8(scales)) => {
+                let (codes, scales) = (data.to_vec::<i8>(), scales.to_vec::<f16>());
+                work(Matrix::codes((&codes[..]).into(), (&scales[..]).into(), rows, cols));
+            }
+            Some(Scales::Nf4 { codes: scales, nested }) => {
+                let (codes, scales, nested) =
+                    (data.to_vec::<u8>(), scales.to_vec::<u8>(), nested.to_vec::<f32>());
+                let sizes = Sizes { rows, cols };
+                work(Matrix::nf4(Nf4 { sizes, codes: &codes, scales: &scales, nested: &nested }));
+            }
         }
     }
 

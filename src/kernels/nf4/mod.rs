@@ -18,6 +18,8 @@ use std::{ops::Range, sync::LazyLock};
 
 use rayon::prelude::*;
 
+#[cfg(feature = "cuda")]
+pub(super) mod cuda;
 #[cfg(test)]
 mod tests;
 

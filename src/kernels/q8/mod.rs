@@ -8,6 +8,9 @@ use half::f16;
 
 use crate::device::cpu::{vectorised, wide};
 
+#[cfg(feature = "cuda")]
+pub(super) mod cuda;
+
 /// Codes that share a scale.
 pub const BLOCK: usize = 32;
 /// Largest magnitude of a code.

@@ -20,7 +20,7 @@ use crate::{
         cache::Cache,
         output_scales::OutputScales,
         prefix::PrefixState,
-        scratch::{self, ScratchNeeds},
+        scratch::{self, FactorTypes, ScratchNeeds},
     },
 };
 
@@ -32,8 +32,8 @@ pub(super) const CHUNK: usize = 512;
 pub enum ScratchPlace {
     /// In the host's memory, for a pool of so many threads.
     Threads(usize, Arithmetic),
-    /// In the memory of a device, for activations of a type.
-    Device(DType),
+    /// In the memory of a device, for factors of these types.
+    Device(FactorTypes),
 }
 
 /// What the memory of a decoder depends on beside base and adapters.
@@ -106,10 +106,10 @@ impl DecoderSize {
         };
         match place {
             ScratchPlace::Threads(threads, arithmetic) => scratch::bytes(needs, threads, arithmetic),
-            ScratchPlace::Device(activations) => {
+            ScratchPlace::Device(types) => {
                 // Each row may have adapters of its own.
                 let ranks = most(&AdapterBindings::most_ranks) * self.rows.min(SMALL_BATCH);
-                scratch::decoding(needs, activations, self.rows, ranks)
+                scratch::decoding(needs, types, self.rows, ranks)
             }
         }
     }

@@ -59,21 +59,25 @@ impl BaseDType {
 
     /// Bytes of a matrix `(rows, cols)` that is kept in this type.
     pub fn matrix_bytes(self, rows: usize, cols: usize) -> u64 {
-        let bytes = match self {
-            Self::F16 => 2 * rows * cols,
-            Self::Q8 => rows * cols + 2 * rows * q8::blocks(cols),
-            Self::Nf4 => nf4::Sizes { rows, cols }.bytes(),
+        self.tensor_bytes(rows, cols).map(|bytes| bytes as u64).sum()
+    }
+
+    /// Bytes of the tensors of a matrix `(rows, cols)`: its elements, and scales of codes.
+    pub fn tensor_bytes(self, rows: usize, cols: usize) -> impl Iterator<Item = usize> {
+        let (elements, scales, nested) = match self {
+            Self::F16 => (2 * rows * cols, None, None),
+            Self::Q8 => (rows * cols, Some(2 * rows * q8::blocks(cols)), None),
+            Self::Nf4 => {
+                let sizes = nf4::Sizes { rows, cols };
+                (sizes.codes(), Some(sizes.scales()), Some(4 * sizes.nested()))
+            }
         };
-        bytes as u64
+        std::iter::once(elements).chain(scales).chain(nested)
     }
 
     /// Tensors that a matrix of this type has beside its elements.
     pub fn scale_tensors(self) -> u64 {
-        match self {
-            Self::F16 => 0,
-            Self::Q8 => 1,
-            Self::Nf4 => 2,
-        }
+        self.tensor_bytes(0, 0).count() as u64 - 1
     }
 }
 

@@ -210,16 +210,18 @@ impl Weights {
     /// Has all matrices rounded to BF16 when they are brought to a device: its products then read them as they are.
     pub fn round_matrices_on_device(&mut self) {
         self.wte.data.round_to_bf16_on_device();
+        self.head.iter_mut().for_each(|head| head.data.round_to_bf16_on_device());
         self.linears_mut().for_each(|linear| linear.weight.data.round_to_bf16_on_device());
     }
 
-    /// Has rows of zeros follow a head without codes on a device, up to a multiple of `rows`.
+    /// Has rows of zeros follow the head on a device, up to a multiple of `rows`; of codes with scales of zero.
     pub fn pad_head_on_device(&mut self, rows: usize) {
         let head = self.head.as_mut().unwrap_or(&mut self.wte);
-        if head.scales.is_some() {
-            return;
+        let more = head.rows.next_multiple_of(rows) - head.rows;
+        head.data.pad_on_device(more * head.cols);
+        if let Some(Scales::Q8(scales)) = &mut head.scales {
+            scales.pad_on_device(more * scales.len() / head.rows.max(1));
         }
-        head.data.pad_on_device((head.rows.next_multiple_of(rows) - head.rows) * head.cols);
     }
 
     /// Brings tensors to `device`, one after another: all of them, or all but those of the blocks. What was mapped of

@@ -7,14 +7,17 @@ use crate::{
     device::accelerators::Work,
     kernels::{
         decode_layer::{MOST_DELTAS, MOST_RANKS, device_scratch::shares as decode_shares},
-        matmul::device_scratch::{SMALL_BATCH, product_shares},
+        matmul::device_scratch::{SMALL_BATCH, shares_of},
     },
-    model::arch::{Arch, SiteShape},
+    model::{
+        BaseDType,
+        arch::{Arch, SiteShape},
+    },
     plan::calibrate::attention_flops,
 };
 
 impl Step<'_> {
-    /// A layer for one token of each sample: five launches, or op by op where these do not take its deltas.
+    /// A layer for one token of each sample: five launches, or op by op where these do not take its deltas or weights.
     pub(super) fn block_token(&mut self, layer: usize) {
         let arch = Arch::of(self.pass.config);
         let is_covered = |site: &SiteShape| {
@@ -23,7 +26,8 @@ impl Step<'_> {
                 && ranks.iter().sum::<usize>() <= MOST_RANKS
                 && site.outputs.is_multiple_of(8)
         };
-        if self.n > SMALL_BATCH || !arch.sites.iter().all(is_covered) {
+        let is_coded = self.pass.base != BaseDType::F16;
+        if is_coded || self.n > SMALL_BATCH || !arch.sites.iter().all(is_covered) {
             return self.block_token_by_ops(layer);
         }
         let [c_attn, attn_proj, c_fc, mlp_proj] = &arch.sites;
@@ -93,12 +97,19 @@ impl Step<'_> {
 
     fn small_batch(&mut self, layer: usize, site: &SiteShape) {
         let (n, inputs, outputs) = (self.n, site.inputs, site.outputs);
-        let shares = 4.0 * (product_shares(inputs, outputs) * n * outputs) as f64;
-        let weights = 2.0 * (inputs * outputs + n * inputs) as f64;
+        let base = self.pass.base;
+        let shares = 4.0 * (shares_of(base.element_type(), inputs, outputs) * n * outputs) as f64;
+        let weights = base.matrix_bytes(inputs, outputs) as f64 + 2.0 * (n * inputs) as f64;
         let arithmetic = flops(n, outputs, inputs);
         let deltas: Vec<&Lora> = self.deltas(layer, site).collect();
-        let [delta] = deltas[..] else {
-            self.add(site.label, "gemv_nn", Work::Weights, weights + shares, arithmetic);
+        // A delta beside the product is for FP16 weights.
+        let ([delta], BaseDType::F16) = (&deltas[..], base) else {
+            let kernel = match base {
+                BaseDType::F16 => "gemv_nn",
+                BaseDType::Q8 => "q8_gemv_nn",
+                BaseDType::Nf4 => "nf4_gemv_nn",
+            };
+            self.add(site.label, kernel, Work::Weights, weights + shares, arithmetic);
             self.add(site.label, "gemv_nn_finish", Work::Elementwise, shares, 0.0);
             for delta in deltas {
                 let (rank, columns) = (delta.rank, delta.columns.len());

@@ -25,7 +25,7 @@ use crate::{
     embedded,
     error::Result,
     kernels::matmul::Arithmetic,
-    model::{Config, Recompute, base::check_weights, builtin, weights},
+    model::{Config, Recompute, builtin, weights},
     plan::{PlannedDevice, device_time::DeviceTime, launches::Pass},
     train as run,
     train::{
@@ -51,8 +51,6 @@ pub fn run(typed: TrainArgs) -> Result<()> {
     };
     let device = PlannedDevice::of_kind(kind, arithmetic);
     let base_dtype = args.base.base_dtype().kept();
-    // Before anything else is said.
-    check_weights(kind, base_dtype)?;
     let mut options = resolve::run_options(&args, resolve::machine(Compute::CPU), cache)?;
     options.data = data_source::fetched(options.data, &args.base, &environment)?;
     options.eval_data = data_source::files(&options.eval_data, &args.base, &environment)?;
@@ -116,6 +114,7 @@ fn times(config: &PlanConfig, request: &PlanRequest) -> Option<Times> {
     }
     let step = Pass {
         config: request.config,
+        base: request.base_dtype,
         set: request.set,
         batch: micro_batch,
         tokens: request.seq_len,
