@@ -1,18 +1,21 @@
 //! Measures the speed of reading prompts and of generating tokens, with a few lines of library code.
 //!
 //!     cargo run --release --example decoding -- BASE_DIR [--adapter DIR] [--prompt N,..] [--rows N,..] [--new N] [--bf16] \
-//!         [--q8 | --nf4] [--without]
+//!         [--q8 | --nf4] [--avx2] [--without]
 //!
 //! Prints a JSON line: tokens/s of reading prompts of these lengths (median of five), and of generating `--new` tokens
 //! greedily after a prompt of 32, for each number of simultaneous samples (all samples together). `--bf16` makes products in
-//! BF16 where that is faster, `--q8` and `--nf4` keep matrices in 8 and 4 bits. With `--without` the same samples are also made without the
-//! adapter, alternately token by token, and `cost` is the ratio of the two median times of a token: other work on the
-//! machine slows both sides.
+//! BF16 where that is faster, `--q8` and `--nf4` keep matrices in 8 and 4 bits, `--avx2` uses no kernels of AVX-512. With
+//! `--without` the same samples are also made without the adapter, alternately token by token, and `cost` is the ratio of
+//! the two median times of a token: other work on the machine slows both sides.
 
 use std::{env, path::Path, sync::Arc, time::Instant};
 
 use engraft::{
-    device::{DType, Device},
+    device::{
+        DType, Device,
+        cpu::{Level, limit_level},
+    },
     error::{Error, Result},
     model::{AdapterBindings, Base, BaseDType, BaseSource, Decoder},
 };
@@ -35,6 +38,9 @@ fn main() -> Result<()> {
     let new = numbers("--new", "128").first().copied().unwrap_or(128);
 
     let given = |name: &str| arguments.iter().any(|word| word == name);
+    if given("--avx2") {
+        limit_level(Level::Avx2);
+    }
     let dtype = match () {
         () if given("--q8") => BaseDType::Q8,
         () if given("--nf4") => BaseDType::Nf4,
