@@ -64,7 +64,7 @@ def right(s, a):
     program, number = s.places.program("device_check"), "cpu" if a.device == "cpu" else 0
     if not program:
         s.keep("device_check", {"left_out": "not built; it needs --features cuda"})
-    for part in ["ops", "memory", "golden", "runs"] if program else []:
+    for part in ["ops", "memory", "golden", "runs", "codes"] if program else []:
         def files(name):
             return ["--golden", s.places.golden, "--json", s.places.work / f"device_check_{name}.json"]
         done = s.run(f"check {part}", [program, number, part, *files(part)], 15, limit=150, echo=True)

@@ -25,6 +25,11 @@ impl Line {
         Self { what: what.into(), activations, error, bound }
     }
 
+    /// The same comparison, said to be of `what`.
+    pub fn of(self, what: &str) -> Self {
+        Self { what: format!("{what}, {}", self.what), ..self }
+    }
+
     fn holds(&self) -> bool {
         self.error <= self.bound
     }

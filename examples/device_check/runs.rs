@@ -63,35 +63,37 @@ pub fn check(device: Device, types: &[DType], size: Size, report: &mut Report) -
 
 /// Trainings and generation on bases of codes, against those of the CPU on the same codes.
 pub fn check_codes(device: Device, types: &[DType], size: Size, report: &mut Report) -> Result<()> {
-    for kept in [BaseDType::Q8, BaseDType::Nf4] {
-        coded(device, types, size.kept_as(kept), report)?;
+    for &activations in types {
+        for kept in [BaseDType::Nf4, BaseDType::Q8] {
+            coded(device, activations, size.kept_as(kept), report)?;
+        }
     }
     Ok(())
 }
 
 /// Those on one kind of codes.
-fn coded(device: Device, types: &[DType], size: Size, report: &mut Report) -> Result<()> {
-    let of = |what: &str| format!("{} base, {what}", size.kept.name());
-    let cpu = base(size, Device::Cpu, DType::F32)?;
-    for &activations in types {
-        let base = base(size, device, activations)?;
-        let recipes = [
-            ("lora without dropout", without_dropout(size)),
-            (Kind::Both.name(), Recipe::of(Kind::Both, size)),
-            (Kind::Dora.name(), Recipe::of(Kind::Dora, size)),
-            (Kind::Several.name(), Recipe::of(Kind::Several, size)),
-        ];
-        for (name, recipe) in recipes {
-            let name = of(name);
-            report.add(&name, against_cpu(&cpu, &base, &name, recipe));
-        }
-        report.add(&of("ops fused and apart"), fused_and_apart(&base, without_dropout(size), size.steps));
-        report.add(&of("policies"), same_bits(&base, size));
-        report.add(&of("policies"), same_bits_of(&base, Recipe::of(Kind::Dora, size)));
-        report.add(&of("resume"), resumed(&base, size));
-        report.add(&of("generation"), generation(&cpu, &base, size));
-        report.add(&of("launches"), decoding::launches(&base, size));
+fn coded(device: Device, activations: DType, size: Size, report: &mut Report) -> Result<()> {
+    let kept = format!("{} base", size.kept.name());
+    let mut add = |what: &str, found: Result<Vec<Line>>| {
+        let lines = found.map(|lines| lines.into_iter().map(|line| line.of(&kept)).collect());
+        report.add(&format!("{kept}, {what}"), lines);
+    };
+    let (cpu, base) = (base(size, Device::Cpu, DType::F32)?, base(size, device, activations)?);
+    let recipes = [
+        ("lora without dropout", without_dropout(size)),
+        (Kind::Both.name(), Recipe::of(Kind::Both, size)),
+        (Kind::Dora.name(), Recipe::of(Kind::Dora, size)),
+        (Kind::Several.name(), Recipe::of(Kind::Several, size)),
+    ];
+    for (name, recipe) in recipes {
+        add(name, against_cpu(&cpu, &base, name, recipe));
     }
+    add("ops fused and apart", fused_and_apart(&base, without_dropout(size), size.steps));
+    add("policies", same_bits(&base, size));
+    add("policies", same_bits_of(&base, Recipe::of(Kind::Dora, size)));
+    add("resume", resumed(&base, size));
+    add("generation", generation(&cpu, &base, size));
+    add("launches", decoding::launches(&base, size));
     Ok(())
 }
 
