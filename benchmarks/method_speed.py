@@ -20,8 +20,8 @@ import common
 LOW_RANK = ["--rank", "8", "--targets", "all-linear"]
 ADALORA = ["--init-r", "8", "--target-r", "4", "--targets", "all-linear"]
 PISSA, OLORA = ([*LOW_RANK, "--init-lora-weights", init] for init in ("pissa", "olora"))
-METHODS = {"lora": LOW_RANK, "pissa": PISSA, "olora": OLORA, "dora": LOW_RANK, "vera": LOW_RANK, "adalora": ADALORA, "ia3": [],
-           "ln_tuning": [], "prefix": [], "prompt_tuning": []}
+METHODS = {"lora": LOW_RANK, "pissa": PISSA, "olora": OLORA, "dora": LOW_RANK, "vera": LOW_RANK, "adalora": ADALORA,
+           "ia3": [], "ln_tuning": [], "prefix": [], "prompt_tuning": []}
 # Starts of a LoRA.
 STARTS = ("pissa", "olora")
 

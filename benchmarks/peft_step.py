@@ -77,7 +77,9 @@ def main():
     imports = peak_bytes()
     model = AutoModelForCausalLM.from_pretrained(a.base, dtype=DTYPES[a.dtype], attn_implementation="sdpa",
                                                  resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)
-    model = get_peft_model(model, config(a.method, a.rank, a.targets, a.init_lora_weights, (a.init_r, a.target_r), a.steps)).to(a.device)
+    ranks = (a.init_r, a.target_r)
+    peft_config = config(a.method, a.rank, a.targets, a.init_lora_weights, ranks, a.steps)
+    model = get_peft_model(model, peft_config).to(a.device)
     if a.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
