@@ -120,9 +120,9 @@ impl Precision {
 pub enum BaseDtypeName {
     /// FP16 matrices, 16 bits a weight.
     F16,
-    /// 8-bit matrices with an FP16 scale for each 32 weights of a row; CPUs only.
+    /// 8-bit matrices with an FP16 scale for each 32 weights of a row.
     Q8,
-    /// 4-bit matrices of the linear layers: NF4 with double quantisation, as in QLoRA; CPUs only.
+    /// 4-bit matrices of the linear layers: NF4 with double quantisation, as in QLoRA.
     Nf4,
 }
 
