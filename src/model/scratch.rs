@@ -1,7 +1,10 @@
 //! How much memory the kernels take beside their buffers. On a CPU: tiles in per-thread scratch, what tasks share, and
 //! what `gemm` packs its operands into. A memory plan counts it; runs count what they take and hold it against the plan.
 
-use super::{BaseDType, Config, arch::Arch};
+use super::{
+    BaseDType, Config,
+    arch::{Arch, SiteShape},
+};
 use crate::{
     device::{DType, cpu},
     kernels::{
@@ -83,6 +86,7 @@ pub fn training(needs: ScratchNeeds, activations: DType, trainables: usize) -> u
         if trained_norms { layernorm::device_scratch::parameter_gradients(rows, config.width) } else { 0 },
         adapted_linear::device_scratch::deltas(rows, Arch::of(config).widest(), rank),
         thin_products(needs),
+        passes(needs),
         attention::device_scratch::attention_backward(rows, heads),
         // Rows of one token each, after the prefix.
         attention::device_scratch::attention_decode(batch, keys, heads, head_width),
@@ -117,6 +121,14 @@ pub fn decoding(needs: ScratchNeeds, activations: DType, samples: usize, ranks: 
         ranks: ranks.min(decode_layer::MOST_RANKS),
     });
     products(needs, activations).max(attention).max(thin_products(needs)).max(layer)
+}
+
+/// Bytes of the shares of the gradients of fused deltas.
+fn passes(needs: ScratchNeeds) -> usize {
+    let sites = Arch::of(needs.config).sites;
+    let of =
+        |site: &SiteShape| adapted_linear::device_scratch::most_pass(needs.rows, site.outputs, needs.rank);
+    if needs.rank == 0 { 0 } else { sites.iter().map(of).max().unwrap_or(0) }
 }
 
 /// Bytes of the shares of `x A^T` and of its gradient, after B times d and e.

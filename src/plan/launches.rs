@@ -19,7 +19,7 @@ use crate::{
     },
     kernels::{
         activation::Activation,
-        adapted_linear::device_scratch::{fused_rank, row_shares, term_shares},
+        adapted_linear::device_scratch::{Pass as DeltaPass, fused_rank, row_shares, term_shares},
         head_loss::stride,
         matmul::device_scratch::SMALL_BATCH,
     },
@@ -307,11 +307,14 @@ impl<'a> Step<'a> {
         let (n, inputs, outputs) = (self.n, site.inputs, site.outputs);
         let fused = self.fused(layer, site);
         if let Some(Fused { rank, rounded }) = fused {
-            let written = 2 * n * (rounded + if dx { inputs } else { 0 });
-            let factors = 4 * rank * (outputs + if dx { inputs } else { 0 });
-            let bytes = (2 * n * outputs + written + factors) as f64;
-            let flops = flops(n, rank, outputs + if dx { inputs } else { 0 });
-            self.add("d xa and d xa A", "delta_back", Work::Delta, bytes, flops);
+            let pass = DeltaPass::new(n, outputs, rounded);
+            let (d_xa, db) = (4 * pass.d_xa(), 4 * pass.db());
+            let bytes = 2 * n * (outputs + rounded) + 4 * rank * outputs + d_xa + db;
+            self.add("d xa and dB", "delta_pass", Work::Pass, bytes as f64, flops(n, 2 * rank, outputs));
+            let dx = if dx { 2 * n * inputs + 4 * rank * inputs } else { 0 };
+            let bytes = d_xa + db + 2 * n * rounded + dx + 8 * rank * outputs;
+            let flops = if dx > 0 { flops(n, rank, inputs) } else { 0.0 };
+            self.add("d xa A, sums of shares", "delta_spread", Work::Delta, bytes as f64, flops);
         }
         let has_deltas = fused.is_none() && self.deltas(layer, site).next().is_some();
         let in_product = activated && self.activates_in_products() && !has_deltas;
@@ -320,7 +323,6 @@ impl<'a> Step<'a> {
             self.product(&format!("{} dx", site.label), [n, inputs, outputs], 2.0 * bytes as f64);
         }
         if let Some(Fused { rank, .. }) = fused {
-            self.factor_gradient("dB", [outputs, rank, n]);
             self.factor_gradient("dA", [rank, inputs, n]);
         }
         if has_deltas {
