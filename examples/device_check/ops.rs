@@ -92,7 +92,7 @@ impl On {
 pub type Outputs = Vec<(&'static str, Vec<f32>)>;
 type Check = (&'static str, fn(On) -> Result<Outputs>);
 
-const CHECKS: [Check; 27] = [
+const CHECKS: [Check; 29] = [
     ("embed", embedding::tables),
     ("delta of the embedding", embedding::deltas),
     ("virtual tokens", embedding::virtual_tokens),
@@ -109,6 +109,8 @@ const CHECKS: [Check; 27] = [
     ("adapted linear, few rows", |on| linears::linears(on, 5)),
     ("a delta on all columns, many rows", |on| linears::whole_deltas(on, 301)),
     ("a delta on all columns, few rows", |on| linears::whole_deltas(on, 7)),
+    ("a norm and a delta after it, many rows", |on| linears::normed_deltas(on, 301)),
+    ("a norm and a delta after it, few rows", |on| linears::normed_deltas(on, 7)),
     ("adapted linear with vectors, many rows", |on| linears::scaled_linears(on, 300)),
     ("adapted linear with vectors, few rows", |on| linears::scaled_linears(on, 6)),
     ("norms of columns", linears::column_norms),

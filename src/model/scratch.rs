@@ -126,8 +126,9 @@ pub fn decoding(needs: ScratchNeeds, activations: DType, samples: usize, ranks: 
 /// Bytes of the shares of the gradients of fused deltas.
 fn passes(needs: ScratchNeeds) -> usize {
     let sites = Arch::of(needs.config).sites;
-    let of =
-        |site: &SiteShape| adapted_linear::device_scratch::most_pass(needs.rows, site.outputs, needs.rank);
+    let of = |site: &SiteShape| {
+        adapted_linear::device_scratch::most_pass(needs.rows, (site.inputs, site.outputs), needs.rank)
+    };
     if needs.rank == 0 { 0 } else { sites.iter().map(of).max().unwrap_or(0) }
 }
 

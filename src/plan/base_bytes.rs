@@ -72,13 +72,15 @@ impl BaseBytes {
         self.embeddings + self.blocks + self.own_head + self.last_norm
     }
 
-    /// The same in FP16 in the `memory` of a device, where every tensor is aligned and rows of zeros follow the head.
+    /// The same in FP16 in the `memory` of a device, where every tensor is aligned, and rows follow the head and the
+    /// matrices behind a layer norm.
     pub fn on_device(config: &Config, memory: &OwnMemory) -> Self {
         let arch = Arch::of(config);
         let head = arch.head();
         Self::sum(&arch, config, |tensor| {
             let elements = match tensor.shape[..] {
                 [rows, cols] if *tensor == head => rows.next_multiple_of(memory.head_rows) * cols,
+                [rows, cols] if arch.is_normed(tensor) => (rows + memory.delta_rows) * cols,
                 _ => tensor.elements(),
             };
             (2 * elements).next_multiple_of(memory.alignment) as u64

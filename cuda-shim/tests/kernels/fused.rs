@@ -1,5 +1,5 @@
-//! Deltas that are fused into a product: their kernels against products in f64, with factors that their type can hold, so that
-//! only the roundings of results remain.
+//! Deltas that are fused into a product: their kernels against products in f64, with factors that their type can hold,
+//! so that only the roundings of results remain.
 
 use cuda_shim::{Launcher, kernels};
 use half::{bf16, f16};

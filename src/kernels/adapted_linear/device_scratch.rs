@@ -1,6 +1,8 @@
 //! How much scratch of a CUDA device this op takes beside its buffers, from sizes alone: plans count it
 //! on machines without a device.
 
+use crate::device::{DELTA_ROWS, DType};
+
 /// Blocks that a thin product should have at least: a few for each multiprocessor of a large device.
 const BLOCKS: usize = 512;
 /// Rows and ranks of the result of a block.
@@ -34,11 +36,26 @@ pub fn most_term_parts(n: usize, rank: usize) -> usize {
     4 * (MOST_SHARES * n * rank).min(BLOCKS * TILE.0 * rank.min(TILE.1))
 }
 
+/// Most columns of xa of a delta that is fused into a product: two tiles. As many rows follow a weight on a device
+/// that has a layer norm in front of it, and as many columns follow the norm's.
+pub const MOST_FUSED_RANKS: usize = DELTA_ROWS;
+
+/// Columns of a line of a warp in the kernels of a layer norm with a delta after it, lines of a warp, warps of a block.
+pub const LINES: (usize, usize, usize) = (32, 4, 16);
+/// Widest layer norm that these kernels have.
+pub const MOST_NORMED: usize = LINES.0 * LINES.1 * LINES.2;
+
+/// Columns that follow those of a layer norm, with activations of type `dtype`, for xa of a delta of the layer after
+/// it.
+pub fn columns_of_xa(dtype: DType) -> usize {
+    if dtype.size() == 2 { MOST_FUSED_RANKS } else { 0 }
+}
+
 /// Columns of xa of a delta that is fused into a product, in 16-bit numbers: its rank rounded up to whole tiles. `None` of ranks
 /// that do not join: above two tiles, or so small that these columns take more than xa in FP32.
 pub fn fused_rank(rank: usize) -> Option<usize> {
     let ranks = rank.next_multiple_of(8);
-    (0 < ranks && ranks <= 16 && ranks <= 2 * rank).then_some(ranks)
+    (0 < ranks && ranks <= MOST_FUSED_RANKS && ranks <= 2 * rank).then_some(ranks)
 }
 
 /// Columns of a block of a pass over the gradient of a fused delta's product.
@@ -95,12 +112,13 @@ impl Pass {
     }
 }
 
-/// Most bytes that a [`Pass`] takes for up to `n` rows, a gradient of `outputs` columns and a largest rank of `rank`.
-pub fn most_pass(n: usize, outputs: usize, rank: usize) -> usize {
-    let ranks = rank.next_multiple_of(8).min(16);
-    let groups = outputs.div_ceil(PASS_COLUMNS).max(1);
-    let shares = (PASS_BLOCKS / groups).max(1).min(n.div_ceil(PASS_ROWS));
-    4 * ranks * (groups * n + shares * outputs)
+/// Most bytes of the shares of a fused delta's gradients at a site `(inputs, outputs)`, for up to `n` rows and a
+/// largest rank of `rank`: of d_xa and dB, and behind a layer norm of dA.
+pub fn most_pass(n: usize, (inputs, outputs): (usize, usize), rank: usize) -> usize {
+    let ranks = rank.next_multiple_of(8).min(MOST_FUSED_RANKS);
+    let groups = |columns: usize| columns.div_ceil(PASS_COLUMNS).max(1);
+    let shares = |columns: usize| (PASS_BLOCKS / groups(columns)).max(1).min(n.div_ceil(PASS_ROWS)) * columns;
+    4 * ranks * (groups(outputs) * n + shares(outputs) + shares(inputs))
 }
 
 /// Shares that a sum over `n` rows is cut into.
@@ -141,14 +159,15 @@ mod tests {
         for outputs in [8, 256, 264, 2304, 6400] {
             for rank in [4, 8, 13, 16, 64] {
                 for most in [9, 32, 33, 1000, 8192] {
-                    let planned = most_pass(most, outputs, rank);
+                    let planned = most_pass(most, (768, outputs), rank);
                     for n in (1..=most).step_by(1 + most / 50) {
                         let pass = Pass::new(n, outputs, rank.min(16).next_multiple_of(8));
                         assert!(
                             pass.rows * (pass.shares - 1) < n && n <= pass.rows * pass.shares,
                             "{pass:?}"
                         );
-                        assert!(pass.bytes() <= planned, "{pass:?} of {planned}");
+                        let inner = Pass::new(n, 768, pass.ranks);
+                        assert!(pass.bytes() + 4 * inner.db() <= planned, "{pass:?} of {planned}");
                     }
                 }
             }

@@ -1,5 +1,5 @@
-//! CUDA side of a delta that is fused into the frozen product: one launch makes `x A^T` and what the product then adds to, on
-//! tensor cores; in the backward one pass over dy makes the shares of d_xa and of dB.
+//! CUDA side of a delta that is fused into the frozen product: one launch makes `x A^T` and what the product then adds
+//! to, on tensor cores; in the backward one pass over dy makes the shares of d_xa and of dB.
 //!
 //! | launch | reads | writes |
 //! |---|---|---|
@@ -30,14 +30,14 @@ use crate::{
 /// The only delta of a layer, where it is fused into the product.
 #[derive(Clone, Copy)]
 pub struct FusedDelta<'a> {
-    delta: &'a Delta,
-    a: View<'a>,
-    b: View<'a>,
-    inputs: usize,
-    outputs: usize,
+    pub(super) delta: &'a Delta,
+    pub(super) a: View<'a>,
+    pub(super) b: View<'a>,
+    pub(super) inputs: usize,
+    pub(super) outputs: usize,
     /// The rank rounded up.
-    ranks: usize,
-    n: usize,
+    pub(super) ranks: usize,
+    pub(super) n: usize,
 }
 
 impl<'a> FusedDelta<'a> {
@@ -122,6 +122,15 @@ impl<'a> FusedDelta<'a> {
         }
     }
 
+    /// Shares of d_xa and dB in device memory at `d_xa` and `db`.
+    pub(super) fn pass(self, gpu: &'static Gpu, pass: Pass, (dy, xa): (View, View), (d_xa, db): (u64, u64)) {
+        let Self { delta, b, outputs, n, .. } = self;
+        let [n, outputs, rank, rows] = [n, outputs, delta.rank, pass.rows].map(Argument::int);
+        let grid = Grid::of((pass.groups, pass.shares, 1), 128).with_shared(pass.shared());
+        let arguments = arguments![dy, xa, b, d_xa, db, n, outputs, rank, rows];
+        gpu.launch(&super::cuda::IMAGE, &named("delta_pass", dy.dtype()), grid, arguments);
+    }
+
     /// Backward of the frozen product and of the delta: `dy (n, out)` is the gradient of what g multiplies.
     pub fn backward(
         self,
@@ -131,7 +140,7 @@ impl<'a> FusedDelta<'a> {
         saved: SavedProducts,
         to: BackwardBuffers,
     ) {
-        let Self { delta, a, b, inputs, outputs, ranks, n } = self;
+        let Self { delta, a, inputs, outputs, ranks, n, .. } = self;
         let BackwardBuffers { mut grads, d_xa, dx, .. } = to;
         let (xa, d_xa) = (saved.xa.typed(dy.dtype()), d_xa.as_view().typed(dy.dtype()));
         assert!(
@@ -144,11 +153,8 @@ impl<'a> FusedDelta<'a> {
         let db = db.as_ref();
         gpu.scratch(pass.bytes(), |parts| {
             let shares = parts + 4 * pass.d_xa() as u64;
-            let [n_, inputs_, outputs_, rank, rows] =
-                [n, inputs, outputs, delta.rank, pass.rows].map(Argument::int);
-            let grid = Grid::of((pass.groups, pass.shares, 1), 128).with_shared(pass.shared());
-            let arguments = arguments![dy, xa, b, parts, shares, n_, outputs_, rank, rows];
-            gpu.launch(&super::cuda::IMAGE, &named("delta_pass", dy.dtype()), grid, arguments);
+            self.pass(gpu, pass, (dy, xa), (parts, shares));
+            let [n_, inputs_, outputs_, rank] = [n, inputs, outputs, delta.rank].map(Argument::int);
             let [groups, count] = [pass.groups, pass.shares].map(Argument::int);
             let [place, gradient] = [dx.as_ref(), db].map(|to| to.map_or(Argument::NULL, Argument::from));
             let arguments = arguments![

@@ -1,10 +1,10 @@
 // One pass over the gradient of a product with a fused delta: dy (n, out) is read once for d_xa = dy B and for
-// dB = dy^T xa, on tensor cores. The gradients of the two factors of a delta are sums over rows, whose shares are added in
-// order afterwards.
+// dB = dy^T xa, on tensor cores. The gradients of the two factors of a delta are sums over rows, whose shares are
+// added in order afterwards.
 //
-// A block of 4 warps owns 256 columns, 64 a warp, and a share of the rows. They pass through shared memory 32 at a time:
-// two such stages are on their way while a third is used. Columns are cut too because a share of dB (out, r) is then
-// written for fewer shares of the rows; the shares of d_xa that this costs, one for 256 columns, are smaller.
+// A block of 4 warps owns 256 columns, 64 a warp, and a share of the rows. They pass through shared memory 32 at a
+// time: two such stages are on their way while a third is used. Columns are cut too because a share of dB (out, r) is
+// then written for fewer shares of the rows; the shares of d_xa that this costs, one for 256 columns, are smaller.
 #pragma once
 #include "fused.cuh"
 #include "stages.cuh"
@@ -44,8 +44,8 @@ __device__ __forceinline__ void fill_ranks(Stage<T, TILES> &stage, const T *xa, 
 /// The columns of a warp of the gradient of a factor (columns, r): 16 columns and 8 ranks a product.
 template <int TILES> using Gradient = float[OWN / 16][TILES][4];
 
-/// gradient += rows^T ranks of a stage; `change(half, m, left)` may change 16 columns m of 16 of the rows, transposed, before
-/// they are multiplied.
+/// gradient += rows^T ranks of a stage; `change(half, m, left)` may change 16 columns m of 16 of the rows, transposed,
+/// before they are multiplied.
 template <class T, int TILES, class Change>
 __device__ __forceinline__ void accumulate(Gradient<TILES> &gradient, const Stage<T, TILES> &stage,
                                            const Change &change) {
@@ -160,19 +160,31 @@ __device__ __forceinline__ void run(const T *dy, const T *xa, const float *b, fl
   keep<TILES>(gradient, db + i64(blockIdx.y) * outputs * RANKS, column, outputs);
 }
 
-/// gradient (columns, rank) += scale * sum of shares (count, columns, 8 TILES), in order: one element a thread, the
-/// blocks from `first` on.
+/// d_xa (n, RANKS) of a row before `end` and a rank: its shares in order; 0 of other rows.
+template <int RANKS>
+__device__ __forceinline__ float joined(const float *parts, int groups, int row, int end, int n, int rank) {
+  float sum = 0;
+  if (row >= end) return sum;
+  parts += i64(row) * RANKS + rank;
+#pragma unroll 4
+  for (int group = 0; group < groups; group++) sum += parts[i64(group) * n * RANKS];
+  return sum;
+}
+
+/// gradient (columns, rank), or (rank, columns) if `transposed`, += scale * sum of shares (count, columns, 8 TILES),
+/// in order: one element a thread, the blocks from `first` on.
 template <int TILES>
 __device__ __forceinline__ void add_shares(const float *shares, int count, int columns, int rank, float scale,
-                                           float *gradient, int first) {
+                                           float *gradient, int first, bool transposed) {
   constexpr int RANKS = 8 * TILES;
   i64 at = i64(blockIdx.x - first) * blockDim.x + threadIdx.x;
   if (at >= i64(columns) * rank) return;
-  shares += at / rank * RANKS + at % rank;
+  i64 column = at / rank, r = at % rank;
+  shares += column * RANKS + r;
   float sum = 0;
 #pragma unroll 4
   for (int share = 0; share < count; share++) sum += shares[i64(share) * columns * RANKS];
-  gradient[at] += scale * sum;
+  gradient[transposed ? r * columns + column : at] += scale * sum;
 }
 
 /// After a pass: d_xa (n, R) from its shares, dx = scale d_xa A unless dx is null, and the gradient of B.
@@ -183,7 +195,7 @@ __device__ __forceinline__ void spread(const float *parts, int groups, const flo
   constexpr int RANKS = 8 * TILES;
   SHARED(fused::Thin<TILES>, sums);
   int blocks = (n + fused::ROWS - 1) / fused::ROWS, row = blockIdx.x * fused::ROWS;
-  if (int(blockIdx.x) >= blocks) return add_shares<TILES>(shares, count, outputs, rank, scale, db, blocks);
+  if (int(blockIdx.x) >= blocks) return add_shares<TILES>(shares, count, outputs, rank, scale, db, blocks, false);
   for (int at = threadIdx.x; at < fused::SHARES * fused::ROWS * RANKS; at += fused::THREADS) {
     int share = at / (fused::ROWS * RANKS), i = at / RANKS % fused::ROWS;
     float sum = 0;
@@ -205,9 +217,10 @@ __device__ __forceinline__ void spread(const float *parts, int groups, const flo
 
 } // namespace pass
 
-/// Shares of d_xa (n, R) = dy (n, out) B (out, r), (ceil(out / 256), n, R), and of dB / scale = dy^T xa, (shares, out, R), over
-/// `share` rows each; R is the rank rounded up to 8 or 16, and xa (n, R). out is a multiple of 8, rows of dy and xa begin at
-/// multiples of 16 bytes. Grid: (ceil(out / 256), ceil(n / share)) blocks of 128, with 3 stages of shared memory.
+/// Shares of d_xa (n, R) = dy (n, out) B (out, r), (ceil(out / 256), n, R), and of dB / scale = dy^T xa, (shares, out,
+/// R), over `share` rows each; R is the rank rounded up to 8 or 16, and xa (n, R). out is a multiple of 8, rows of dy
+/// and xa begin at multiples of 16 bytes. Grid: (ceil(out / 256), ceil(n / share)) blocks of 128, with 3 stages of
+/// shared memory.
 template <class T>
 __device__ void delta_pass(const T *dy, const T *xa, const float *b, float *d_xa, float *db, int n, int outputs, int rank,
                            int share) {
@@ -218,8 +231,9 @@ EXPORT_16(delta_pass, __launch_bounds__(128),
           (const T *dy, const T *xa, const float *b, float *d_xa, float *db, int n, int outputs, int rank, int share),
           (dy, xa, b, d_xa, db, n, outputs, rank, share))
 
-/// From the shares of a pass, added in order: d_xa (n, R), rounded; dx (n, in) = scale d_xa A (r, in) unless dx is null;
-/// dB (out, r) += scale sum. Grid: ceil(n / 32) blocks of 128, and after them ceil(out r / 128) unless B has no gradient.
+/// From the shares of a pass, added in order: d_xa (n, R), rounded; dx (n, in) = scale d_xa A (r, in) unless dx is
+/// null; dB (out, r) += scale sum. Grid: ceil(n / 32) blocks of 128, and after them ceil(out r / 128) unless B has no
+/// gradient.
 template <class T>
 __device__ void delta_spread(const float *parts, int groups, const float *a, T *d_xa, T *dx, int n, int inputs, int rank,
                              float scale, const float *shares, int count, int outputs, float *db) {
