@@ -7,9 +7,11 @@ use engraft::{
         activation::Activation,
         adapted_linear::{
             self, AdaptedLinear, BackwardBuffers, BiasPlace, Delta, Dropout, ForwardBuffers, Layer,
-            SavedProducts, Scaling, SiteVectors, Vector, xa_len,
+            NormedBackward, NormedForward, SavedProducts, Scaling, SiteVectors, Vector, xa_len,
         },
         column_norms::{self, AdaptedMatrix},
+        layernorm::{self, Norm},
+        matmul::Matrix,
     },
 };
 
@@ -76,6 +78,61 @@ pub fn whole_deltas(on: On, n: usize) -> Result<Outputs> {
         adapted_linear::backward(linear, dy.view(), x.view(), saved, n, to);
         results.extend([("y", y.view().to_floats()), ("dx", dx.view().to_floats())]);
         results.push(("gradients of A and B", grads.view().to_vec()));
+        if f.is_some() {
+            results.push(("f(y)", activated.view().to_floats()));
+        }
+    }
+    Ok(results)
+}
+
+/// A layer norm and a layer with one delta on all columns, which a device makes as one op where the rank allows it.
+pub fn normed_deltas(on: On, n: usize) -> Result<Outputs> {
+    let (inputs, outputs) = (136, 120);
+    // Room for the delta's rows.
+    let (w, bias) = (on.weight(1, inputs + 16, outputs)?, on.frozen(2, outputs)?);
+    let layer = Layer { weight: Matrix { rows: inputs, ..w.view() }, bias: bias.view() };
+    let (gain, shift) = (on.frozen(9, inputs)?, on.frozen(10, inputs)?);
+    let norm = Norm { gain: gain.view(), bias: shift.view(), epsilon: 1e-5 };
+    let mut results = Vec::new();
+    for (rank, f) in [(5, None), (16, Some(Activation::GeluTanh)), (8, Some(Activation::Silu)), (17, None)] {
+        let (a, b) = (3, 3 + rank * inputs);
+        let deltas = [Delta { a, b, rank, columns: 0..outputs, scale: 0.3, ..Delta::default() }];
+        let len = b + rank * outputs;
+        let (values, x, dy) =
+            (on.wide(3, len)?, on.activations(4, n * inputs)?, on.activations(5, n * outputs)?);
+        let (mut xa, mut d_xa) = (on.zeros(F32, n * rank)?, on.zeros(F32, n * rank)?);
+        let (mut normed, mut stats) = (on.room(n * (inputs + 16))?, on.zeros(F32, 2 * n)?);
+        let (mut y, mut activated) = (on.room(n * outputs)?, on.room(n * outputs)?);
+        let (mut d_normed, mut dx, mut grads) =
+            (on.room(n * inputs)?, on.activations(6, n * inputs)?, on.wide(7, len)?);
+        let linear = AdaptedLinear::new(layer, &deltas, values.view(), Dropout::NONE);
+        let to = NormedForward {
+            normed: normed.view_mut(),
+            stats: stats.view_mut(),
+            xa: xa.view_mut(),
+            y: y.view_mut(),
+            activated: f.map(|f| (f, activated.view_mut())),
+        };
+        if !adapted_linear::forward_normed(linear, norm, x.view(), n, to) {
+            let mut normed = normed.view_mut().slice(0, n * inputs);
+            layernorm::forward(x.view(), norm, normed.reborrow(), stats.view_mut());
+            let to = ForwardBuffers {
+                activated: f.map(|f| (f, activated.view_mut())),
+                ..ForwardBuffers::new(xa.view_mut(), y.view_mut())
+            };
+            adapted_linear::forward(linear, normed.as_view(), None, n, to);
+        }
+        let (saved, of) = (SavedProducts::new(xa.view()), (dy.view(), x.view(), stats.view()));
+        let to = NormedBackward { grads: grads.view_mut(), d_normed: d_normed.view_mut(), dx: dx.view_mut() };
+        if !adapted_linear::backward_normed(linear, norm, of, saved, n, to) {
+            let normed = normed.view().slice(0, n * inputs);
+            let to = BackwardBuffers::new(grads.view_mut(), d_xa.view_mut(), Some(d_normed.view_mut()));
+            adapted_linear::backward(linear, dy.view(), normed, saved, n, to);
+            layernorm::backward(d_normed.view(), x.view(), stats.view(), norm, dx.view_mut());
+        }
+        results.extend([("y", y.view().to_floats()), ("dx", dx.view().to_floats())]);
+        results
+            .extend([("statistics", stats.view().to_vec()), ("gradients of A and B", grads.view().to_vec())]);
         if f.is_some() {
             results.push(("f(y)", activated.view().to_floats()));
         }

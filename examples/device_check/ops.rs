@@ -30,7 +30,7 @@ type Check = (&'static str, fn(On) -> Result<Outputs>);
 
 use BaseDType::{Nf4, Q8};
 
-const CHECKS: [Check; 47] = [
+const CHECKS: [Check; 49] = [
     ("embed", embedding::tables),
     ("delta of the embedding", embedding::deltas),
     ("virtual tokens", embedding::virtual_tokens),
@@ -47,6 +47,8 @@ const CHECKS: [Check; 47] = [
     ("adapted linear, few rows", |on| linears::linears(on, 5)),
     ("a delta on all columns, many rows", |on| linears::whole_deltas(on, 301)),
     ("a delta on all columns, few rows", |on| linears::whole_deltas(on, 7)),
+    ("a norm and a delta after it, many rows", |on| linears::normed_deltas(on, 301)),
+    ("a norm and a delta after it, few rows", |on| linears::normed_deltas(on, 7)),
     ("adapted linear with vectors, many rows", |on| linears::scaled_linears(on, 300)),
     ("adapted linear with vectors, few rows", |on| linears::scaled_linears(on, 6)),
     ("norms of columns", linears::column_norms),

@@ -19,6 +19,9 @@ pub enum Work {
     Elementwise,
     /// Products with a rank on one side, on tensor cores.
     Delta,
+    /// One pass over activations for products with a rank on one side, on tensor cores, through stages of shared
+    /// memory.
+    Pass,
     /// A pass over activations by rows, a warp or a block each, without loads in flight between two parts of its work.
     Rows,
     /// A layer norm, a block a row in registers.
@@ -81,6 +84,11 @@ const THIN: f64 = 0.125;
 /// Share of the bandwidth of a delta's kernels and products. 8192 rows are 256 blocks of 4 warps, two on a multiprocessor,
 /// and each step waits for factors of the level-2 cache; the library cuts the gradients of factors into shares.
 const DELTA: f64 = 0.6;
+/// Share of the bandwidth of a pass for a delta's gradients. Two stages of 17 KB are on their way for each of up to
+/// three blocks of a multiprocessor, 34 to 102 KB, where 15 KB hide 600 ns of the memory's latency; and it takes no
+/// factor from the level-2 cache between them. It is what layer norms are taken to have, whose loads on the way are no
+/// more.
+const PASS: f64 = NORM;
 /// Share of the speed of products that they have: 8 of 64 columns of a tile are used.
 const DELTA_TILES: f64 = 0.125;
 
@@ -141,6 +149,7 @@ impl Accelerator {
             Work::AttentionKeys => (ELEMENTWISE, self.tensor_peak * self.attention[2]),
             Work::Thin => (ELEMENTWISE, self.fp32_peak * THIN),
             Work::Delta => (DELTA, self.product_rate(width) * DELTA_TILES),
+            Work::Pass => (PASS, self.product_rate(width) * DELTA_TILES),
             Work::Elementwise => (ELEMENTWISE, self.fp32_peak),
             Work::Rows => (ROWS, self.fp32_peak),
             Work::Norm => (NORM, self.fp32_peak),

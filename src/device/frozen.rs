@@ -9,16 +9,14 @@ use half::bf16;
 use half::f16;
 use rayon::prelude::*;
 
+#[cfg(feature = "cuda")]
+use super::cuda::memory::{Loader, Memory};
 use super::{
     DType, Device,
     arena::{ALIGN as LINE, in_memory},
+    kinds::CUDA_ALIGNMENT,
     page_cache::{PIECE, Region, large_pages},
     view::View,
-};
-#[cfg(feature = "cuda")]
-use super::{
-    cuda::memory::{Loader, Memory},
-    kinds::CUDA_ALIGNMENT,
 };
 use crate::error::{Error, Result};
 
@@ -87,7 +85,7 @@ pub struct Frozen {
     len: usize,
     /// Its type on a device; an element has the same size there.
     device_dtype: DType,
-    /// Zeros that follow its elements when it is brought to a device.
+    /// Elements that follow its own on a device.
     padding: usize,
 }
 
@@ -126,14 +124,14 @@ impl Frozen {
         }
     }
 
-    /// Has `elements` zeros follow it on a device, where it then has as many elements more.
+    /// Has `elements` more follow it on a device, where it then has as many more: zeros at first, which ops may write;
+    /// what a streamed copy has there is arbitrary.
     pub fn pad_on_device(&mut self, elements: usize) {
         self.padding = elements;
     }
 
     /// Bytes that it takes on a device.
-    #[cfg(feature = "cuda")]
-    fn device_bytes(&self) -> usize {
+    pub(crate) fn device_bytes(&self) -> usize {
         ((self.len + self.padding) * self.device_dtype.size()).next_multiple_of(CUDA_ALIGNMENT)
     }
 
@@ -165,7 +163,7 @@ impl Frozen {
             #[cfg(feature = "cuda")]
             Device::Cuda(gpu) => {
                 let total = tensors.iter().map(|tensor| tensor.device_bytes()).sum();
-                // Of zeros, which paddings stay.
+                // Of zeros, which paddings are.
                 let memory = Arc::new(Memory::for_base(gpu, total)?);
                 let mut loader = Loader::new(gpu)?;
                 let mut start = 0;

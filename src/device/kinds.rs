@@ -10,6 +10,9 @@ use super::{DType, arena::Placement, cpu, rates::Rates};
 pub(crate) const CUDA_ALIGNMENT: usize = 256;
 /// Rows of a CUDA device's copy of the head are a multiple of this: whole tiles of cuBLASLt's kernels.
 pub(crate) const HEAD_ROWS: usize = 64;
+/// Rows that follow the weights behind a layer norm on a CUDA device: the largest rank of a delta that is fused into a
+/// product.
+pub(crate) const DELTA_ROWS: usize = 16;
 /// Bytes of cuBLASLt's workspace.
 pub(crate) const CUDA_WORKSPACE: usize = 32 << 20;
 /// Bytes for what the update of the optimizer leaves for the host: norm, factor of clipping, whether it was skipped.
@@ -24,6 +27,8 @@ pub struct OwnMemory {
     pub alignment: usize,
     /// Rows of zeros follow the head's matrix up to a multiple of this many rows.
     pub head_rows: usize,
+    /// Rows that follow each matrix behind a layer norm, for a delta that is a part of its product.
+    pub delta_rows: usize,
     /// Bytes of the context, of loaded kernels, of the libraries and of `fixed`: an estimate, not measured. Context and
     /// cuBLASLt take 500 to 600 MiB of recent data-centre devices.
     pub runtime: u64,
@@ -97,6 +102,7 @@ impl DeviceKind {
         own_memory: Some(OwnMemory {
             alignment: CUDA_ALIGNMENT,
             head_rows: HEAD_ROWS,
+            delta_rows: DELTA_ROWS,
             runtime: 600 << 20,
             runtime_name: "CUDA context, libraries",
             fixed: CUDA_WORKSPACE + CUDA_CONTROL + CUDA_CODEBOOKS,

@@ -43,7 +43,7 @@ pub use self::{
     view::{View, ViewMut},
 };
 
-pub(crate) use self::kinds::HEAD_ROWS;
+pub(crate) use self::kinds::{DELTA_ROWS, HEAD_ROWS};
 
 /// Where buffers live and kernels run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

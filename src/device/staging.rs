@@ -6,7 +6,7 @@ use std::convert::Infallible;
 
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::{Device, Frozen, kinds::CUDA_ALIGNMENT};
+use super::{Device, Frozen};
 use crate::error::Result;
 
 /// How many parts are on the device at a time: the one in use and the one after it.
@@ -22,7 +22,7 @@ pub struct StagingSlots {
 
 /// Bytes of a slot for a part made of these tensors, each aligned.
 pub fn bytes(part: &[&Frozen]) -> usize {
-    part.iter().map(|tensor| tensor.bytes().next_multiple_of(CUDA_ALIGNMENT)).sum()
+    part.iter().map(|tensor| tensor.device_bytes()).sum()
 }
 
 impl StagingSlots {

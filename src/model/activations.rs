@@ -144,7 +144,8 @@ impl ActivationBuffers {
             let backward = bindings.first().copied().filter(|_| training);
             let scaled =
                 bindings.iter().map(|bindings| bindings.scaled_width(&arch, training)).max().unwrap_or(0);
-            let passes = Passes { head_rows: policy.head_rows, backward, scaled };
+            let deltas = bindings.iter().any(|bindings| bindings.most_ranks() > 0);
+            let passes = Passes { head_rows: policy.head_rows, backward, scaled, deltas };
             let workspace = Workspace::cut(arena, sizes, passes)?;
             let head = HeadWork::cut(arena, sizes, policy.head_rows)?;
             let back = backward.map(|bindings| BackwardWork::cut(arena, sizes, bindings)).transpose()?;

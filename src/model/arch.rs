@@ -190,6 +190,12 @@ impl Arch {
         tensors
     }
 
+    /// Whether a tensor of a block is the weight of a site that a layer norm stands before.
+    pub fn is_normed(&self, tensor: &Tensor) -> bool {
+        let sites = [Site::CAttn, Site::CFc].map(|site| self.site(site).name);
+        tensor.name.strip_suffix(".weight").is_some_and(|name| sites.contains(&name))
+    }
+
     /// Name and full path, with `{layer}` for the layer, of the layer norms of a block, and of the one before the head.
     pub fn norms(&self) -> [(String, String); 3] {
         let [first, second] = LAYER_NORMS.map(|name| (name.to_owned(), format!("{LAYERS}{{layer}}.{name}")));

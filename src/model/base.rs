@@ -147,13 +147,14 @@ impl Base {
     }
 
     /// A device's products read factors of one type, and whole tiles of the head: while they are copied there, matrices
-    /// are rounded and rows of zeros follow the head.
+    /// are rounded, and rows follow the head and the matrices behind a layer norm.
     fn fit_to(&mut self, device: Device, activations: DType) {
         if activations == DType::BF16 {
             self.weights.round_matrices_on_device();
         }
         if let Some(memory) = device.own_memory() {
             self.weights.pad_head_on_device(memory.head_rows);
+            self.weights.pad_normed_on_device(memory.delta_rows);
         }
     }
 

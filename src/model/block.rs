@@ -26,7 +26,7 @@ use super::{
     cache::{CachedRows, LayerCache},
     layers::RowGroup,
     policy::Keep,
-    sites::SiteBuffers,
+    sites::{NormedBuffers, SiteBuffers},
 };
 
 /// All that a block reads beside its input.
@@ -202,9 +202,18 @@ impl<'a> Block<'a> {
     /// `qkv = c_attn(ln_1(x))`.
     fn queries_keys_values(&self, x: View, kept: &mut BlockBuffers, workspace: &mut Workspace) {
         let (n, c) = (self.cells(), self.config.width);
+        let mut qkv = rows!(mut kept.qkv, n, self.weights.c_attn.weight.view().cols);
+        let buffers = NormedBuffers {
+            normed: &mut workspace.normed,
+            stats: rows!(mut kept.statistics.stats_1, n, 2),
+            xa: &mut kept.statistics.xa,
+            activated: None,
+        };
+        if self.normed_linear(Site::CAttn, x, buffers, qkv.reborrow()) {
+            return;
+        }
         let (normed, stats) = (rows!(mut workspace.normed, n, c), rows!(mut kept.statistics.stats_1, n, 2));
         self.normalise(Site::CAttn, x, normed, stats);
-        let qkv = rows!(mut kept.qkv, n, self.weights.c_attn.weight.view().cols);
         self.linear(Site::CAttn, rows!(workspace.normed, n, c), None, site_buffers!(kept, workspace), qkv);
     }
 
@@ -244,11 +253,20 @@ impl<'a> Block<'a> {
     /// `inner = c_fc(ln_2(middle))`, and f of it if `activates`.
     fn mlp_inside(&self, kept: &mut BlockBuffers, workspace: &mut Workspace, activates: bool) {
         let (n, c, f) = (self.outputs(), self.config.width, self.config.inner);
-        let (normed, stats) = (rows!(mut workspace.normed, n, c), rows!(mut kept.statistics.stats_2, n, 2));
-        self.normalise(Site::CFc, rows!(kept.outputs.middle, n, c), normed, stats);
-        let inner = rows!(mut kept.inner, n, f);
+        let (middle, mut inner) = (rows!(kept.outputs.middle, n, c), rows!(mut kept.inner, n, f));
         let activated = workspace.shared.activated_mut().slice(0, n * f);
-        let activated = activates.then_some((self.config.activation, activated));
+        let mut activated = activates.then_some((self.config.activation, activated));
+        let buffers = NormedBuffers {
+            normed: &mut workspace.normed,
+            stats: rows!(mut kept.statistics.stats_2, n, 2),
+            xa: &mut kept.statistics.xa,
+            activated: activated.as_mut().map(|(f, to)| (*f, to.reborrow())),
+        };
+        if self.normed_linear(Site::CFc, middle, buffers, inner.reborrow()) {
+            return;
+        }
+        let (normed, stats) = (rows!(mut workspace.normed, n, c), rows!(mut kept.statistics.stats_2, n, 2));
+        self.normalise(Site::CFc, middle, normed, stats);
         let to = SiteBuffers { activated, ..site_buffers!(kept, workspace) };
         self.linear(Site::CFc, rows!(workspace.normed, n, c), None, to, inner);
     }

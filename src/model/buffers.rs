@@ -11,7 +11,7 @@ use crate::{
         arena::{ALIGN, Arena},
     },
     error::Result,
-    kernels::head_loss,
+    kernels::{adapted_linear::device_scratch::columns_of_xa, head_loss},
 };
 
 use super::{
@@ -241,7 +241,7 @@ impl BlockActivations {
 
 /// Buffers that are free again when an op or a block is done.
 pub struct Workspace {
-    /// Output of a layer norm `(n, c)`.
+    /// Output of a layer norm `(n, c)`, and room for xa of the delta after it.
     pub normed: Buffer,
     /// Scratch shared by the widest tensors.
     pub shared: SharedScratch,
@@ -271,6 +271,15 @@ pub struct Passes<'a> {
     pub backward: Option<&'a AdapterBindings>,
     /// Columns of [`Workspace::scaled`].
     pub scaled: usize,
+    /// Whether any site has a delta.
+    pub deltas: bool,
+}
+
+impl Sizes<'_> {
+    /// Columns of the output of a layer norm, with room for xa of a delta of the layer after it.
+    fn normed(self, deltas: bool) -> usize {
+        self.config.width + if deltas { columns_of_xa(self.activations) } else { 0 }
+    }
 }
 
 impl SharedScratch {
@@ -341,8 +350,8 @@ impl Workspace {
     /// # Errors
     /// When the arena is exhausted.
     pub fn cut(arena: &mut Arena, sizes: Sizes, passes: Passes) -> Result<Self> {
-        let (n, width) = (sizes.limits.cells(), sizes.config.width);
-        let normed = arena.take("normed", sizes.activations, &[n, width])?;
+        let n = sizes.limits.cells();
+        let normed = arena.take("normed", sizes.activations, &[n, sizes.normed(passes.deltas)])?;
         let shared = SharedScratch::cut(arena, sizes, passes)?;
         let scaled = match passes.scaled {
             0 => None,
@@ -360,8 +369,10 @@ impl BackwardWork {
     pub fn cut(arena: &mut Arena, sizes: Sizes, bindings: &AdapterBindings) -> Result<Self> {
         let Sizes { config, limits, activations } = sizes;
         let (n, c) = (limits.cells(), config.width);
+        // It changes places with the output of a layer norm.
+        let wide = sizes.normed(bindings.most_ranks() > 0);
         Ok(Self {
-            grad: arena.take("d residual", activations, &[n, c])?,
+            grad: arena.take("d residual", activations, &[n, wide])?,
             narrow: arena.take("d narrow", activations, &[n, c])?,
             d_xa: arena.take("d xa", F32, &[n, bindings.most_ranks().max(bindings.embedding.most_rank())])?,
             d_prefix: arena.take("d prefix", F32, &[limits.rows, 2, bindings.prefix_len(), c])?,

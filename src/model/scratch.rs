@@ -3,7 +3,7 @@
 
 use super::{
     BaseDType, Config,
-    arch::{Arch, HEAD},
+    arch::{Arch, HEAD, SiteShape},
 };
 use crate::{
     device::{DType, cpu},
@@ -95,6 +95,7 @@ pub fn training(needs: ScratchNeeds, types: FactorTypes, trainables: usize) -> u
         if trained_norms { layernorm::device_scratch::parameter_gradients(rows, config.width) } else { 0 },
         adapted_linear::device_scratch::deltas(rows, Arch::of(config).widest(), rank),
         thin_products(needs),
+        passes(needs),
         attention::device_scratch::attention_backward(rows, heads),
         // Rows of one token each, after the prefix.
         attention::device_scratch::attention_decode(batch, keys, heads, head_width),
@@ -133,6 +134,15 @@ pub fn decoding(needs: ScratchNeeds, types: FactorTypes, samples: usize, ranks: 
         ranks: ranks.min(decode_layer::MOST_RANKS),
     });
     products(needs, types).max(attention).max(thin_products(needs)).max(layer)
+}
+
+/// Bytes of the shares of the gradients of fused deltas.
+fn passes(needs: ScratchNeeds) -> usize {
+    let sites = Arch::of(needs.config).sites;
+    let of = |site: &SiteShape| {
+        adapted_linear::device_scratch::most_pass(needs.rows, (site.inputs, site.outputs), needs.rank)
+    };
+    if needs.rank == 0 { 0 } else { sites.iter().map(of).max().unwrap_or(0) }
 }
 
 /// Bytes of the shares of `x A^T` and of its gradient, after B times d and e.

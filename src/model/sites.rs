@@ -13,7 +13,10 @@ use crate::{
     device::{Buffer, View, ViewMut},
     kernels::{
         activation::{self, Activation},
-        adapted_linear::{self, AdaptedLinear, BackwardBuffers, ForwardBuffers, Layer, SavedProducts},
+        adapted_linear::{
+            self, AdaptedLinear, BackwardBuffers, ForwardBuffers, Layer, NormedBackward, NormedForward,
+            SavedProducts,
+        },
     },
 };
 
@@ -46,6 +49,18 @@ impl<'a> SiteGradients<'a> {
     pub fn new(d_xa: &'a mut Buffer, scaled: &'a mut Option<Buffer>, dx: Option<ViewMut<'a>>) -> Self {
         Self { d_xa, scaled, dx, input_of: None }
     }
+}
+
+/// What a layer norm and the site after it write as one op.
+pub struct NormedBuffers<'a> {
+    /// The norm's output, and what follows it.
+    pub normed: &'a mut Buffer,
+    /// Mean and rstd of each row.
+    pub stats: ViewMut<'a>,
+    /// `drop(x) A^T` of each site.
+    pub xa: &'a mut [Buffer; SITES],
+    /// A function of the site's output, and the place of its values.
+    pub activated: Option<(Activation, ViewMut<'a>)>,
 }
 
 /// Operands of a site for one group of rows, whose tokens all of them begin with.
@@ -171,6 +186,33 @@ impl<'a> Block<'a> {
             );
         }
         activate(activated, y.as_view());
+    }
+
+    /// `y` of a site and of the norm before it as one op, where the device has that: false, with nothing done,
+    /// elsewhere.
+    pub(super) fn normed_linear(&self, site: Site, x: View, buffers: NormedBuffers, y: ViewMut) -> bool {
+        let [group] = self.groups else { return false };
+        let (n, ranks) = (self.seen_by(site), self.ranks(site));
+        let NormedBuffers { normed, stats, xa, activated } = buffers;
+        let xa = rows!(mut xa[site as usize], n, ranks);
+        let to = NormedForward { normed: normed.view_mut(), stats, xa, y, activated };
+        adapted_linear::forward_normed(self.adapted(group, site), self.norm(group, site).1, x, n, to)
+    }
+
+    /// The backward of a site and of the norm of `x` before it as one op, where the device has that: `dx` grows by the
+    /// gradient of x, and `d_normed` is workspace. False, with nothing done, elsewhere.
+    pub(super) fn normed_linear_backward(
+        &self,
+        site: Site,
+        of: (View, View, View),
+        kept: &[Buffer; SITES],
+        (d_normed, dx): (ViewMut, ViewMut),
+        to: &mut Gradients,
+    ) -> bool {
+        let (n, ranks, group) = (self.seen_by(site), self.ranks(site), self.group());
+        let saved = SavedProducts::new(rows!(kept[site as usize], n, ranks));
+        let to = NormedBackward { grads: to.store.reborrow(), d_normed, dx };
+        adapted_linear::backward_normed(self.adapted(group, site), self.norm(group, site).1, of, saved, n, to)
     }
 
     /// Backward of a site in a pass of one group; `kept` is what its forward left.

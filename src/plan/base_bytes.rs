@@ -72,15 +72,21 @@ impl BaseBytes {
         self.embeddings + self.blocks + self.own_head + self.last_norm
     }
 
-    /// The same in the `memory` of a device, where every tensor is aligned and rows of zeros follow the head.
+    /// The same in the `memory` of a device, where every tensor is aligned, and rows follow the head and the matrices
+    /// without codes behind a layer norm.
     pub fn on_device(config: &Config, dtype: BaseDType, memory: &OwnMemory) -> Self {
         let arch = Arch::of(config);
         let head = arch.head();
         let aligned = |bytes: usize| bytes.next_multiple_of(memory.alignment) as u64;
         Self::sum(&arch, config, |tensor| match tensor.shape[..] {
             [rows, cols] => {
-                let rows = if *tensor == head { rows.next_multiple_of(memory.head_rows) } else { rows };
-                dtype.of_matrix(&tensor.name).tensor_bytes(rows, cols).map(aligned).sum()
+                let of = dtype.of_matrix(&tensor.name);
+                let rows = match of {
+                    _ if *tensor == head => rows.next_multiple_of(memory.head_rows),
+                    BaseDType::F16 if arch.is_normed(tensor) => rows + memory.delta_rows,
+                    _ => rows,
+                };
+                of.tensor_bytes(rows, cols).map(aligned).sum()
             }
             _ => aligned(2 * tensor.elements()),
         })

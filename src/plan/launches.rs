@@ -15,20 +15,18 @@ use engraft_adapters::{AdapterSet, Lora};
 
 use crate::{
     device::accelerators::{Accelerator, Work},
-    kernels::{
-        activation::Activation,
-        adapted_linear::device_scratch::{fused_rank, row_shares, term_shares},
-        matmul::device_scratch::SMALL_BATCH,
-    },
+    kernels::{activation::Activation, matmul::device_scratch::SMALL_BATCH},
     model::{
         BaseDType, Config,
         arch::{Arch, SiteShape},
     },
 };
 
+use self::deltas::Fused;
 use super::calibrate::attention_flops;
 
 mod coded;
+mod deltas;
 mod head;
 mod token;
 
@@ -84,6 +82,9 @@ pub struct Launch {
     pub flops: f64,
     /// Whether it is there for an adapter.
     pub is_adapter: bool,
+    /// Share of it that is there for an adapter: all of a launch of its own; of others that of their bytes or
+    /// operations.
+    pub for_adapter: f64,
 }
 
 impl Launch {
@@ -190,8 +191,10 @@ impl<'a> Step<'a> {
     fn add(&mut self, op: &str, kernel: &'static str, work: Work, bytes: f64, flops: f64) {
         let (part, layer) = (self.part, self.layer);
         let is_adapter = ["lora", "delta", "sum_parts"].iter().any(|start| kernel.starts_with(start));
-        let op = op.to_owned();
-        self.launches.push(Launch { part, layer, op, kernel, sizes: None, work, bytes, flops, is_adapter });
+        let (op, for_adapter) = (op.to_owned(), f64::from(u8::from(is_adapter)));
+        let launch =
+            Launch { part, layer, op, kernel, sizes: None, work, bytes, flops, is_adapter, for_adapter };
+        self.launches.push(launch);
     }
 
     /// A pass over activations `(n, c)` of `bytes` an element, by rows.
@@ -224,45 +227,16 @@ impl<'a> Step<'a> {
         }
     }
 
-    /// The gradient `(rows, columns)` of a factor over `terms` tokens, FP32, which is added to: a product of its own.
-    fn factor_gradient(&mut self, op: &str, sizes: [usize; 3]) {
-        self.product(op, sizes, 8.0);
-        if let Some(last) = self.launches.last_mut() {
-            (last.work, last.is_adapter) = (Work::Delta, true);
-        }
-    }
-
     fn deltas(&self, layer: usize, site: &SiteShape) -> impl Iterator<Item = &'a Lora> + use<'a> {
         let site = site.site as usize;
         self.pass.set.loras.iter().filter(move |lora| lora.layer == layer && lora.site == site)
     }
 
-    /// The delta of a site that is a part of its product: the only one, on all columns, of a rank that the kernels have.
-    fn fused(&self, layer: usize, site: &SiteShape) -> Option<Fused> {
-        let mut deltas = self.deltas(layer, site);
-        let (delta, None) = (deltas.next()?, deltas.next()) else { return None };
-        let (inputs, outputs) = (site.inputs, site.outputs);
-        let fits = inputs.is_multiple_of(8) && outputs.is_multiple_of(8) && self.n > SMALL_BATCH;
-        let rounded = fused_rank(delta.rank).filter(|_| fits && delta.columns.len() == outputs)?;
-        Some(Fused { rank: delta.rank, rounded })
-    }
-
     /// Whether the MLP's activation and its derivative are parts of the products of a site: of one product with all of W.
-    fn activates_in_products(&self, site: &SiteShape) -> bool {
+    pub(super) fn activates_in_products(&self, site: &SiteShape) -> bool {
         let Config { activation, inner, .. } = *self.pass.config;
         let whole = self.stretches(self.pass.base, site.inputs, site.outputs).len() == 1;
         activation == Activation::GeluTanh && inner.is_multiple_of(8) && self.n > SMALL_BATCH && whole
-    }
-
-    /// A thin product, `rows x columns` over `terms`, whose shares are joined where it has some.
-    fn thin(&mut self, op: &str, kernel: &'static str, [rows, columns, terms]: [usize; 3], bytes: f64) {
-        let shares = term_shares(rows, terms, columns);
-        let result = 4.0 * (rows * columns) as f64;
-        let parts = result * shares as f64;
-        self.add(op, kernel, Work::Thin, bytes + parts, flops(rows, columns, terms));
-        if shares > 1 {
-            self.add(op, "lora_join", Work::Elementwise, parts + result, 0.0);
-        }
     }
 
     /// `y = x W + b [+ residual]`, its deltas, and the activation.
@@ -294,30 +268,18 @@ impl<'a> Step<'a> {
         }
     }
 
-    /// The deltas of a site one by one, after its product.
-    fn add_deltas(&mut self, layer: usize, site: &SiteShape) {
-        let (n, inputs) = (self.n, site.inputs);
-        for delta in self.deltas(layer, site) {
-            let (rank, columns) = (delta.rank, delta.columns.len());
-            let x = 2.0 * (n * inputs) as f64 + 4.0 * (rank * inputs) as f64;
-            self.thin("x A^T", "lora_xa", [n, rank, inputs], x);
-            let xa = 4.0 * (n * rank + rank * columns) as f64;
-            let y = 4.0 * (n * columns) as f64;
-            self.add("+ xa B^T", "lora_add", Work::Thin, xa + y, flops(n, columns, rank));
-        }
-    }
-
     /// The way back through a linear: dx where it is wanted, times the derivative of the activation in front of it where
     /// there is one, and the gradients of its deltas.
     fn linear_backward(&mut self, layer: usize, site: &SiteShape, dx: bool, activated: bool) {
         let (n, inputs, outputs) = (self.n, site.inputs, site.outputs);
         let fused = self.fused(layer, site);
         if let Some(Fused { rank, rounded }) = fused {
-            let written = 2 * n * (rounded + if dx { inputs } else { 0 });
-            let factors = 4 * rank * (outputs + if dx { inputs } else { 0 });
-            let bytes = (2 * n * outputs + written + factors) as f64;
-            let flops = flops(n, rank, outputs + if dx { inputs } else { 0 });
-            self.add("d xa and d xa A", "delta_back", Work::Delta, bytes, flops);
+            let pass = self.delta_pass(site, rank, rounded);
+            let (d_xa, db) = (4 * pass.d_xa(), 4 * pass.db());
+            let dx = if dx { 2 * n * inputs + 4 * rank * inputs } else { 0 };
+            let bytes = d_xa + db + 2 * n * rounded + dx + 8 * rank * outputs;
+            let flops = if dx > 0 { flops(n, rank, inputs) } else { 0.0 };
+            self.add("d xa A, sums of shares", "delta_spread", Work::Delta, bytes as f64, flops);
         }
         let has_deltas = fused.is_none() && self.deltas(layer, site).next().is_some();
         let in_product = activated && self.activates_in_products(site) && !has_deltas;
@@ -329,7 +291,6 @@ impl<'a> Step<'a> {
             }
         }
         if let Some(Fused { rank, .. }) = fused {
-            self.factor_gradient("dB", [outputs, rank, n]);
             self.factor_gradient("dA", [rank, inputs, n]);
         }
         if has_deltas {
@@ -340,31 +301,10 @@ impl<'a> Step<'a> {
         }
     }
 
-    /// The gradients of the deltas of a site one by one, after its product.
-    fn deltas_backward(&mut self, layer: usize, site: &SiteShape, dx: bool) {
-        let (n, inputs) = (self.n, site.inputs);
-        for delta in self.deltas(layer, site) {
-            let (rank, columns) = (delta.rank, delta.columns.len());
-            let [dy, x] = [columns, inputs].map(|width| 2.0 * (n * width) as f64);
-            let thin = 4.0 * (n * rank) as f64;
-            let shares = row_shares(n) as f64;
-            self.thin("d xa", "lora_d_xa", [n, rank, columns], dy);
-            for (op, kernel, input, width) in [("dB", "lora_db", dy, columns), ("dA", "lora_da", x, inputs)] {
-                let gradient = 4.0 * (rank * width) as f64;
-                self.add(op, kernel, Work::Thin, input + thin + shares * gradient, flops(n, width, rank));
-                self.add(op, "sum_parts", Work::Elementwise, (shares + 2.0) * gradient, 0.0);
-            }
-            if dx {
-                self.add("+ d xa A", "lora_dx", Work::Thin, thin + 2.0 * x, flops(n, inputs, rank));
-            }
-        }
-    }
-
     fn block_forward(&mut self, layer: usize) {
         let arch = Arch::of(self.pass.config);
         let [c_attn, attn_proj, c_fc, mlp_proj] = &arch.sites;
-        self.norm("layer norm", "layernorm_forward", 4.0);
-        self.linear(layer, c_attn, Beside::Nothing);
+        self.normed_linear(layer, c_attn, Beside::Nothing);
         let (forward, _) = self.attention();
         let (kernel, work) = match self.has_tensor_attention() {
             true => ("attention_forward_mma", Work::AttentionForward),
@@ -372,8 +312,7 @@ impl<'a> Step<'a> {
         };
         self.add("attention", kernel, work, self.qkv() + self.mixed(), forward);
         self.linear(layer, attn_proj, Beside::Residual);
-        self.norm("layer norm", "layernorm_forward", 4.0);
-        self.linear(layer, c_fc, Beside::Activation);
+        self.normed_linear(layer, c_fc, Beside::Activation);
         self.linear(layer, mlp_proj, Beside::Residual);
     }
 
@@ -384,23 +323,15 @@ impl<'a> Step<'a> {
             self.inner("activation again", "activation_forward", 4.0);
         }
         self.linear_backward(layer, mlp_proj, true, true);
-        if self.deltas(layer, c_fc).next().is_some() {
-            self.norm("layer norm again", "layernorm_forward", 4.0);
-        }
-        self.linear_backward(layer, c_fc, true, false);
-        self.norm("layer norm dx", "layernorm_backward", 8.0);
+        self.normed_linear_backward(layer, c_fc);
         self.linear_backward(layer, attn_proj, true, false);
         self.attention_backward();
 
-        if !input_gradient && self.deltas(layer, c_attn).next().is_none() {
-            return;
-        }
-        if self.deltas(layer, c_attn).next().is_some() {
-            self.norm("layer norm again", "layernorm_forward", 4.0);
-        }
-        self.linear_backward(layer, c_attn, input_gradient, false);
         if input_gradient {
-            self.norm("layer norm dx", "layernorm_backward", 8.0);
+            self.normed_linear_backward(layer, c_attn);
+        } else if self.deltas(layer, c_attn).next().is_some() {
+            self.norm("layer norm again", "layernorm_forward", 4.0);
+            self.linear_backward(layer, c_attn, false, false);
         }
     }
 
@@ -450,12 +381,6 @@ impl<'a> Step<'a> {
             self.add("AdamW", "adamw", Work::Elementwise, 28.0 * count, 20.0 * count);
         }
     }
-}
-
-/// A delta that is a part of a product: its rank, and the columns of its x A^T.
-struct Fused {
-    rank: usize,
-    rounded: usize,
 }
 
 /// Operations of a product.

@@ -12,6 +12,7 @@ mod fused;
 mod harness;
 mod lora;
 mod lora_vectors;
+mod normed;
 mod optimizer;
 mod pointwise;
 mod products;

@@ -18,6 +18,17 @@ template <> __device__ __forceinline__ unsigned pack<bf16_t>(float low, float hi
   return *reinterpret_cast<unsigned *>(&both);
 }
 
+/// The elements of a register, the first from its low half.
+template <class T> __device__ __forceinline__ void unpack(unsigned bits, float (&x)[2]);
+template <> __device__ __forceinline__ void unpack<half_t>(unsigned bits, float (&x)[2]) {
+  float2 both = __half22float2(*reinterpret_cast<const __half2 *>(&bits));
+  x[0] = both.x, x[1] = both.y;
+}
+template <> __device__ __forceinline__ void unpack<bf16_t>(unsigned bits, float (&x)[2]) {
+  float2 both = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162 *>(&bits));
+  x[0] = both.x, x[1] = both.y;
+}
+
 #define MMA(type)                                                                                                \
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 "                                    \
                "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                 \

@@ -22,7 +22,6 @@ use super::{
 use crate::{
     device::{
         Frozen,
-        kinds::CUDA_ALIGNMENT,
         staging::{SLOTS, bytes},
     },
     error::{Error, Result},
@@ -90,7 +89,7 @@ impl StagingSlots {
     pub fn tensors(&self, slot: usize, part: &[&Frozen]) -> Vec<Frozen> {
         let starts = part.iter().scan(0, |next, tensor| {
             let start = *next;
-            *next += tensor.bytes().next_multiple_of(CUDA_ALIGNMENT);
+            *next += tensor.device_bytes();
             Some(start)
         });
         let memory = &self.slots[slot].memory;
@@ -166,7 +165,7 @@ impl Carrier {
             // copy from it is done.
             let to = unsafe { std::slice::from_raw_parts_mut(pinned.head().add(start), from.len()) };
             tensor.copy_for_device(from, to);
-            start += from.len().next_multiple_of(CUDA_ALIGNMENT);
+            start += tensor.device_bytes();
             // The pages of the file are not needed any more.
             tensor.region().release();
         }

@@ -151,28 +151,6 @@ __device__ __forceinline__ void start(const T *x, const float *a, const float *b
   });
 }
 
-template <class T, int TILES>
-__device__ __forceinline__ void back(const T *dy, const float *a, const float *b, T *d_xa, T *dx, int n, int inputs,
-                                     int outputs, int rank, float scale) {
-  SHARED(Thin<TILES>, shares);
-  int row = blockIdx.x * ROWS;
-  auto columns_of_b = [=](int r, int column, float(&v)[WIDE]) {
-#pragma unroll
-    for (int i = 0; i < WIDE; i++) v[i] = r < rank && column < outputs ? b[i64(column + i) * rank + r] : 0.f;
-  };
-  thin<T, TILES>(dy, n, outputs, row, columns_of_b, LIFT, shares);
-  __syncthreads();
-  keep<T, TILES>(shares, 1.f / LIFT, d_xa, n, row);
-  if (!dx) return;
-  auto value = [=](int r, int column) { return r < rank && column < inputs ? a[i64(r) * inputs + column] : 0.f; };
-  widened<T, TILES>(shares, 1.f / LIFT, inputs, value, [=](int at, int column, float(&v)[WIDE]) {
-    if (row + at >= n || column >= inputs) return;
-#pragma unroll
-    for (int i = 0; i < WIDE; i++) v[i] *= scale;
-    store(v, WIDE, dx + i64(row + at) * inputs + column);
-  });
-}
-
 } // namespace fused
 
 /// xa (n, R) = x (n, in) A (r, in)^T, R the rank rounded up to 8 or 16; and where y is not null,
@@ -188,16 +166,3 @@ EXPORT_16(delta_start, __launch_bounds__(128),
           (const T *x, const float *a, const float *b, T *xa, const T *residual, const half_t *bias, T *y, int n,
            int inputs, int outputs, int rank, float scale),
           (x, a, b, xa, residual, bias, y, n, inputs, outputs, rank, scale))
-
-/// d_xa (n, R) = dy (n, out) B (out, r); and where dx is not null, dx (n, in) = scale d_xa A (r, in). Sizes and
-/// grid as above.
-template <class T>
-__device__ void delta_back(const T *dy, const float *a, const float *b, T *d_xa, T *dx, int n, int inputs, int outputs,
-                           int rank, float scale) {
-  if (rank <= 8) return fused::back<T, 1>(dy, a, b, d_xa, dx, n, inputs, outputs, rank, scale);
-  fused::back<T, 2>(dy, a, b, d_xa, dx, n, inputs, outputs, rank, scale);
-}
-EXPORT_16(delta_back, __launch_bounds__(128),
-          (const T *dy, const float *a, const float *b, T *d_xa, T *dx, int n, int inputs, int outputs, int rank,
-           float scale),
-          (dy, a, b, d_xa, dx, n, inputs, outputs, rank, scale))

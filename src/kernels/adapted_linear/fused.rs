@@ -1,19 +1,20 @@
-//! CUDA side of a delta that is fused into the frozen product: one launch makes `x A^T` and what the product then adds to, in both
-//! directions, on tensor cores; the gradients of A and B are products of the library.
+//! CUDA side of a delta that is fused into the frozen product: one launch makes `x A^T` and what the product then adds
+//! to, on tensor cores; in the backward one pass over dy makes the shares of d_xa and of dB.
 //!
 //! | launch | reads | writes |
 //! |---|---|---|
 //! | `delta_start` | x, A, B, residual | xa, `residual + s xa B^T` in the place of y |
 //! | product | x, W, y | `y + x W + b`, perhaps GELU of it |
-//! | `delta_back` | dy, A, B | d_xa, `s d_xa A` in the place of dx |
+//! | `delta_pass` | dy, xa, B | shares of d_xa and of dB |
+//! | `delta_spread` | the shares, A | d_xa, `s d_xa A` in the place of dx, `dB += s dy^T xa` |
 //! | product | dy, W, dx | `dx + dy W^T`, perhaps times the derivative of GELU |
-//! | two products | dy, xa; d_xa, x | `dB += s dy^T xa`, `dA += s d_xa^T x` |
+//! | product | d_xa, x | `dA += s d_xa^T x` |
 //!
 //! xa and d_xa are of the type of the activations, `(n, R)` with R the rank rounded up to 8 or 16.
 
 use super::{
     AdaptedLinear, BackwardBuffers, Delta, ForwardBuffers, SavedProducts, Summands,
-    device_scratch::fused_rank,
+    device_scratch::{Pass, fused_rank},
 };
 use crate::{
     device::{
@@ -29,14 +30,14 @@ use crate::{
 /// The only delta of a layer, where it is fused into the product.
 #[derive(Clone, Copy)]
 pub struct FusedDelta<'a> {
-    delta: &'a Delta,
-    a: View<'a>,
-    b: View<'a>,
-    inputs: usize,
-    outputs: usize,
+    pub(super) delta: &'a Delta,
+    pub(super) a: View<'a>,
+    pub(super) b: View<'a>,
+    pub(super) inputs: usize,
+    pub(super) outputs: usize,
     /// The rank rounded up.
-    ranks: usize,
-    n: usize,
+    pub(super) ranks: usize,
+    pub(super) n: usize,
 }
 
 impl<'a> FusedDelta<'a> {
@@ -123,6 +124,15 @@ impl<'a> FusedDelta<'a> {
         }
     }
 
+    /// Shares of d_xa and dB in device memory at `d_xa` and `db`.
+    pub(super) fn pass(self, gpu: &'static Gpu, pass: Pass, (dy, xa): (View, View), (d_xa, db): (u64, u64)) {
+        let Self { delta, b, outputs, n, .. } = self;
+        let [n, outputs, rank, rows] = [n, outputs, delta.rank, pass.rows].map(Argument::int);
+        let grid = Grid::of((pass.groups, pass.shares, 1), 128).with_shared(pass.shared());
+        let arguments = arguments![dy, xa, b, d_xa, db, n, outputs, rank, rows];
+        gpu.launch(&super::cuda::IMAGE, &named("delta_pass", dy.dtype()), grid, arguments);
+    }
+
     /// Backward of the frozen product and of the delta: `dy (n, out)` is the gradient of what g multiplies.
     pub fn backward(
         self,
@@ -132,7 +142,7 @@ impl<'a> FusedDelta<'a> {
         saved: SavedProducts,
         to: BackwardBuffers,
     ) {
-        let Self { delta, a, b, inputs, outputs, ranks, n } = self;
+        let Self { delta, a, inputs, outputs, ranks, n, .. } = self;
         let BackwardBuffers { mut grads, d_xa, dx, .. } = to;
         let (xa, d_xa) = (saved.xa.typed(dy.dtype()), d_xa.as_view().typed(dy.dtype()));
         assert!(
@@ -140,22 +150,40 @@ impl<'a> FusedDelta<'a> {
             "shapes of a delta"
         );
         assert!(dx.as_ref().is_none_or(|dx| dx.len() >= n * inputs), "shapes of a delta");
-        let place = dx.as_ref().map_or(Argument::NULL, Argument::from);
-        let [n_, inputs_, outputs_, rank] = [n, inputs, outputs, delta.rank].map(Argument::int);
-        let arguments = arguments![dy, a, b, d_xa, place, n_, inputs_, outputs_, rank, delta.scale];
-        let grid = Grid::row(n.div_ceil(32), 128);
-        gpu.launch(&super::cuda::IMAGE, &named("delta_back", dy.dtype()), grid, arguments);
+        let pass = Pass::new(n, outputs, ranks);
+        let db = (!delta.b_frozen).then(|| grads.reborrow().slice(delta.b, outputs * delta.rank));
+        let db = db.as_ref();
+        gpu.scratch(pass.bytes(), |parts| {
+            let shares = parts + 4 * pass.d_xa() as u64;
+            self.pass(gpu, pass, (dy, xa), (parts, shares));
+            let [n_, inputs_, outputs_, rank] = [n, inputs, outputs, delta.rank].map(Argument::int);
+            let [groups, count] = [pass.groups, pass.shares].map(Argument::int);
+            let [place, gradient] = [dx.as_ref(), db].map(|to| to.map_or(Argument::NULL, Argument::from));
+            let arguments = arguments![
+                parts,
+                groups,
+                a,
+                d_xa,
+                place,
+                n_,
+                inputs_,
+                rank,
+                delta.scale,
+                shares,
+                count,
+                outputs_,
+                gradient
+            ];
+            let sums = if delta.b_frozen { 0 } else { (outputs * delta.rank).div_ceil(128) };
+            let grid = Grid::row(n.div_ceil(32) + sums, 128);
+            gpu.launch(&super::cuda::IMAGE, &named("delta_spread", dy.dtype()), grid, arguments);
+        });
         if let Some(dx) = dx {
             let weight = linear.layer.weight;
             match saved.input_of {
                 Some(f) => matmul::frozen_nt_derived(dy, weight, InitialValue::Keep, dx, f, n),
                 None => matmul::frozen_nt(dy, weight, InitialValue::Keep, dx, n),
             }
-        }
-        if !delta.b_frozen {
-            let to = grads.reborrow().slice(delta.b, outputs * delta.rank);
-            let shape = (n, outputs, delta.rank);
-            matmul::cuda::add_transposed_product(gpu, (dy, outputs), (xa, ranks), delta.scale, to, shape);
         }
         if !delta.a_frozen {
             let to = grads.slice(delta.a, delta.rank * inputs);

@@ -407,5 +407,5 @@ __device__ void lora_dx(const float *d_xa, const float *a, Dropout dropout, T *d
 EXPORT(lora_dx, (const float *d_xa, const float *a, Dropout dropout, T *dx, int n, int inputs, int rank),
        (d_xa, a, dropout, dx, n, inputs, rank))
 
-#include "fused.cuh"
+#include "normed.cuh"
 #include "vectors.cuh"

@@ -17,6 +17,7 @@
 
 use super::{
     activation,
+    layernorm::Norm,
     matmul::{self, InitialValue},
 };
 use crate::device::{Device, View, ViewMut};
@@ -30,6 +31,8 @@ pub(super) mod cuda;
 pub mod device_scratch;
 #[cfg(feature = "cuda")]
 mod fused;
+#[cfg(feature = "cuda")]
+mod normed;
 pub mod reference;
 #[cfg(test)]
 mod tests;
@@ -37,7 +40,7 @@ mod types;
 
 pub use types::{
     AdaptedLinear, BackwardBuffers, BiasPlace, Delta, DeltaScratch, Dropout, ForwardBuffers, Layer,
-    SavedProducts, Scaling, SiteVectors, Vector, xa_len,
+    NormedBackward, NormedForward, SavedProducts, Scaling, SiteVectors, Vector, xa_len,
 };
 
 /// Floats of scratch that a CPU thread uses, and floats that packing takes beside it.
@@ -140,6 +143,45 @@ pub fn xa(linear: AdaptedLinear, x: View, xa: ViewMut, n: usize) {
         Device::Cpu => cpu::xa(&linear, x.host(), xa.host(), n),
         #[cfg(feature = "cuda")]
         Device::Cuda(gpu) => cuda::xa(gpu, &linear, x, xa, n),
+    }
+}
+
+/// A layer norm of `x (n, in)` and [`forward`] of its output, as one op of a device that fuses the layer's only delta
+/// into both; false, with nothing done, elsewhere.
+pub fn forward_normed(linear: AdaptedLinear, norm: Norm, x: View, n: usize, to: NormedForward) -> bool {
+    match x.device() {
+        Device::Cpu => {
+            let _ = (linear, norm, n, to);
+            false
+        }
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => {
+            let delta = normed::NormedDelta::of(gpu, &linear, norm, x.dtype(), n);
+            delta.map(|delta| delta.forward(gpu, &linear, x, to)).is_some()
+        }
+    }
+}
+
+/// Backward of a layer norm and the layer after it as one op, as [`forward_normed`]: from the gradient `dy (n, out)`
+/// of the layer's output, and x and `stats` of the forward.
+pub fn backward_normed(
+    linear: AdaptedLinear,
+    norm: Norm,
+    (dy, x, stats): (View, View, View),
+    saved: SavedProducts,
+    n: usize,
+    to: NormedBackward,
+) -> bool {
+    match x.device() {
+        Device::Cpu => {
+            let _ = (linear, norm, dy, stats, saved, n, to);
+            false
+        }
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => {
+            let delta = normed::NormedDelta::of(gpu, &linear, norm, x.dtype(), n);
+            delta.map(|delta| delta.backward(gpu, (dy, x, stats), saved, to)).is_some()
+        }
     }
 }
 

@@ -232,6 +232,30 @@ impl<'a> ForwardBuffers<'a> {
     }
 }
 
+/// What the forward of a layer norm and a layer writes as one op.
+pub struct NormedForward<'a> {
+    /// Workspace for the norm's output and what follows it, `(n, in + 16)`.
+    pub normed: ViewMut<'a>,
+    /// Mean and rstd of each row `(n, 2)`.
+    pub stats: ViewMut<'a>,
+    /// As [`ForwardBuffers::xa`].
+    pub xa: ViewMut<'a>,
+    /// As [`ForwardBuffers::y`].
+    pub y: ViewMut<'a>,
+    /// As [`ForwardBuffers::activated`].
+    pub activated: Option<(Activation, ViewMut<'a>)>,
+}
+
+/// What the backward of a layer norm and a layer writes as one op.
+pub struct NormedBackward<'a> {
+    /// The flat buffer that grows by the gradients of all trainables, FP32.
+    pub grads: ViewMut<'a>,
+    /// Workspace for the gradient that the product gives the norm's output `(n, in)`.
+    pub d_normed: ViewMut<'a>,
+    /// Grows by the gradient of the norm's input `(n, in)`.
+    pub dx: ViewMut<'a>,
+}
+
 /// What a backward reads of its forward.
 #[derive(Clone, Copy)]
 pub struct SavedProducts<'a> {

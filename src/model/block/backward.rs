@@ -67,6 +67,11 @@ impl Block<'_> {
         );
 
         let middle = rows!(kept.outputs.middle, n, c);
+        let of = (workspace.shared.wide().slice(0, n * f), middle, rows!(kept.statistics.stats_2, n, 2));
+        let gradients = (rows!(mut back.narrow, n, c), rows!(mut back.grad, n, c));
+        if self.normed_linear_backward(Site::CFc, of, &kept.statistics.xa, gradients, to) {
+            return;
+        }
         let (binding, norm) = self.norm(self.group(), Site::CFc);
         if self.reads_input(Site::CFc) {
             layernorm::forward(
@@ -102,6 +107,12 @@ impl Block<'_> {
 
         let (binding, norm) = self.norm(self.group(), Site::CAttn);
         if !self.trains(Site::CAttn) && !binding.trains() && !input_gradient {
+            return;
+        }
+        let of = (workspace.shared.wide().slice(0, n * 3 * c), x, rows!(kept.statistics.stats_1, n, 2));
+        let gradients = (rows!(mut back.narrow, n, c), rows!(mut back.grad, n, c));
+        if input_gradient && self.normed_linear_backward(Site::CAttn, of, &kept.statistics.xa, gradients, to)
+        {
             return;
         }
         if self.reads_input(Site::CAttn) {

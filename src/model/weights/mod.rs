@@ -224,6 +224,17 @@ impl Weights {
         }
     }
 
+    /// Has `rows` rows follow the matrices without codes behind a layer norm on a device, for a fused delta.
+    pub fn pad_normed_on_device(&mut self, rows: usize) {
+        for BlockWeights { c_attn, c_fc, .. } in &mut self.blocks {
+            for Linear { weight, .. } in [c_attn, c_fc] {
+                if weight.scales.is_none() {
+                    weight.data.pad_on_device(rows * weight.cols);
+                }
+            }
+        }
+    }
+
     /// Brings tensors to `device`, one after another: all of them, or all but those of the blocks. What was mapped of
     /// files and is not needed any more is let go.
     ///

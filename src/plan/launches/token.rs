@@ -72,16 +72,23 @@ impl Step<'_> {
     fn block_token_by_ops(&mut self, layer: usize) {
         let arch = Arch::of(self.pass.config);
         let [c_attn, attn_proj, c_fc, mlp_proj] = &arch.sites;
-        self.norm("layer norm", "layernorm_forward", 4.0);
-        self.linear_token(layer, c_attn, Beside::Nothing);
+        self.normed_linear_token(layer, c_attn, Beside::Nothing);
         self.rows("append", "attention_append", 8.0);
         let (forward, cached) = self.cached();
         self.add("attention", "attention_decode", Work::Weights, cached, forward);
         self.rows("attention", "attention_decode_finish", 8.0);
         self.linear_token(layer, attn_proj, Beside::Residual);
-        self.norm("layer norm", "layernorm_forward", 4.0);
-        self.linear_token(layer, c_fc, Beside::Activation);
+        self.normed_linear_token(layer, c_fc, Beside::Activation);
         self.linear_token(layer, mlp_proj, Beside::Residual);
+    }
+
+    /// A layer norm and a linear.
+    fn normed_linear_token(&mut self, layer: usize, site: &SiteShape, beside: Beside) {
+        if self.n > SMALL_BATCH {
+            return self.normed_linear(layer, site, beside);
+        }
+        self.norm("layer norm", "layernorm_forward", 4.0);
+        self.linear_token(layer, site, beside);
     }
 
     /// A linear of few rows: one delta's `x A^T` beside the product, its B where the product's shares are added.
@@ -127,7 +134,9 @@ impl Step<'_> {
         self.add(site.label, "lora_small_batch_finish", Work::Elementwise, shares + b, 0.0);
         // Both are there without the delta too.
         let last = self.launches.len() - 2;
-        self.launches[last..].iter_mut().for_each(|launch| launch.is_adapter = false);
+        self.launches[last..].iter_mut().for_each(|launch| {
+            (launch.is_adapter, launch.for_adapter) = (false, 0.0);
+        });
     }
 
     /// Logits, and the largest of each sample.
