@@ -14,7 +14,7 @@ use crate::{
     },
     engine::{Trainer, TrainerOptions},
     error::Result,
-    model::{BaseDType, Config, Policy, Recompute, scratch},
+    model::{BaseDType, Config, Policy, Recompute, arch::Arch, scratch},
     observe::phase::Phase,
     optim::{AdamWOptions, OptimizerKind},
     plan::{
@@ -137,6 +137,19 @@ pub struct TrainingJob<'a> {
 }
 
 impl<'a> TrainingJob<'a> {
+    /// Floats of the largest A or B that is put together for the adapter's file, where a module has several deltas or one
+    /// on a part of it.
+    fn joined(&self) -> usize {
+        let sites = Arch::of(self.config).sites;
+        let of_modules = self.set.loras.chunk_by(|a, b| (a.layer, a.site) == (b.layer, b.site));
+        let joined = of_modules.filter(|loras| loras.len() > 1 || loras[0].part.is_some());
+        let sizes = joined.map(|loras| {
+            let (rank, site) = (loras.iter().map(|lora| lora.rank).sum::<usize>(), &sites[loras[0].site]);
+            rank * site.inputs.max(site.outputs)
+        });
+        sizes.max().unwrap_or(0)
+    }
+
     /// The samples that a run with `config` makes.
     fn samples(&self, config: PlanConfig) -> PlannedSamples<'a> {
         let Policy { activations, stream, .. } = config.policy;
@@ -268,14 +281,14 @@ impl Job for TrainingJob<'_> {
         // epoch, 4 bytes a row: 4.6 MiB for a gigabyte of text.
         let order = Sampler::bytes(self.rows.map_or(0, RowStatistics::rows)) as u64;
         let small = (256 << 10) + 512 * self.set.layout.tensors.len() as u64 + order;
-        let file = BUFFER as u64;
+        let file = (BUFFER + size_of::<f32>() * self.joined()) as u64;
         let row = |role, name, bytes, lifetime| Row::new(role, name, bytes, Placement::Host, lifetime);
         let mut rows = vec![
             row("program", "code, runtime, tokenizer", self.program, "run").always(),
             row("data", "tokenised rows", self.rows_on_heap, "run").always(),
             row("data", "rows of a step", step, "step").once_used(),
             row("data", "lists, names, events", small, "run").once_used(),
-            row("data", "buffer of a file being written", file, "save")
+            row("data", "buffers of a file being written", file, "save")
                 .with_resident(by_phase(|phase| if phase == Phase::Saving { file } else { 0 })),
         ];
         rows.extend(self.samples(config).rows());

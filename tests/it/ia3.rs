@@ -129,7 +129,8 @@ fn what_vectors_cannot_do_is_refused() {
     run("--method ia3 --rank 3").refused(&["--rank: means nothing with --method ia3"]);
     run("--method ia3 --layers 1").refused(&["--layers: means nothing with --method ia3"]);
     run("--feedforward c_fc").refused(&["--feedforward: means nothing with --method lora"]);
-    run("--method prefix --targets c_fc").refused(&["give --method lora, dora, vera, ia3 or lora+prefix"]);
+    run("--method prefix --targets c_fc")
+        .refused(&["give --method lora, dora, vera, adalora, ia3 or lora+prefix"]);
     run("--method ia3 --targets q,v")
         .refused(&["--targets: `q` is a part of attn.c_attn, and ia3 attaches to"]);
     run("--method ia3 --feedforward c_fc")

@@ -4,6 +4,7 @@
 use std::{fs, path::Path, sync::Arc};
 
 use engraft::{
+    device::arena::Placement,
     kernels::{
         matmul::FrozenMatrix,
         nf4::{self, BLOCK, Nf4, Sizes, VALUES},
@@ -12,14 +13,14 @@ use engraft::{
     plan::BaseBytes,
 };
 use half::f16;
-use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+use safetensors::SafeTensors;
 use tempfile::TempDir;
 
 use crate::{
     base_files::{files, golden},
     cli_support::{Sandbox, files_below, planned_for},
-    q8::{ODD, has_the_bits_of, trained},
-    setup::{RandomBase, cases, random_base, within},
+    q8::{ODD, base_with, has_the_bits_of, trained},
+    setup::{cases, random_base, within},
 };
 
 /// Bound of docs/NUMERICS.md: what 4 bits cost the embedded base on its held-out data, relative.
@@ -151,37 +152,17 @@ fn linear_layers_are_coded_and_nothing_else() {
 
 /// A base whose matrices 4 bits can say exactly: -1, 0 and 1 times one power of two, in every block.
 fn exact_base() -> (Arc<Base>, TempDir) {
-    let RandomBase { base, .. } = &random_base(ODD, "gelu_new");
-    let BaseSource::Folder(from) = &base.source else { panic!("a folder") };
-    let to = tempfile::tempdir().unwrap();
-    fs::copy(from.join("config.json"), to.path().join("config.json")).unwrap();
-    let file = fs::read(from.join("model.safetensors")).unwrap();
-    let tensors: Vec<_> = SafeTensors::deserialize(&file)
-        .unwrap()
-        .iter()
-        .map(|(name, tensor)| {
-            let mut bytes = tensor.data().to_vec();
-            if tensor.shape().len() == 2 && name.contains(".h.") {
-                let cols = tensor.shape()[1];
-                let mut values: Vec<f32> =
-                    bytes.as_chunks().0.iter().map(|&two| f16::from_le_bytes(two).to_f32()).collect();
-                let size = values.iter().map(|x| x.abs()).sum::<f32>() / values.len() as f32;
-                for (at, value) in values.iter_mut().enumerate() {
-                    // The first of each block is not 0.
-                    let kept = (at / cols).is_multiple_of(BLOCK) || value.abs() > size;
-                    *value = if kept { 0.0625f32.copysign(*value) } else { 0.0 };
-                }
-                bytes = values.iter().flat_map(|&value| f16::from_f32(value).to_le_bytes()).collect();
-            }
-            (name.to_owned(), tensor.shape().to_vec(), bytes)
-        })
-        .collect();
-    let views = tensors.iter().map(|(name, shape, bytes)| {
-        (name.clone(), TensorView::new(Dtype::F16, shape.clone(), bytes).unwrap())
-    });
-    safetensors::serialize_to_file(views, None, &to.path().join("model.safetensors")).unwrap();
-    let source = BaseSource::Folder(to.path().to_owned());
-    (Arc::new(Base::load(&source, "exact", &to.path().join("cache")).unwrap()), to)
+    base_with(|name, cols, values| {
+        if !name.contains(".h.") {
+            return;
+        }
+        let size = values.iter().map(|x| x.abs()).sum::<f32>() / values.len() as f32;
+        for (at, value) in values.iter_mut().enumerate() {
+            // The first of each block is not 0.
+            let kept = (at / cols).is_multiple_of(BLOCK) || value.abs() > size;
+            *value = if kept { 0.0625f32.copysign(*value) } else { 0.0 };
+        }
+    })
 }
 
 /// Other values of the table have 24 bits, which FP16 has not; `matmul/tests.rs` compares their products with sums in
@@ -197,16 +178,23 @@ fn a_model_of_the_same_values_is_the_same_model() {
 }
 
 #[test]
-fn streaming_and_recompute_change_no_bit_of_a_4_bit_base() {
+fn streaming_recompute_and_offloading_change_no_bit_of_a_4_bit_base() {
     let random = random_base(ODD, "gelu_new");
     let cache = tempfile::tempdir().unwrap();
     let coded = Arc::new(load(&random.base.source, cache.path()));
     let case = &cases(&coded, 0.0)[3];
     let plain = trained(&coded, case, Policy::default());
-    let streamed = Policy { stream: true, ..Policy::default() };
-    assert_eq!(trained(&coded, case, streamed), plain);
-    let again = Policy { recompute: Recompute::All, ..Policy::default() };
-    assert_eq!(trained(&coded, case, again), plain);
+    let (memory, disk) = (Placement::Memory, Placement::Disk);
+    for (recompute, stream, inputs, moments) in [
+        (Recompute::None, true, memory, memory),
+        (Recompute::All, false, memory, memory),
+        (Recompute::None, false, memory, disk),
+        (Recompute::All, false, disk, memory),
+        (Recompute::All, true, disk, disk),
+    ] {
+        let policy = Policy { recompute, stream, inputs, moments, ..Policy::default() };
+        assert_eq!(trained(&coded, case, policy), plain, "{policy:?}");
+    }
     assert!(trained(&random.base, case, Policy::default()) != plain);
 }
 

@@ -156,8 +156,8 @@ fn what_fp16_refuses_is_refused() {
     assert!(!files(cache.path()).iter().any(|file| file.contains("q8")));
 }
 
-/// A base whose matrices 8 bits can say exactly: in each block whole multiples of a power of two, the first 127 of it.
-fn exact_base() -> (Arc<Base>, TempDir) {
+/// A random base with other matrices: `change(name, columns, values)` replaces the values of each.
+pub fn base_with(change: impl Fn(&str, usize, &mut [f32])) -> (Arc<Base>, TempDir) {
     let RandomBase { base, .. } = &random_base(ODD, "gelu_new");
     let BaseSource::Folder(from) = &base.source else { panic!("a folder") };
     let to = tempfile::tempdir().unwrap();
@@ -169,8 +169,8 @@ fn exact_base() -> (Arc<Base>, TempDir) {
         .map(|(name, tensor)| {
             let mut values: Vec<f32> =
                 tensor.data().as_chunks().0.iter().map(|&two| f16::from_le_bytes(two).to_f32()).collect();
-            if let (&[_, cols], false) = (tensor.shape(), name.contains("wpe")) {
-                values.chunks_mut(cols).flat_map(|row| row.chunks_mut(BLOCK)).for_each(snap);
+            if let &[_, cols] = tensor.shape() {
+                change(name, cols, &mut values);
             }
             let bytes: Vec<u8> =
                 values.iter().flat_map(|&value| f16::from_f32(value).to_le_bytes()).collect();
@@ -183,6 +183,15 @@ fn exact_base() -> (Arc<Base>, TempDir) {
     safetensors::serialize_to_file(views, None, &to.path().join("model.safetensors")).unwrap();
     let source = BaseSource::Folder(to.path().to_owned());
     (Arc::new(Base::load(&source, "exact", &to.path().join("cache")).unwrap()), to)
+}
+
+/// A base whose matrices 8 bits can say exactly: in each block whole multiples of a power of two, the first 127 of it.
+fn exact_base() -> (Arc<Base>, TempDir) {
+    base_with(|name, cols, values| {
+        if !name.contains("wpe") {
+            values.chunks_mut(cols).flat_map(|row| row.chunks_mut(BLOCK)).for_each(snap);
+        }
+    })
 }
 
 fn snap(block: &mut [f32]) {
@@ -326,14 +335,15 @@ fn plans_know_the_smaller_base() {
     let (halves, coded) = (base("f16"), base("q8"));
     assert_eq!(halves, 2 * 124_439_808);
     assert_eq!(coded, (small - vectors) * 17 / 16 + 2 * (1024 * 768 + vectors));
-    // A device has tensors at multiples of 256 bytes, and rows of zeros after the head.
+    // A device has tensors at multiples of 256 bytes, rows of zeros after the head, and without codes 16 rows more after
+    // c_attn and c_fc.
     let on_device = |dtype: &str| -> u64 {
         let line = format!("plan --base gpt2 --seq-len 128 --json --device cuda:0 --base-dtype {dtype}");
         planned_for(&sandbox.engraft(&line).succeeds().events()[0], "base")
     };
     let (halves, coded) = (on_device("f16"), on_device("q8"));
     let more = (50304 - 50257) * 768;
-    assert_eq!(halves, 2 * (124_439_808 + more));
+    assert_eq!(halves, 2 * (124_439_808 + more + 12 * 16 * (2304 + 3072)));
     assert_eq!(coded, (small - vectors + more) * 17 / 16 + 2 * (1024 * 768 + vectors));
     sandbox.engraft("train --base-dtype q4").refused(&["invalid value", "--base-dtype", "q4"]);
 }

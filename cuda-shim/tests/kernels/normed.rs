@@ -76,14 +76,18 @@ impl Norm {
         (0..x.len()).map(|at| self.hat(x, at) * self.gain[at % c] + self.bias[at % c]).collect()
     }
 
-    /// The same, computed in FP32 and rounded as a device does it.
-    fn rounded<T: Activation>(&self, x: &[f64]) -> Vec<f64> {
-        let c = self.gain.len();
-        let at = |at: usize| {
-            let [mean, rstd] = self.stats[at / c].map(|value| value as f32);
-            (x[at] as f32 - mean) * rstd * self.gain[at % c] as f32 + self.bias[at % c] as f32
+    /// The same rounded to T, and how far apart the two numbers are that it may round to: 0 but where it lies so near
+    /// the middle between them that the errors of an FP32 sum decide.
+    fn rounded<T: Activation>(&self, x: &[f64]) -> Vec<(f64, f64)> {
+        let (c, normed) = (self.gain.len(), self.normed(x));
+        let one = |(at, value): (usize, f64)| {
+            let ([mean, rstd], column) = (self.stats[at / c], at % c);
+            let largest = (x[at].abs() + mean.abs()) * rstd * self.gain[column] + self.bias[column].abs();
+            let error = 4.0 * f64::from(f32::EPSILON) * largest;
+            let [low, high] = [value - error, value + error].map(|value| T::of(value).wide());
+            (T::of(value).wide(), high - low)
         };
-        (0..x.len()).map(|i| T::of(f64::from(at(i))).wide()).collect()
+        normed.into_iter().enumerate().map(one).collect()
     }
 
     fn flat(&self) -> Vec<f64> {
@@ -228,14 +232,14 @@ fn check_backward<T: Activation>(s: Shape, share: usize, groups: usize, seed: u6
     run(back, [n.div_ceil(16) + sums, 1, 1], threads, 0, seed, args);
 
     let normed = norm.rounded::<T>(&x);
-    let expected: Vec<f64> = (0..rank * c)
-        .map(|at| {
-            let (r, column) = (at / c, at % c);
-            let sum: f64 = (0..n).map(|row| d_xa[row * ranks + r] * normed[row * c + column]).sum();
-            da_before[at] + f64::from(SCALE) * sum
-        })
-        .collect();
-    assert_close(&da.wide(), &expected, 1e-4, "dA");
+    for (at, found) in da.wide().into_iter().enumerate() {
+        let (r, column) = (at / c, at % c);
+        let terms = || (0..n).map(|row| (f64::from(SCALE) * d_xa[row * ranks + r], normed[row * c + column]));
+        let expected = da_before[at] + terms().map(|(factor, (value, _))| factor * value).sum::<f64>();
+        let either = terms().map(|(factor, (_, apart))| (factor * apart).abs()).sum::<f64>();
+        let error = (found - expected).abs();
+        assert!(error <= 1e-4 * (1.0 + expected.abs()) + either, "dA[{at}]: {found} against {expected}");
+    }
     let expected: Vec<f64> = (0..outputs * rank)
         .map(|at| {
             let from = at / rank * ranks + at % rank;
