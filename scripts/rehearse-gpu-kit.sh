@@ -16,14 +16,15 @@ cp -r "$root/cuda-shim/tools" "$copy/tools"
 # As after a transfer that keeps no permissions.
 chmod -R a-x,a+rX "$copy/kit"
 [ -n "${READONLY:-}" ] || chown -R "$user" "$copy/kit"
-export copy root user
+group=$(id -g "$user")
+export copy root user group
 export python=${PYTHON:-python3}
 unshare --net --mount bash -c '
     set -e
     mount --make-rprivate /
     mount -t tmpfs none "$root"
     cd "$copy/kit"
-    exec setpriv --reuid "$user" --regid "$user" --clear-groups env -i PATH="$copy/tools:/usr/bin:/bin" \
+    exec setpriv --reuid "$user" --regid "$group" --clear-groups env -i PATH="$copy/tools:/usr/bin:/bin" \
         LD_LIBRARY_PATH="$copy/shim" ${PYTHONPATH:+PYTHONPATH="$PYTHONPATH"} ${SHIM_SKIP:+SHIM_SKIP=1} ${ENGRAFT_KERNELS:+ENGRAFT_KERNELS="$ENGRAFT_KERNELS"} "$python" gpu.py "$@"
 ' rehearsal "$@" || code=$?
 echo "$copy: exit code ${code:-0}"
