@@ -2,7 +2,7 @@
 //! moves and its operations.
 //!
 //! It covers adapters that are deltas of linear sites (LoRA), without dropout's or recomputation's extra work. A base of codes
-//! is widened before each product ([`coded`]).
+//! is widened before each product (`coded`).
 //! The names are those of the kernels without the type at their end; `product` is a call of the library.
 //! `benchmarks/launches.py` runs real steps on the driver of `cuda-shim/driver` and holds every kernel and product, in order,
 //! against this table: whoever changes what an op launches changes its lines here.
