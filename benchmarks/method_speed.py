@@ -3,9 +3,10 @@
     cargo build --release
     python benchmarks/method_speed.py [--size small] [--peft] [--rounds 3] [--json FILE]
 
-Rows of random tokens, F32. LoRA (also as PiSSA and OLoRA), DoRA, VeRA and AdaLoRA have rank 8 on all linear modules; prefix and prompt have 20 virtual
-tokens; the others are as each side has them. A figure is the fastest step but the first of all rounds; `of LoRA` and `of
-PEFT` are its quotients. With --peft it needs what peft_step.py needs. Prints a Markdown table.
+Rows of random tokens, F32. LoRA (also as PiSSA and OLoRA), DoRA, VeRA and AdaLoRA have rank 8 on all linear modules;
+prefix and prompt have 20 virtual tokens; the others are as each side has them. A figure is the fastest step but the
+first of all rounds; `of LoRA` and `of PEFT` are its quotients. With --peft it needs what peft_step.py needs. Prints a
+Markdown table.
 """
 
 import argparse

@@ -23,8 +23,9 @@ const OUTER: usize = 256;
 
 /// Floats of scratch that a task uses, and floats that are lent or packed while it has those.
 ///
-/// A thread keeps what it has lent, apart for each depth, so the depths add up with those of other ops: with up to
-/// [`SMALL_BATCH`] tokens a task has its own xa, then rows of B times d and e, then a panel.
+/// A thread keeps its scratch for the next op, one piece for each depth of nesting, as large as any op needed there. So
+/// the pieces of an op that nests come beside the largest tile of all ops: with up to [`SMALL_BATCH`] tokens a task has
+/// its own xa, within that rows of B times d and e, and within those a panel.
 pub fn scratch(needs: DeltaScratch) -> (usize, usize) {
     let DeltaScratch { tokens: n, widest, rank, .. } = needs;
     let packing = packing(n, widest, rank);
