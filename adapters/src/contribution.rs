@@ -63,8 +63,8 @@ pub struct Lora {
 ///
 /// A triplet is an element of d with its row of A and its column of B. The loss gets `penalty` times the mean over all A
 /// and B of `||P P^T - I||_F`, with P = A and P = B^T. After update t, counted from 0, the elements of d of the triplets
-/// that are least important become 0. The number that is left falls from all to `budget`, with the cube of what is left
-/// of the steps after `tinit` and before `steps - tfinal`; from then on the same ones are left.
+/// that are least important become 0. Of n triplets `budget + (n - budget) (1 - (t - tinit) / (steps - tfinal - tinit))^3`
+/// are kept, rounded down; from update `steps - tfinal` on they stay the same.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RankAllocation {
     /// The deltas, in the order of the set.
