@@ -70,6 +70,8 @@ fn lab(rounds: usize, only: &str) -> ExitCode {
         ("decode 3072 -> 768", 1, 3072, 768),
         ("decode 768 -> 50257", 1, 768, 50257),
         ("decode 8 rows 768 -> 3072", 8, 768, 3072),
+        ("decode 32 rows 768 -> 3072", 32, 768, 3072),
+        ("decode 32 rows 768 -> 50257", 32, 768, 50257),
     ];
     for (name, n, inputs, outputs) in products {
         // The head keeps its matrix as (vocabulary, width), a layer as (inputs, outputs).

@@ -5,14 +5,13 @@
 use std::sync::Arc;
 
 #[cfg(any(feature = "cuda", test))]
-use half::bf16;
-use half::f16;
+use half::{bf16, f16};
 use rayon::prelude::*;
 
 #[cfg(feature = "cuda")]
 use super::cuda::memory::{Loader, Memory};
 use super::{
-    DType, Device,
+    DType, Device, Element,
     arena::{ALIGN as LINE, in_memory},
     kinds::CUDA_ALIGNMENT,
     page_cache::{PIECE, Region, large_pages},
@@ -251,27 +250,26 @@ impl Frozen {
         }
     }
 
-    /// The transpose of an FP16 matrix `(rows, cols)` in strips of `width` of its columns, the last one padded with
-    /// zeros. Releases the pages of its file.
+    /// The transpose of a matrix `(rows, cols)` in strips of `width` of its columns, the last one padded with zeros. Releases
+    /// the pages of its file.
     ///
     /// # Errors
     /// [`Error::Memory`] when there is no memory for it.
-    pub(crate) fn transposed(&self, rows: usize, cols: usize, width: usize) -> Result<Self> {
-        let from: &[f16] = self.view().host();
+    pub(crate) fn transposed<T: Element>(&self, rows: usize, cols: usize, width: usize) -> Result<Self> {
+        let from: &[T] = self.view().host();
         let (strip, len) = (cols * width, rows.next_multiple_of(width) * cols);
-        let mut memory = in_memory("the head", (len * size_of::<f16>()).max(1))?;
-        // SAFETY: the memory begins with a page, and any bits are FP16 values.
-        let to = unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast::<f16>(), len) };
+        let mut memory = in_memory("the head", (len * size_of::<T>()).max(1))?;
+        // SAFETY: the memory begins with a page, and any bits are an element.
+        let to = unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast::<T>(), len) };
         to.par_chunks_exact_mut(strip.max(1)).enumerate().for_each(|(index, to)| {
             let from = &from[index * strip..from.len().min((index + 1) * strip)];
             for (column, row) in from.chunks_exact(cols).enumerate() {
                 to[column..].iter_mut().step_by(width).zip(row).for_each(|(to, &value)| *to = value);
             }
-            self.region().part(index * strip * size_of::<f16>(), size_of_val(from)).release();
+            self.region().part(index * strip * size_of::<T>(), size_of_val(from)).release();
         });
         let source: Arc<dyn Bytes> = Arc::new(Settled(memory));
-        let (dtype, device_dtype) = (DType::F16, DType::F16);
-        Ok(Self { source: Source::Host(source), start: 0, dtype, len, device_dtype, padding: 0 })
+        Ok(Self { source: Source::Host(source), start: 0, len, padding: 0, ..*self })
     }
 
     /// Whether it is in a mapped file.

@@ -143,6 +143,9 @@ pub fn forward(inputs: Inputs, rows: Option<CacheRows>, out: &mut [f32], lse: &m
     let c = heads * width;
     assert!(out.len() == batch * t * c && lse.len() == batch * heads * t, "attention shapes");
     let vectors = at_level!(s => {
+        if simd::one_query::fits(s, &shape) {
+            return simd::one_query::forward(s, inputs, rows, out, lse);
+        }
         let fits = rows.is_none() && simd::fits(s, width, t);
         if fits {
             simd::forward(s, inputs, &mut *out, &mut *lse);

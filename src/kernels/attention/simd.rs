@@ -22,6 +22,7 @@ use crate::device::cpu::{
 };
 
 mod backward;
+pub mod one_query;
 #[cfg(target_arch = "x86_64")]
 mod pairs;
 

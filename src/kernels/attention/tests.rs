@@ -161,6 +161,44 @@ fn a_cache_gives_the_same_rows() {
     cached(shape(Arithmetic::F32, 1, 25, 2, 16, 3), 13);
 }
 
+/// One query after a cache, in FP64: fewer and more tokens than are taken side by side, hidden ones, a prefix, more heads
+/// than a task has.
+#[test]
+fn one_query_matches_reference() {
+    for (t, heads, width, p, start) in [
+        (1, 1, 16, 0, 0),
+        (3, 2, 32, 1, 1),
+        (8, 35, 16, 0, 0),
+        (23, 3, 48, 6, 2),
+        (70, 12, 64, 5, 64),
+        (131, 25, 64, 0, 0),
+    ] {
+        let (c, scale) = (heads * width, 0.3);
+        let (qkv, pk, pv) = (numbers(1, t * 3 * c), numbers(2, p * c), numbers(3, p * c));
+        let dense = |data| Heads { data, row: c, batch: 0 };
+        let prefix = (p > 0).then(|| Prefix { k: dense(View::from(&pk[..])), v: dense(View::from(&pv[..])) });
+        let (q, k, v) = packed(qkv[..].into(), t, c);
+        let q = Heads { data: View::from(&qkv[(t - 1) * 3 * c..]), ..q };
+        let shape = Shape { queries: 1, past: t - 1, ..shape(Arithmetic::F32, 1, 1, heads, width, p) };
+        let (mut out, mut lse) = (vec![f32::NAN; c], vec![f32::NAN; heads]);
+        let to = (out.as_mut_slice().into(), lse.as_mut_slice().into());
+        forward((q, k, v), prefix, [start][..].into(), scale, shape, to.0, to.1);
+        for h in 0..heads {
+            let part = |index: usize| columns(&qkv, 3 * c, index * c + h * width, width);
+            let k = [columns(&pk, c, h * width, width), part(1)].concat();
+            let v = [columns(&pv, c, h * width, width), part(2)].concat();
+            let q = &part(0)[(t - 1) * width..];
+            let s = reference::Shape { queries: 1, past: t - 1, prefix: p, width };
+            let scale = f64::from(scale);
+            let (expected, probabilities) = reference::forward(q, &k, &v, &[start], scale, s);
+            assert_close(&out[h * width..][..width], &expected, 3e-6, "out");
+            let (j, most) = probabilities.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).unwrap();
+            let score: f64 = (0..width).map(|e| q[e] * k[j * width + e]).sum();
+            assert_close(&lse[h..][..1], &[scale * score - most.ln()], 3e-6, "lse");
+        }
+    }
+}
+
 /// The same values are rounded, and so the same pairs added.
 #[test]
 fn a_cache_gives_the_same_rows_of_bf16() {

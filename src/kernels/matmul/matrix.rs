@@ -301,25 +301,10 @@ impl FrozenMatrix {
         Ok(())
     }
 
-    /// Its transpose in strips, for CPUs that read that faster in `x W^T` of some rows: FP16 and vector kernels, else
-    /// `None`. Products have the same bits as with the matrix in rows.
-    ///
-    /// # Errors
-    /// [`Error::Memory`](crate::error::Error::Memory) when there is no memory for it.
-    pub fn transposed(&self) -> Result<Option<Self>> {
-        if self.scales.is_some() || self.layout != Layout::Rows || !vectors() {
-            return Ok(None);
-        }
-        let data = self.data.transposed(self.rows, self.cols, STRIP)?;
-        let (rows, cols) = (self.cols, self.rows);
-        Ok(Some(Self { data, scales: None, rows, cols, layout: Layout::Strips, arithmetic: self.arithmetic }))
-    }
-
     fn best_layout(&self, rows: Option<usize>) -> Layout {
         let faster = match self.scales {
             None => true,
-            // For passes of few rows, as in generation: one row takes 0.7 of the time, 8 rows 0.9, 32 rows 0.6 with
-            // AVX-512 and 0.8 with AVX2.
+            // For passes of few rows, as in generation: one row takes 0.7 of the time, 8 rows 0.8 to 0.9, 32 rows 0.65.
             Some(Scales::Q8(_)) => rows.is_some(),
             // They have an order of their own.
             Some(Scales::Nf4 { .. }) => false,

@@ -23,9 +23,11 @@ mod matrix;
 mod simd;
 #[cfg(test)]
 mod tests;
+mod transposed;
 
 pub(super) use matrix::Elements;
 pub use matrix::{Arithmetic, FrozenMatrix, Layout, Matrix, Scales};
+pub use transposed::TransposedMatrix;
 
 /// Sizes of a product `y (n, outer) = x (n, inner) V`, where V is a matrix of weights or its transpose.
 #[derive(Clone, Copy)]

@@ -17,7 +17,7 @@ use crate::{
         simd::{
             Simd,
             product::SCRATCH as THIN,
-            tile::{Begin, ROWS, Tile, pack_transposed},
+            tile::{Begin, ROWS, Tile, pack_transposed_scaled},
         },
         tasks::{bands, each, parts},
         with_scratch,
@@ -29,7 +29,7 @@ mod four_bits;
 #[cfg(target_arch = "x86_64")]
 mod pairs;
 mod small_batch;
-mod strips;
+pub mod strips;
 mod weights;
 
 #[cfg(target_arch = "x86_64")]
@@ -228,6 +228,7 @@ unsafe fn pack_rows<S: Simd, W: Weights>(s: S, weights: W, range: PanelRange, pa
     const { assert!(S::PANEL.1 + BLOCK <= W::STRIP, "one set of factors for a row of a panel") };
     let PanelRange { inner, depth, outer, width } = range;
     assert!(panel.len() >= depth * width.next_multiple_of(S::LANES), "room for a panel");
+    let to_panel = panel.as_mut_ptr();
     s.enter(
         #[inline(always)]
         move || {
@@ -237,17 +238,25 @@ unsafe fn pack_rows<S: Simd, W: Weights>(s: S, weights: W, range: PanelRange, pa
                 }
                 // SAFETY: the caller's promise.
                 let factors = unsafe { weights.factors(s, 1.0, inner + k, outer) };
-                for group in (0..width).step_by(S::COLUMNS) {
-                    let real = S::COLUMNS.min(width - group);
-                    let columns = real.next_multiple_of(S::LANES);
-                    let to = &mut panel[group * depth + k * columns..][..columns];
-                    for (v, to) in to.chunks_exact_mut(S::LANES).enumerate() {
-                        let (column, left) = (group + v * S::LANES, real - v * S::LANES);
-                        // SAFETY: as above, and as many floats as a vector has.
+                let whole = width - width % S::COLUMNS;
+                for group in (0..whole).step_by(S::COLUMNS) {
+                    for v in 0..S::VECTORS {
+                        let (column, to) =
+                            (group + v * S::LANES, group * depth + k * S::COLUMNS + v * S::LANES);
+                        // SAFETY: the caller's promise, and the panel has whole groups of this depth.
                         unsafe {
                             let row = WeightRow { row: inner + k, first: outer, factors: &factors };
-                            s.store(to.as_mut_ptr(), vector(s, weights, row, column, left));
+                            s.store(to_panel.wrapping_add(to), vector(s, weights, row, column, S::LANES));
                         }
+                    }
+                }
+                let left = width - whole;
+                for (v, column) in (whole..width).step_by(S::LANES).enumerate() {
+                    let to = whole * depth + k * left.next_multiple_of(S::LANES) + v * S::LANES;
+                    // SAFETY: as above; the last group is as wide as its vectors.
+                    unsafe {
+                        let row = WeightRow { row: inner + k, first: outer, factors: &factors };
+                        s.store(to_panel.wrapping_add(to), vector(s, weights, row, column, width - column));
                     }
                 }
             }
@@ -291,11 +300,12 @@ unsafe fn vector<S: Simd, W: Weights>(
 /// # Safety
 /// As [`pack_rows`].
 unsafe fn pack_columns<S: Simd, W: Weights>(s: S, weights: W, range: PanelRange, panel: &mut [f32]) {
+    const { assert!(S::PANEL.0.is_multiple_of(BLOCK), "panels begin with blocks") };
     let PanelRange { inner, depth, outer, width } = range;
     s.enter(
         #[inline(always)]
         move || {
-            pack_transposed(
+            pack_transposed_scaled(
                 s,
                 panel,
                 depth,
@@ -307,8 +317,12 @@ unsafe fn pack_columns<S: Simd, W: Weights>(s: S, weights: W, range: PanelRange,
                         s.fetch(weights.address(outer + row + S::LANES, inner + step));
                     }
                     // SAFETY: the caller's promise.
-                    unsafe { weights.part(s, outer + row, inner + step, steps) }
+                    unsafe { weights.raw_part(s, outer + row, inner + step, steps) }
                 },
+                BLOCK,
+                #[inline(always)]
+                // SAFETY: as above.
+                |row, step, rows| unsafe { weights.row_factors(s, outer + row, inner + step, rows) },
             );
         },
     );

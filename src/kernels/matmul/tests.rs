@@ -371,26 +371,30 @@ fn strips_give_the_same_bits_as_rows() {
 /// For more rows than the small-batch path takes, both ways to make logits have the same bits.
 #[test]
 fn a_transposed_matrix_gives_the_same_bits() {
-    for (rows, cols) in [(1, 5), (50, 17), (321, 800), (64, 33)] {
+    let frozen = |bytes: Vec<u8>, dtype, len| Frozen::new(Arc::new(bytes), 0, dtype, len).unwrap();
+    let halves = |values: &[f16]| values.iter().flat_map(|w| w.to_bits().to_le_bytes()).collect();
+    for (rows, cols) in [(1, 5), (50, 17), (321, 800), (64, 33), (65, 1601)] {
         let weights = f16_numbers(41, rows * cols);
-        let bytes: Vec<u8> = weights.iter().flat_map(|w| w.to_bits().to_le_bytes()).collect();
-        let data = Frozen::new(Arc::new(bytes), 0, DType::F16, rows * cols).unwrap();
-        let (layout, arithmetic) = (Layout::Rows, Arithmetic::F32);
-        let matrix = FrozenMatrix { data, scales: None, rows, cols, layout, arithmetic };
-        let Some(transposed) = matrix.transposed().unwrap() else {
-            assert!(!crate::device::cpu::vectors());
-            return skip("no vector kernels at this level, so no transposed head", false);
-        };
-        assert_eq!((transposed.rows, transposed.cols), (cols, rows));
-        let floats = transposed.view().to_floats();
-        let at_transposed = |at: usize| weights[at % rows * cols + at / rows].to_f32();
-        assert!(floats.iter().enumerate().all(|(at, &value)| value == at_transposed(at)), "{rows} x {cols}");
-        for n in [25, 32, 72, 73, 100] {
-            let x = numbers(42, n * cols);
-            let (mut y, mut z) = (vec![f32::NAN; n * rows], vec![f32::NAN; n * rows]);
-            frozen_nt(x[..].into(), matrix.view(), InitialValue::Zero, y.as_mut_slice().into(), n);
-            frozen_nn(x[..].into(), transposed.view(), InitialValue::Zero, z.as_mut_slice().into(), n);
-            assert!(y == z, "{rows} x {cols}, {n} rows of x");
+        let coded = Coded::of(&numbers(43, rows * cols), cols);
+        let codes = coded.codes.iter().map(|&code| code as u8).collect();
+        let in_codes = (
+            frozen(codes, DType::I8, rows * cols),
+            Some(Scales::Q8(frozen(halves(&coded.scales), DType::F16, coded.scales.len()))),
+        );
+        for (data, scales) in [(frozen(halves(&weights), DType::F16, rows * cols), None), in_codes] {
+            let (layout, arithmetic) = (Layout::Rows, Arithmetic::F32);
+            let matrix = FrozenMatrix { data, scales, rows, cols, layout, arithmetic };
+            let Some(transposed) = TransposedMatrix::of(&matrix).unwrap() else {
+                assert!(!crate::device::cpu::vectors());
+                return skip("no vector kernels at this level, so no transposed head", false);
+            };
+            for n in [25, 32, 72, 73, 100] {
+                let x = numbers(42, n * cols);
+                let (mut y, mut z) = (vec![f32::NAN; n * rows], vec![f32::NAN; n * rows]);
+                frozen_nt(x[..].into(), matrix.view(), InitialValue::Zero, y.as_mut_slice().into(), n);
+                transposed.product(x[..].into(), z.as_mut_slice().into(), n);
+                assert!(y == z, "{rows} x {cols}, {n} rows of x");
+            }
         }
     }
 }

@@ -174,9 +174,7 @@ impl Decoder {
         let hidden = rows!(self.layers.buffers.head().1.normed, count, c);
         let logits = self.logits.view_mut().slice(to * v, count * v);
         match &base.weights.head_transposed {
-            Some(transposed) if MANY.contains(&count) => {
-                matmul::frozen_nn(hidden, transposed.view(), InitialValue::Zero, logits, count);
-            }
+            Some(transposed) if MANY.contains(&count) => transposed.product(hidden, logits, count),
             _ => matmul::frozen_nt(hidden, head_matrix(base), InitialValue::Zero, logits, count),
         }
     }

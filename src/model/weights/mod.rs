@@ -33,7 +33,7 @@ use super::{arch::SITES, config::Config};
 use crate::{
     device::{Bytes, DType, Device, Frozen},
     error::{Error, Result},
-    kernels::matmul::{Arithmetic, FrozenMatrix, Layout, Scales},
+    kernels::matmul::{Arithmetic, FrozenMatrix, Layout, Scales, TransposedMatrix},
 };
 
 pub use self::{base_dtype::BaseDType, convert::OnBytes, source_tensors::SourceTensors};
@@ -52,7 +52,7 @@ pub struct Weights {
     /// Head, (v, c); `None` when it is the token embedding.
     pub head: Option<FrozenMatrix>,
     /// Transpose of the head for the logits of many rows, (c, v), where a CPU that generates has it.
-    pub head_transposed: Option<FrozenMatrix>,
+    pub head_transposed: Option<TransposedMatrix>,
     /// Names the values: equal for every copy of the same FP16 weights, whatever their file, and whether or not they
     /// were rounded to codes afterwards.
     ///
@@ -280,7 +280,7 @@ impl Weights {
     /// # Errors
     /// [`Error::Memory`] when there is no memory for it.
     pub fn transpose_head(&mut self) -> Result<()> {
-        self.head_transposed = self.head().transposed()?;
+        self.head_transposed = TransposedMatrix::of(self.head())?;
         Ok(())
     }
 

@@ -352,7 +352,7 @@ mod nibbles;
 #[cfg(target_arch = "x86_64")]
 mod pairs;
 
-pub use self::nibbles::Nibbles;
+pub use self::{narrow::BlockScales, nibbles::Nibbles};
 
 /// Transposes rows of a matrix into columns of a panel: column `j` of `panel (depth, columns)` becomes row `j` of
 /// `depth` elements, for `count` rows that `load(row, step, steps)` reads LANES elements at a time.
@@ -367,6 +367,30 @@ pub fn pack_transposed<S: Simd>(
     count: usize,
     load: impl Fn(usize, usize, usize) -> S::Floats,
 ) {
+    pack_transposed_scaled(
+        s,
+        panel,
+        depth,
+        count,
+        load,
+        usize::MAX,
+        #[inline(always)]
+        |_, _, _| None,
+    );
+}
+
+/// [`pack_transposed`] of rows that are multiplied with factors, each `steps` elements with one: `factors(row, step, rows)`
+/// are those of `rows` rows, LANES at most, of the elements from `step` on.
+#[inline(always)]
+pub fn pack_transposed_scaled<S: Simd>(
+    s: S,
+    panel: &mut [f32],
+    depth: usize,
+    count: usize,
+    load: impl Fn(usize, usize, usize) -> S::Floats,
+    steps: usize,
+    factors: impl Fn(usize, usize, usize) -> Option<S::Floats>,
+) {
     assert!(panel.len() >= depth * count.next_multiple_of(S::LANES), "room for a panel");
     if depth == 0 {
         return;
@@ -376,16 +400,28 @@ pub fn pack_transposed<S: Simd>(
         let columns = (count - group).min(S::COLUMNS).next_multiple_of(S::LANES);
         let to = &mut panel[group * depth + start - group..];
         let rows = S::LANES.min(count - start);
-        for step in (0..depth).step_by(S::LANES) {
-            let steps = S::LANES.min(depth - step);
-            let mut square = [s.zero(); MOST];
-            for (row, vector) in square.iter_mut().enumerate().take(rows) {
-                *vector = load(start + row, step, steps);
-            }
-            let square = s.transposed(square);
-            for (i, vector) in square.into_iter().enumerate().take(steps) {
-                // SAFETY: a vector of the panel.
-                unsafe { s.store(to[(step + i) * columns..][..S::LANES].as_mut_ptr(), vector) }
+        for first in (0..depth).step_by(steps) {
+            let factors = factors(start, first, rows);
+            for step in (first..depth.min(first.saturating_add(steps))).step_by(S::LANES) {
+                let steps = S::LANES.min(depth - step);
+                let mut square = [s.zero(); MOST];
+                if rows == S::LANES && steps == S::LANES {
+                    // With constants no part of a vector is looked for.
+                    for (row, vector) in square.iter_mut().enumerate().take(S::LANES) {
+                        *vector = load(start + row, step, S::LANES);
+                    }
+                } else {
+                    for (row, vector) in square.iter_mut().enumerate().take(rows) {
+                        *vector = load(start + row, step, steps);
+                    }
+                }
+                let square = s.transposed(square);
+                for (i, vector) in square.into_iter().enumerate().take(steps) {
+                    let to = to[(step + i) * columns..][..S::LANES].as_mut_ptr();
+                    let vector = factors.map_or(vector, |factors| s.mul(vector, factors));
+                    // SAFETY: a vector of the panel.
+                    unsafe { s.store(to, vector) }
+                }
             }
         }
     }

@@ -44,6 +44,32 @@ pub trait Weights: Copy + Send + Sync {
     /// The row has these values.
     unsafe fn part<S: Simd>(self, s: S, row: usize, column: usize, count: usize) -> S::Floats;
 
+    /// Where scales are left out of [`Weights::raw_part`]: those of `count` rows from `row` on, LANES at most, in the block
+    /// of `column`.
+    ///
+    /// # Safety
+    /// The matrix has these elements.
+    #[inline(always)]
+    unsafe fn row_factors<S: Simd>(
+        self,
+        _: S,
+        _row: usize,
+        _column: usize,
+        _count: usize,
+    ) -> Option<S::Floats> {
+        None
+    }
+
+    /// [`Weights::part`], perhaps without the scale.
+    ///
+    /// # Safety
+    /// The row has these values.
+    #[inline(always)]
+    unsafe fn raw_part<S: Simd>(self, s: S, row: usize, column: usize, count: usize) -> S::Floats {
+        // SAFETY: the caller's promise.
+        unsafe { self.part(s, row, column, count) }
+    }
+
     /// Address of an element, perhaps outside the matrix; for prefetching.
     fn address(self, row: usize, column: usize) -> *const i8;
 }
@@ -136,38 +162,79 @@ impl CodesInStrips<'_> {
     }
 }
 
+/// Scales of a row in strips that are widened at a time: they are not neighbours.
+const STRIPS: usize = 8;
+
 // A strip of a row is one block.
 impl Weights for CodesInStrips<'_> {
     const LINE: usize = STRIP;
-    const STRIP: usize = usize::MAX;
-    type Factors = ();
+    const STRIP: usize = STRIPS * BLOCK;
+    type Factors = [f32; MOST];
 
     #[inline(always)]
-    unsafe fn factors<S: Simd>(self, _: S, _: f32, _: usize, _: usize) {}
+    unsafe fn factors<S: Simd>(self, s: S, x: f32, row: usize, column: usize) -> [f32; MOST] {
+        let Self(_, scales, rows) = self;
+        let (mut halves, mut factors) = ([f16::ZERO; MOST], [0f32; MOST]);
+        for (i, half) in halves.iter_mut().enumerate().take(STRIPS) {
+            // Past the last strip there are none.
+            *half = scales.get((column / STRIP + i) * rows + row).copied().unwrap_or_default();
+        }
+        let x = s.splat(x);
+        for at in (0..STRIPS).step_by(S::LANES) {
+            // SAFETY: the length of a vector.
+            unsafe { s.store(factors[at..].as_mut_ptr(), s.mul(x, s.widen(halves[at..].as_ptr()))) };
+        }
+        factors
+    }
 
     #[inline(always)]
-    unsafe fn values<S: Simd>(self, s: S, (row, column): (usize, usize), (): &(), _: usize) -> S::Floats {
+    unsafe fn values<S: Simd>(
+        self,
+        s: S,
+        (row, column): (usize, usize),
+        factors: &[f32; MOST],
+        block: usize,
+    ) -> S::Floats {
         // SAFETY: the caller's promise.
         let codes = unsafe { s.whole(self.0.as_ptr().add(strip_start(self.2, row, column))) };
-        s.mul(codes, s.splat(self.scale(row, column)))
+        // No check: `block` is one of the strip's.
+        s.mul(codes, s.splat(factors[block % MOST]))
     }
 
     #[inline(always)]
     unsafe fn part<S: Simd>(self, s: S, row: usize, column: usize, count: usize) -> S::Floats {
-        let mut codes = &self.0[strip_start(self.2, row, column)..][..count];
-        let mut padded = [0; MOST];
-        if count < S::LANES {
-            padded[..count].copy_from_slice(codes);
-            codes = &padded;
-        }
-        // SAFETY: a vector of codes.
-        s.mul(unsafe { s.whole(codes.as_ptr()) }, s.splat(self.scale(row, column)))
+        // SAFETY: the caller's promise.
+        let codes = unsafe { self.raw_part(s, row, column, count) };
+        s.mul(codes, s.splat(self.scale(row, column)))
+    }
+
+    #[inline(always)]
+    unsafe fn row_factors<S: Simd>(self, s: S, row: usize, column: usize, count: usize) -> Option<S::Floats> {
+        Some(widened(s, &self.1[column / STRIP * self.2 + row..][..count]))
+    }
+
+    #[inline(always)]
+    unsafe fn raw_part<S: Simd>(self, s: S, row: usize, column: usize, count: usize) -> S::Floats {
+        whole_part(s, &self.0[strip_start(self.2, row, column)..][..count])
     }
 
     #[inline(always)]
     fn address(self, row: usize, column: usize) -> *const i8 {
         self.0.as_ptr().wrapping_add(strip_start(self.2, row, column))
     }
+}
+
+/// Codes as floats, LANES at most; the other lanes are 0.
+#[inline(always)]
+fn whole_part<S: Simd>(s: S, codes: &[i8]) -> S::Floats {
+    if codes.len() >= S::LANES {
+        // SAFETY: a vector of codes.
+        return unsafe { s.whole(codes.as_ptr()) };
+    }
+    let mut padded = [0; MOST];
+    padded[..codes.len()].copy_from_slice(codes);
+    // SAFETY: as above.
+    unsafe { s.whole(padded.as_ptr()) }
 }
 
 /// Scales that are widened at a time.
@@ -209,19 +276,26 @@ impl Weights for Codes<'_> {
 
     #[inline(always)]
     unsafe fn part<S: Simd>(self, s: S, row: usize, column: usize, count: usize) -> S::Floats {
-        let Self(codes, scales, cols) = self;
+        let Self(_, scales, cols) = self;
         let scale = scales[row * q8::blocks(cols) + column / BLOCK];
-        let mut codes = &codes[row * cols + column..][..count];
-        let mut padded = [0; MOST];
-        if count < S::LANES {
-            padded[..count].copy_from_slice(codes);
-            codes = &padded;
-        }
-        // SAFETY: a vector of scales, and one of codes.
-        unsafe {
-            let scale = s.widen([scale; MOST].as_ptr());
-            s.mul(s.whole(codes.as_ptr()), scale)
-        }
+        // SAFETY: the caller's promise, and a vector of scales.
+        unsafe { s.mul(self.raw_part(s, row, column, count), s.widen([scale; MOST].as_ptr())) }
+    }
+
+    #[inline(always)]
+    unsafe fn row_factors<S: Simd>(self, s: S, row: usize, column: usize, count: usize) -> Option<S::Floats> {
+        let Self(_, scales, cols) = self;
+        let mut factors = [f16::ZERO; MOST];
+        let scales = scales[row * q8::blocks(cols) + column / BLOCK..].iter().step_by(q8::blocks(cols));
+        factors.iter_mut().zip(scales).take(count).for_each(|(to, &scale)| *to = scale);
+        // SAFETY: a vector of scales.
+        Some(unsafe { s.widen(factors.as_ptr()) })
+    }
+
+    #[inline(always)]
+    unsafe fn raw_part<S: Simd>(self, s: S, row: usize, column: usize, count: usize) -> S::Floats {
+        let Self(codes, _, cols) = self;
+        whole_part(s, &codes[row * cols + column..][..count])
     }
 
     #[inline(always)]
