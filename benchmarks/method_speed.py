@@ -25,6 +25,8 @@ METHODS = {"lora": LOW_RANK, "pissa": PISSA, "olora": OLORA, "dora": LOW_RANK, "
            "ia3": [], "ln_tuning": [], "prefix": [], "prompt_tuning": []}
 # Starts of a LoRA.
 STARTS = ("pissa", "olora")
+# PEFT does not transpose GPT-2's Conv1D for OLoRA, and stops at its shape.
+WITHOUT_PEER = ("olora",)
 
 
 def ours(a, job, method, output):
@@ -66,7 +68,7 @@ def main():
         for number in range(a.rounds):
             for method, times in found.items():
                 times["engraft"].append(ours(a, job, method, folder / f"{method}{number}"))
-                if a.peft:
+                if a.peft and method not in WITHOUT_PEER:
                     times["peft"].append(theirs(base, rows, a, method))
                 print(number, method, {side: own[-1:] for side, own in times.items()}, file=sys.stderr, flush=True)
                 common.save(a.json, found)
